@@ -194,7 +194,7 @@ class DlseIgnored(Ideal):
 
 
 class MaskForgotten(Ideal):
-    def visible_again(self, mask, at):
+    def visible_in_backward(self, mask, at):
         return torch.ones_like(self.visible(mask, at))
 
 

@@ -8,7 +8,7 @@ from attncheck.verify.kernel_server import Compiling
 
 def compiled(clock: Compiling, microseconds: int) -> None:
     """What Triton calls at the end of a compilation."""
-    clock._compiled(
+    clock._add_triton(
         src=None,
         metadata={},
         metadata_group={},
@@ -26,9 +26,9 @@ def test_it_adds_up_what_triton_tells():
 
 def test_triton_within_torch_counts_once():
     clock, start = Compiling(), time.perf_counter()
-    clock._started(None)
+    clock._torch_starts(None)
     compiled(clock, 10**9)
-    clock._ended(None)
+    clock._torch_ends(None)
     assert 0 < clock.seconds <= time.perf_counter() - start
 
 
@@ -55,7 +55,7 @@ def test_torch_tells_when_it_compiles():
     try:
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
     finally:
-        callback_handler.remove_start_callback(clock._started)
-        callback_handler.remove_end_callback(clock._ended)
+        callback_handler.remove_start_callback(clock._torch_starts)
+        callback_handler.remove_end_callback(clock._torch_ends)
     assert clock.seconds > 0
     assert CallbackArgs(CallbackTrigger.DYNAMO, "0")  # what it is called with

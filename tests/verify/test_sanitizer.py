@@ -50,13 +50,13 @@ def fake(tmp_path, monkeypatch):
 
 def test_without_one_it_is_said(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    (record,) = sanitizer.sanitized("ideal", CASES[:1], "memcheck", device="cpu")
+    (record,) = sanitizer.run_sanitizer("ideal", CASES[:1], "memcheck", device="cpu")
     assert (record.status, record.reason) == ("unsupported", sanitizer.ABSENT)
 
 
 def test_an_error_is_its_case_s(fake):
     fake(_REPORT, code=99)
-    before, wrong, after = sanitizer.sanitized("ideal", CASES, "memcheck", device="cpu")
+    before, wrong, after = sanitizer.run_sanitizer("ideal", CASES, "memcheck", device="cpu")
     assert (before.status, wrong.status, after.status) == ("pass", "fail", "pass")
     assert wrong.case_id == CASES[1].id
     assert wrong.judgement.rule == "memory"
@@ -79,20 +79,20 @@ def test_a_kernel_that_raises_and_one_that_dies(fake, tmp_path):
         "        if inputs.problem.seed == 2: os._exit(0)\n"
         "        return super().prepare(inputs)\n"
     )
-    records = sanitizer.sanitized(f"{kernel}::Kernel", CASES, "memcheck", device="cpu")
+    records = sanitizer.run_sanitizer(f"{kernel}::Kernel", CASES, "memcheck", device="cpu")
     assert [each.status for each in records] == ["pass", "error", "crash"]
     assert records[1].reason == "ValueError: planted"
 
 
 def test_one_that_does_not_end_is_ended(fake):
     fake(text="#!/bin/sh\nexec sleep 1000\n")
-    (record,) = sanitizer.sanitized("ideal", CASES[:1], "memcheck", device="cpu", seconds=0.2)
+    (record,) = sanitizer.run_sanitizer("ideal", CASES[:1], "memcheck", device="cpu", seconds=0.2)
     assert record.status == "timeout"
 
 
 def test_another_tool_is_no_tool():
     with pytest.raises(UsageError, match="memcheck"):
-        sanitizer.sanitized("ideal", CASES, "memchek")
+        sanitizer.run_sanitizer("ideal", CASES, "memchek")
 
 
 @pytest.mark.skipif(
@@ -102,5 +102,5 @@ def test_another_tool_is_no_tool():
 @pytest.mark.parametrize("tool", sanitizer.TOOLS)
 def test_a_right_kernel_passes_on_a_gpu(tool):
     case = Case(problem=Problem(heads=2, query=80, kv=100, head_dim=64, dtype="fp16"))
-    (record,) = sanitizer.sanitized("triton-flash2", [case], tool)
+    (record,) = sanitizer.run_sanitizer("triton-flash2", [case], tool)
     assert record.status == "pass", (record.reason, record.judgement)

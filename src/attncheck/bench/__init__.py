@@ -1,1 +1,1 @@
-"""Times of kernels that take turns, each verified in the same run."""
+"""Benchmarks of kernels that take turns, each verified in the same run."""

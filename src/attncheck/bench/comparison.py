@@ -1,10 +1,10 @@
-"""A kernel's times beside those of another in the same rounds: faster, slower or the same?
+"""Compares two kernels' times in the same rounds: faster, slower or the same.
 
-Which of two calls is quicker in a round is a coin where they are equally quick, whatever the
-distribution of times, and whatever moves the clock for both. So the ratio of the two has a median
-that lies between its k-th smallest and k-th largest value but for the chance of so many equal faces
-of as many coins (the interval of the sign test). The chance is shared out to all comparisons, so
-that it is one of any of them being wrong. It counts rounds as independent.
+If two kernels are equally fast, which call is faster in a round is a coin toss, whatever the
+distribution of times and the changes of the clock. So the median of the ratio of the two times lies
+between the k-th smallest and the k-th largest ratio, except with the chance of too many equal coins
+(the interval of the sign test). The allowed chance is divided among all comparisons, so that it
+bounds the chance of any wrong finding. Rounds are taken as independent.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from attncheck.records.bench_report import BenchCell, Finding, TimeChange, Times
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-CHANCE = 0.01  # that any finding of a report is wrong
-MARGIN = 0.02  # that two times may differ by and be the same: where memory lies matters as much
+CHANCE = 0.01  # probability that any finding of a report is wrong
+MARGIN = 0.02  # times within 2 % count as the same, because memory placement has such effects
 
 
 def ratio_interval(ratios: Sequence[float], chance: float) -> tuple[float, float] | None:
-    """Return what holds the median of a ratio's distribution, but for ``chance``.
+    """Return an interval that contains the ratios' true median, except with probability ``chance``.
 
-    None where there are too few to say.
+    None if there are too few ratios.
     """
     ordered, count = sorted(ratios), len(ratios)
     outside, k = 0.0, 0
-    # 2·P(at most k of ``count`` coins show heads) is the chance beyond the k-th from either end.
+    # The interval misses the median with chance 2·P(at most k of ``count`` coins show heads).
     while k < count // 2:
         outside += 2 * math.comb(count, k) / 2**count
         if outside > chance:
@@ -39,7 +39,7 @@ def ratio_interval(ratios: Sequence[float], chance: float) -> tuple[float, float
 
 
 def finding_of(interval: tuple[float, float] | None) -> Finding:
-    """Return what the interval of time ÷ the other's time says."""
+    """Return the finding that an interval of the ratio of times supports."""
     if interval is None:
         return "unclear"
     low, high = interval
@@ -49,25 +49,25 @@ def finding_of(interval: tuple[float, float] | None) -> Finding:
 
 
 def time_changes(cells: Sequence[BenchCell], others: Mapping[str, str]) -> tuple[TimeChange, ...]:
-    """Return for each cell how kernels stand beside those of another commit, in its order.
+    """Return how kernels' times changed from another commit, cell by cell.
 
     Args:
-        others: Name of a kernel → that of the other commit's, in the same cells.
+        others: For each kernel's name, the name of the other commit's kernel in the same cells.
     """
-    compared = []
+    comparisons = []
     for number, cell in enumerate(cells):
         rows = {row.record.kernel: row for row in cell.rows}
         for kernel, other in others.items():
             if kernel not in rows or other not in rows:
                 continue
             for timed in ("forward", "both"):
-                pair = [getattr(rows[name], timed) for name in (kernel, other)]
-                if all(isinstance(one, Times) for one in pair):
-                    ratios = [a / b for a, b in zip(*(p.seconds for p in pair), strict=True)]
-                    compared.append((kernel, number, timed, ratios))
+                times = [getattr(rows[name], timed) for name in (kernel, other)]
+                if all(isinstance(one, Times) for one in times):
+                    ratios = [a / b for a, b in zip(*(p.seconds for p in times), strict=True)]
+                    comparisons.append((kernel, number, timed, ratios))
     changes = []
-    for kernel, number, timed, ratios in compared:
-        interval = ratio_interval(ratios, CHANCE / len(compared))
+    for kernel, number, timed, ratios in comparisons:
+        interval = ratio_interval(ratios, CHANCE / len(comparisons))
         changes.append(
             TimeChange(
                 kernel=kernel,

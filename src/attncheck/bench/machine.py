@@ -1,4 +1,4 @@
-"""What the machine does at best, and how fast its clock runs meanwhile."""
+"""Measures the machine's peak rates, and reads the GPU's clock."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from attncheck.verify.timing import medians
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_PRODUCT = {"cpu": 1024, "cuda": 8192}  # rows and columns
-_COPIED = {"cpu": 1 << 27, "cuda": 1 << 31}  # bytes
-_ROUNDS = {"cpu": 5, "cuda": 20}
-_NVML, _SM = "libnvidia-ml.so.1", 1
+_PRODUCT = {"cpu": 1024, "cuda": 8192}  # rows and columns of the multiplied matrices
+_COPIED = {"cpu": 1 << 27, "cuda": 1 << 31}  # bytes of the copied tensor
+_ROUNDS = {"cpu": 5, "cuda": 20}  # timed repeats
+_NVML, _SM = "libnvidia-ml.so.1", 1  # NVML's library, and its NVML_CLOCK_SM
 
 
 def machine_limits(dtypes: list[str], device: str) -> tuple[dict[str, float], float]:
-    """Return operations a second of a large product in each dtype, and bytes a second of a copy.
+    """Return operations per second of a large product by dtype, and bytes per second of a copy.
 
-    Bytes count as read and as written. A dtype in which torch has no product is left out.
+    Each byte counts twice, as read and as written. Dtypes without a product in torch are left out.
     """
     size, rounds, rates = _PRODUCT[device], _ROUNDS[device], {}
     for dtype in dtypes:
@@ -40,27 +40,27 @@ def machine_limits(dtypes: list[str], device: str) -> tuple[dict[str, float], fl
 
 
 def _product(dtype: str, size: int, device: str) -> Callable[[], object]:
-    kind = DTYPES[dtype].storage.torch_dtype
-    left, right = (torch.randn(size, size, device=device).to(kind) for _ in range(2))
+    torch_dtype = DTYPES[dtype].storage.torch_dtype
+    left, right = (torch.randn(size, size, device=device).to(torch_dtype) for _ in range(2))
     if not DTYPES[dtype].scaled:
         return lambda: left @ right
     one = torch.ones((), device=device)
-    if dtype == "e5m2":  # cuBLAS multiplies it by e4m3 alone
+    if dtype == "e5m2":  # cuBLAS does not multiply e5m2 by e5m2, only by e4m3
         right = right.to(torch.float8_e4m3fn)
     scaled: Callable[..., Any] = torch._scaled_mm
     return lambda: scaled(left, right.t(), one, one, out_dtype=torch.bfloat16)
 
 
 def sm_clock(device: str) -> Callable[[], int | None]:
-    """Return what reads the MHz of the GPU's multiprocessors now; None where nobody says.
+    """Return a function that reads the GPU's multiprocessor clock in MHz, or None if unavailable.
 
-    By NVIDIA's management library, which comes with the driver: a tenth of a millisecond.
+    It calls NVIDIA's management library, which comes with the driver, and takes 0.1 ms.
     """
     if device == "cpu":
         return lambda: None
     try:
         library, handle, clock = ctypes.CDLL(_NVML), ctypes.c_void_p(), ctypes.c_uint()
-        # By its name, since CUDA counts those that it is shown, and the driver all.
+        # By UUID, because CUDA numbers only the GPUs visible to it, and the driver all.
         name = f"GPU-{torch.cuda.get_device_properties(0).uuid}".encode()
         if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)):
             return lambda: None

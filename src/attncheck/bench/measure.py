@@ -1,7 +1,6 @@
-"""The loop: kernels take turns on each problem, and what the timed calls gave is judged.
+"""Times kernels that take turns on each problem, and judges the results of the timed calls.
 
-Beside the times stands what a call has to do at least: pairs of a row and a key that it sees,
-operations, bytes.
+Each cell also has the least work of a call: pairs of a row and a visible key, operations, bytes.
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ if TYPE_CHECKING:
 
     Pass = Literal["forward", "both"]
 
-# Pairs of a row and a key that are judged of one cell, a pass of gradients counted threefold: their
-# bounds take about a second for each arithmetic, 3 ns each on an H100, 1 µs on a CPU's core.
+# The most pairs of a row and a key that are judged per cell, threefold with gradients. Their bounds
+# take about a second for each arithmetic: 3 ns per pair on an H100, 1 µs on a CPU's core.
 _MOST_PAIRS = {"cpu": 2**20, "cuda": 2**28}
-_PAIRS = {"cpu": 1 << 22, "cuda": 1 << 26}  # of which a mask is evaluated at once
-_MOST_DECODED = 16  # rows up to which reading k and v takes longer than multiplying by them
+_PAIRS = {"cpu": 1 << 22, "cuda": 1 << 26}  # pairs for which a mask is evaluated at a time
+_MOST_DECODED = 16  # up to this many rows, reading k and v takes longer than multiplying
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verified:
-    """Which part of a problem is compared with the exact result, and its evidence by pass."""
+    """The part of a problem that is compared with the exact result, and its evidence by pass."""
 
     at: Excerpt
-    text: str
+    text: str  # describes the part in reports
     evidence: Mapping[Pass, EvidenceBuilder]
 
 
-class _Whole:
-    """An executor that is asked of a part, calls the kernel on the whole, and keeps that call."""
+class _PartExecutor:
+    """An executor that runs a kernel on the whole problem, and returns its results of a part."""
 
     def __init__(self, keeping: KeepingExecutor, whole: Inputs, at: Excerpt, *, graph: bool):
         self._keeping, self._whole, self._at, self._graph = keeping, whole, at, graph
@@ -90,7 +89,7 @@ class _Whole:
 
 @dataclass(slots=True)
 class _Entry:
-    """A kernel in one cell, in the making."""
+    """A kernel's records and times in one cell, which are filled in step by step."""
 
     subject: Subject
     executor: KeepingExecutor
@@ -99,7 +98,7 @@ class _Entry:
     clock: dict[Pass, Any] = field(default_factory=dict)
 
     def row(self, verified: str) -> BenchRow:
-        """What is known of it; of two passes the worse verdict."""
+        """Return its row of the report; the record is that of the pass with the worse verdict."""
         record = max(self.records.values(), key=_badness)
         both = self.records.get("both")
         refused = both is not None and both.status == "unsupported"
@@ -135,12 +134,12 @@ def time_cells(
 
     Args:
         plan: Problems, in their order.
-        subjects: Kernels; those that can run nothing here, and those that a problem does not
-            concern, have no row.
+        subjects: Kernels; those that cannot run here or are not concerned by a problem have no
+            row.
         device: ``cpu`` or ``cuda``.
-        rounds: In which each call has one turn, after one round that is not kept.
-        graph: Whether calls are timed in CUDA graphs, where they can be captured.
-        stage: Called with what is done next.
+        rounds: Timed rounds, in which each call has one turn, after a warm-up round.
+        graph: Whether calls are timed in CUDA graphs, if they can be captured.
+        stage: Called with a description of each next step.
     """
     forwards = [one.problem.replace(backward=False, dcaptured=False) for one in plan]
     concerned = case_subjects(forwards, subjects, device)
@@ -148,14 +147,14 @@ def time_cells(
     for planned, chosen in zip(plan, concerned, strict=True):
         entries = [_Entry(subject, executor_of(subject)) for subject in chosen]
         try:
-            yield _timed(planned, entries, device, rounds, clock, stage, graph=graph)
+            yield _time_cell(planned, entries, device, rounds, clock, stage, graph=graph)
         finally:
             for entry in entries:
                 entry.executor.forget()
             release_cached_memory(device)
 
 
-def _timed(  # one cell, and how it is timed
+def _time_cell(
     planned: BenchPlan,
     entries: list[_Entry],
     device: str,
@@ -171,7 +170,7 @@ def _timed(  # one cell, and how it is timed
     passes: dict[Pass, Inputs] = {"forward": whole.forward()}
     if problem.backward:
         passes["both"] = whole
-    verified = _verified(passes, [entry.subject for entry in entries], device)
+    verified = _evidence(passes, [entry.subject for entry in entries], device)
     for entry in entries:
         stage(f"{entry.subject.name} {what}")
         _verify(entry, planned.variant, passes, verified, device, graph=graph)
@@ -190,12 +189,13 @@ def _timed(  # one cell, and how it is timed
     )
 
 
-def _verified(passes: Mapping[Pass, Inputs], subjects: Sequence[Subject], device: str) -> _Verified:
-    """Choose the part that is judged in about a second, and compute its exact result.
+def _evidence(passes: Mapping[Pass, Inputs], subjects: Sequence[Subject], device: str) -> _Verified:
+    """Choose a part that can be judged in about a second, and prepare its evidence.
 
-    One sequence, since none knows of the others, and as many heads; where one head is too much, or
-    its score mod may be another with fewer, the last rows alone, which see most, or the first where
-    a mod cannot be said of the last: then without gradients, which are sums over all rows.
+    The part is one sequence, because sequences are independent, with as many heads as possible. If
+    one head is too much, or the score mod depends on the number of heads, it is the last rows only,
+    which see most keys, or the first rows if a mod does not allow the last; gradients, which are
+    sums over all rows, are then not judged.
     """
     whole = passes["forward"].problem
     widest = passes.get("both", passes["forward"]).problem
@@ -205,17 +205,17 @@ def _verified(passes: Mapping[Pass, Inputs], subjects: Sequence[Subject], device
     groups = most // (len(of) * whole.group * whole.query * whole.kv)
     heads = min(whole.heads, groups * whole.group)
     at = Excerpt.of(whole, sequences=of, heads=range(heads))
-    parts_said = [f"sequence 0 of {whole.batch}"] if len(of) < whole.batch else []
+    descriptions = [f"sequence 0 of {whole.batch}"] if len(of) < whole.batch else []
     cut = not heads or not can_excerpt(whole, at)
     if cut:
         count = min(whole.query, max(1, _MOST_PAIRS[device] // (whole.heads * whole.kv)))
         ends = range(whole.query - count, whole.query), range(count)
         last, early = (Excerpt.of(whole, sequences=range(1), rows=rows) for rows in ends)
         at = last if can_excerpt(whole, last) else early
-        parts_said.append(f"rows {at.rows.start:,}–{at.rows.stop - 1:,}")
+        descriptions.append(f"rows {at.rows.start:,}–{at.rows.stop - 1:,}")
     elif heads < whole.heads:
-        parts_said.append(f"heads 0–{heads - 1} of {whole.heads}")
-    text = ", ".join(parts_said) or "everything"
+        descriptions.append(f"heads 0–{heads - 1} of {whole.heads}")
+    text = ", ".join(descriptions) or "everything"
     if cut and widest.backward:
         text += ": no gradients"
     parts = {name: inputs.forward() if cut else inputs for name, inputs in passes.items()}
@@ -240,9 +240,9 @@ def _verify(
     *,
     graph: bool,
 ) -> None:
-    """Call a kernel once in each pass, keep those calls, and judge what they gave."""
+    """Call a kernel once in each pass, keep the calls for timing, and judge their results."""
     for name, inputs in passes.items():
-        executor = _Whole(entry.executor, inputs, verified.at, graph=graph)
+        executor = _PartExecutor(entry.executor, inputs, verified.at, graph=graph)
         if not executor.concerns(entry.subject, inputs.problem):
             continue
         case = Case(problem=inputs.problem)
@@ -260,9 +260,9 @@ def _take_turns(
     rounds: int,
     clock: Callable[[], int | None],
 ) -> list[int]:
-    """Time each kept call once a round; returns the GPU's MHz after each turn.
+    """Time each kept call once per round; returns the GPU's MHz after each turn.
 
-    Who begins moves on by one; the first round is not kept.
+    Each round begins with the next call; the first round is not recorded.
     """
     clocks = []
     turns = [(entry, name) for entry in entries for name in entry.seconds]
@@ -286,11 +286,11 @@ def _take_turns(
 
 
 def count_work(problem: Problem, device: str) -> Work:
-    """Count the work of a Problem of attention, its pairs exactly, by the original mask.
+    """Return the work of a Problem of attention, with exact pairs from the original mask.
 
-    A product of a pair is a multiplication and an addition for each of head_dim or value_dim
-    numbers. A forward has two, q·k and P·v; a backward five, 2.5 times as many where both
-    dimensions are one: q·k again, dO·v, and those of dv, dq and dk.
+    A product of a pair has a multiplication and an addition for each of head_dim or value_dim
+    numbers. A forward has two products, q·k and P·v; a backward five: q·k again, dO·v, and those of
+    dv, dq and dk, which is 2.5 times as much if both dimensions are equal.
     """
     plain = problem.replace(seed=0, distribution="normal", dtype="fp32", backward=False)
     pairs = visible_pairs(plain.replace(dlse=False, dcaptured=False), device)
@@ -314,7 +314,7 @@ def count_work(problem: Problem, device: str) -> Work:
 
 @functools.lru_cache(maxsize=256)
 def visible_pairs(problem: Problem, device: str) -> int:
-    """Count the pairs of a query row and a key that it sees, over all sequences and heads."""
+    """Return the number of pairs of a query row and a visible key, over sequences and heads."""
     sizes = (problem.batch, problem.heads)
     if problem.mask == FULL:
         return math.prod(sizes) * problem.query * problem.kv
@@ -323,7 +323,7 @@ def visible_pairs(problem: Problem, device: str) -> int:
     for start in range(0, problem.query, step):
         rows = range(start, min(start + step, problem.query))
         part = seen(rows)
-        # Axes of one element that a mask does not read stand for all of theirs.
-        each = math.prod(sizes) * len(rows) * problem.kv // part.numel()
-        count += int(part.sum()) * each
+        # Axes that a mask does not read have length 1 and stand for the whole axis.
+        repeats = math.prod(sizes) * len(rows) * problem.kv // part.numel()
+        count += int(part.sum()) * repeats
     return count

@@ -1,4 +1,4 @@
-"""The benchmark tables of papers, by name: which problems, in which dtypes and passes."""
+"""Benchmark tables by name, many from papers: their problems, dtypes and passes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from attncheck.cases.variants import FURTHER, VARIANTS, Shape
+from attncheck.cases.variants import OPTIONAL_VARIANTS, VARIANTS, Shape
 from attncheck.core.errors import UsageError, require_known
 from attncheck.core.formats import DTYPES, MEASURED_DTYPES
 from attncheck.inputs.problem import Problem, check_size
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 _LONG = (1024, 2048, 4096, 8192, 16384, 32768)
-# Those of the FlexAttention paper: none, causal, ALiBi, a window, a prefix, a softcap, documents.
+# The FlexAttention paper's: none, causal, ALiBi, a window, a prefix, a softcap, documents.
 _SEVEN = tuple(name for name, variant in VARIANTS.items() if variant.mods is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchTable:
-    """Every combination of its lengths, dimensions, groups, dtypes and variants."""
+    """A table of every combination of lengths, dimensions, groups, dtypes and variants."""
 
     lengths: tuple[int, ...]
     dims: tuple[int, ...]
     dtypes: tuple[str, ...] = ("bf16",)
-    backward: bool = True  # whether the backward is timed too, where there is one
-    batch: int = 0  # 0: as many sequences as have ``tokens`` together
+    backward: bool = True  # whether the backward is timed too, if there is one
+    batch: int = 0  # 0: ``tokens`` ÷ length
     tokens: int = 16384
-    heads: int = 0  # 0: as many as are ``hidden`` columns wide together
+    heads: int = 0  # 0: ``hidden`` ÷ dimension
     hidden: int = 2048
     variants: tuple[str, ...] = ("full", "causal")
     groups: tuple[int, ...] = (1,)  # query heads that share a key head
@@ -69,14 +69,14 @@ TABLES = {
     "paged": BenchTable(_LONG, _SIZES, tokens=32768, heads=16, variants=("paged",)),
     "cpu": BenchTable((512, 1024), (64,), ("fp32", "bf16"), batch=1, heads=4),
 }
-"""By name, as typed."""
+"""The tables by their names on the command line."""
 
 DEFAULT_TABLE = {"cpu": "cpu", "cuda": "main"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
-    """A problem of a table; its backward is timed where the Problem has one."""
+    """A problem of a table; its backward is timed if the Problem has one."""
 
     table: str
     variant: str
@@ -84,7 +84,7 @@ class BenchPlan:
 
     @property
     def reads_cache(self) -> bool:
-        """Return whether it decodes a step, or its keys are in pages."""
+        """Return whether it is a decoding step, or its keys are in pages."""
         return self.problem.paging is not None or self.problem.query < self.problem.kv
 
 
@@ -100,24 +100,24 @@ def bench_plan(  # noqa: PLR0913  # what is timed, and where
     seed: int = 0,
     device: str = "cpu",
 ) -> list[BenchPlan]:
-    """Return the problems of tables, or of typed shapes, in the order in which they are timed.
+    """Return the problems of tables, or of the user's shapes, in the order of timing.
 
     Args:
         tables: Names of ``TABLES``.
-        shapes: As typed (``Shape.parse``), in place of tables; MHA where kv heads are left open.
-        dtypes: In place of a table's.
-        variants: The same.
-        lengths: The same; a decoding step's are its keys.
-        dims: The same.
-        backward: Whether the backward is timed; as the table says where it is None.
-        device: Where the exact result is computed.
+        shapes: Texts for ``Shape.parse``, in place of tables; MHA if kv heads are not given.
+        dtypes: Replace a table's dtypes.
+        variants: Replace a table's variants.
+        lengths: Replace a table's lengths; in a decoding step these are numbers of keys.
+        dims: Replace a table's dimensions.
+        backward: Whether the backward is timed; None: as in the table.
+        device: The device on which the exact result is computed.
 
     Raises:
-        UnknownName, ProblemError: for what cannot be, before anything is measured.
-        UsageError: where nothing is left to be timed.
+        UnknownName, ProblemError: for invalid names and sizes, before anything is measured.
+        UsageError: for a variant of softmax.
     """
     require_known("table", tables, TABLES)
-    known = VARIANTS | FURTHER
+    known = VARIANTS | OPTIONAL_VARIANTS
     require_known("variant", variants, known)
     require_known("dtype", dtypes, MEASURED_DTYPES)
     rows = []
@@ -134,8 +134,8 @@ def bench_plan(  # noqa: PLR0913  # what is timed, and where
         usual = ("full", "causal")
         rows.append(("own", sizes, dtypes or ("bf16",), variants or usual, backward is not False))
     plan = []
-    for name, sizes, of_dtypes, of_variants, wanted in rows:
-        for dtype, shape, variant in itertools.product(of_dtypes, sizes, of_variants):
+    for name, sizes, row_dtypes, row_variants, wanted in rows:
+        for dtype, shape, variant in itertools.product(row_dtypes, sizes, row_variants):
             has = known[variant].exists(dtype, "normal", backward=True) and not DTYPES[dtype].scaled
             if known[variant].mods is None:
                 raise UsageError("bench times attention: softmax is none.")

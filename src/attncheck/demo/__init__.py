@@ -1,1 +1,1 @@
-"""Kernels that are wrong on purpose, for `attncheck demo`: nothing of attncheck imports them."""
+"""Deliberately faulty kernels for `attncheck demo`; no module of attncheck imports them."""

@@ -1,6 +1,6 @@
-"""FlashAttention in Triton, as its author might have left it: every test that it has passes.
+"""FlashAttention in Triton, with a fault that its author's tests have not found.
 
-Its fault is for `attncheck demo` to find.
+`attncheck demo` finds it.
 """
 
 import torch
@@ -17,7 +17,7 @@ def forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale, query, kv, head_dim,
     CAUSAL: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """One tile of query rows of one head: all tiles of keys, one after the other."""
+    """Compute one tile of query rows of one head, over all tiles of keys in order."""
     head, row = tl.program_id(1), tl.program_id(0) * TILE + tl.arange(0, TILE)
     dim = tl.arange(0, D)
     at = (head * query + row[:, None]) * head_dim + dim
@@ -49,7 +49,7 @@ def forward(
 
 
 def attention(query, key, value, *, is_causal=False, scale=None):
-    """Out and LSE, called like torch's scaled_dot_product_attention."""
+    """Return out and LSE, called like torch's scaled_dot_product_attention."""
     batch, heads, rows, dim = query.shape
     if key.shape != value.shape or key.shape[1] != heads:
         raise ValueError("k and v have one shape, and as many heads as q")

@@ -1,1 +1,1 @@
-"""Kernels as subjects: ours, torch's, the ideal kernel, and whatever a user names."""
+"""Kernels as subjects: attncheck's own, torch's, the ideal kernel, and users' kernels."""

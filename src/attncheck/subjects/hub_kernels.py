@@ -1,9 +1,9 @@
-"""Kernels in a folder of the format of Hugging Face's kernels hub.
+"""Loads kernels from a folder in the format of Hugging Face's kernels hub.
 
-``FOLDER/build/VARIANT/__init__.py``, where VARIANT says what it was built for, such as
-``torch210-cxx11-cu128-x86_64-linux`` or ``torch-universal``; in older folders
-``FOLDER/build/VARIANT/NAME/__init__.py``: https://huggingface.co/docs/kernels/kernel-requirements.
-Nothing is downloaded.
+Modules are ``FOLDER/build/VARIANT/__init__.py``, or ``FOLDER/build/VARIANT/NAME/__init__.py`` in
+older folders, where VARIANT names the build's platform, such as
+``torch210-cxx11-cu128-x86_64-linux`` or ``torch-universal``:
+https://huggingface.co/docs/kernels/kernel-requirements. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _BUILT = re.compile(
     r"torch(?:-stable-abi(?P<abi>\d{2,})|(?P<torch>\d{2,})(?:-(?P<cxx>cxx11|cxx98))?)"
     r"-(?P<backend>[a-z]+)(?P<version>\d*)-(?P<system>\w+-\w+)"
 )
-_MOST_NAMED = 6  # in an error
+_MOST_NAMED = 6  # variants listed in an error
 
 
 def is_hub_folder(text: str) -> bool:
     """Return whether ``text`` is a folder with builds of a kernel."""
     try:
         return any(map(_is_variant, Path(text, "build").iterdir()))
-    except (OSError, ValueError):  # none, or no name of a file
+    except (OSError, ValueError):  # not a folder, or not a valid file name
         return False
 
 
@@ -44,15 +44,15 @@ def _is_variant(path: Path) -> bool:
 
 
 def load_hub_kernel(kernel: str, what: str) -> Any:
-    """Return the function of ``FOLDER::NAME``; of ``FOLDER`` the only one, or ``flash_attn_func``.
+    """Return the function of ``FOLDER::NAME``; for ``FOLDER``, the only one or ``flash_attn_func``.
 
-    One of transformers' attention interface (module, query, key, value, attention_mask, …) comes
-    back as a function like flash-attn's, which takes windows, softcap and sinks where it names
+    A function of transformers' attention interface (module, query, key, value, attention_mask, …)
+    is wrapped in one like flash-attn's, with windows, softcap and sinks if the function has
     ``sliding_window``, ``softcap`` and ``s_aux``.
 
     Raises:
-        UsageError: where no variant is for this machine, there is no such function, or importing it
-            raises anything but KeyboardInterrupt; in one line.
+        UsageError: in one line, if no variant fits this machine, there is no such function, or
+            importing it raises anything but KeyboardInterrupt.
     """
     folder, _, name = kernel.partition("::")
     path = _variant(Path(folder), what) / "__init__.py"
@@ -60,7 +60,7 @@ def load_hub_kernel(kernel: str, what: str) -> Any:
         path = next(path.parent.glob("*/__init__.py"), path)
     module = import_file(path, what)
     function = load_attribute(module, path, name or _usual_name(module, folder, what), what)
-    # Not of what is no function, and none of a class: the signature may be unreadable.
+    # Only functions, because signatures of other objects may be unreadable.
     parameters = inspect.signature(function).parameters if inspect.isfunction(function) else {}
     if next(iter(parameters), "") != "module":
         return function
@@ -68,7 +68,7 @@ def load_hub_kernel(kernel: str, what: str) -> Any:
 
 
 def _variant(folder: Path, what: str) -> Path:
-    """The folder of the most specific variant for this machine."""
+    """Return the folder of the most specific variant for this machine."""
     import torch
 
     cuda = torch.version.cuda if torch.cuda.is_available() else None
@@ -85,25 +85,25 @@ def _variant(folder: Path, what: str) -> Path:
 
 
 def _rank(variant: str, cuda: str | None, system: str) -> tuple[int, ...]:
-    """How specific a variant is; empty for one that is not for this machine."""
+    """Return a variant's specificity for sorting; empty if it does not fit this machine."""
     import torch
 
     backend = "cuda" if cuda else "cpu"
-    if anywhere := _NOARCH.fullmatch(variant):
-        return {"universal": (1,), backend: (2,)}.get(anywhere[1], ())
+    if noarch := _NOARCH.fullmatch(variant):
+        return {"universal": (1,), backend: (2,)}.get(noarch[1], ())
     built = _BUILT.fullmatch(variant)
     if built is None or built["system"] != system:
         return ()
-    here, wanted = _numbers(torch.__version__), _digits(built["abi"] or built["torch"])
+    here, required = _numbers(torch.__version__), _digits(built["abi"] or built["torch"])
     abi = "cxx11" if torch.compiled_with_cxx11_abi() else "cxx98"
-    if (wanted > here) if built["abi"] else (wanted != here or built["cxx"] not in {None, abi}):
+    if (required > here) if built["abi"] else (required != here or built["cxx"] not in {None, abi}):
         return ()
     if cuda is None:
         minor = 0 if built["backend"] == "cpu" else -1
     else:
         (major, least), own = _digits(built["version"] or "00"), _numbers(cuda)
         minor = least if (built["backend"], major) == ("cu", own[0]) and least <= own[1] else -1
-    return () if minor < 0 else (3 + bool(built["abi"]), *wanted, minor)
+    return () if minor < 0 else (3 + bool(built["abi"]), *required, minor)
 
 
 def _numbers(version: str) -> tuple[int, int]:
@@ -112,7 +112,7 @@ def _numbers(version: str) -> tuple[int, int]:
 
 
 def _digits(text: str) -> tuple[int, int]:
-    """``210`` of torch is 2.10, ``128`` of CUDA 12.8: see ``_BUILT``."""
+    """Split a version of ``_BUILT`` into major and minor: ``210`` is 2.10, ``128`` is 12.8."""
     split = 1 if text[0] in "23" else len(text) - 1
     return int(text[:split]), int(text[split:])
 
@@ -120,22 +120,22 @@ def _digits(text: str) -> tuple[int, int]:
 def _usual_name(module: ModuleType, folder: str, what: str) -> str:
     listed = getattr(module, "__all__", None) or [n for n in vars(module) if not n.startswith("_")]
     names = [name for name in listed if inspect.isfunction(getattr(module, name, None))]
-    usual = [name for name in ("flash_attn_func", "flash_attn_forward") if name in names]
-    if not usual and len(names) != 1:
+    preferred = [name for name in ("flash_attn_func", "flash_attn_forward") if name in names]
+    if not preferred and len(names) != 1:
         raise UsageError(
             f"{what}: name its function, {folder}::NAME: {', '.join(names) or 'none'}."
         )
-    return (usual or names)[0]
+    return (preferred or names)[0]
 
 
 def _like_flash_attn(
     function: Callable[..., Any], parameters: Any, *, tables: bool
 ) -> Callable[..., Tensor]:
-    """The function of the interface, called like ``flash_attn_func``.
+    """Return a wrapper like ``flash_attn_func`` of a function of transformers' interface.
 
     Args:
-        tables: Whether its masks are tables (batch, 1, query, kv), which are not passed, and not
-            what is seen of padded keys (batch, kv).
+        tables: Whether its masks are (batch, 1, query, kv), which are not passed, and not padding
+            masks (batch, kv).
     """
 
     def flash_attn(  # noqa: PLR0913, PLR0917  # its keywords
@@ -176,10 +176,10 @@ def _like_flash_attn(
         return out
 
     signature = inspect.signature(flash_attn)
-    named = {"window_size": "sliding_window", "softcap": "softcap", "sinks": "s_aux"}
-    absent = {own for own, name in named.items() if name not in parameters}
+    aliases = {"window_size": "sliding_window", "softcap": "softcap", "sinks": "s_aux"}
+    absent = {own for own, name in aliases.items() if name not in parameters}
     absent |= {"key_padding_mask"} if tables else set()
-    kept = [each for each in signature.parameters.values() if each.name not in absent]
-    flash_attn.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
-    flash_attn.__wrapped__ = function  # type: ignore[attr-defined]  # whose module says what it uses
+    present = [each for each in signature.parameters.values() if each.name not in absent]
+    flash_attn.__signature__ = signature.replace(parameters=present)  # type: ignore[attr-defined]
+    flash_attn.__wrapped__ = function  # type: ignore[attr-defined]  # its module may use Triton
     return flash_attn

@@ -1,4 +1,4 @@
-"""A Problem's mods as our kernels take them: traced expressions, and the tiles to visit."""
+"""Converts a Problem's mods for attncheck's kernels: traced expressions, and tiles to visit."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ if TYPE_CHECKING:
 
 
 def mask_expression(problem: Problem, device: str) -> Expression:
-    """The mask as traced, its captured tensors on ``device``, checked on sampled indices.
+    """Return the traced mask, its captured tensors on ``device``, checked at sampled indices.
 
-    Raises TraceError where the trace and the callable disagree: then neither the kernel nor the
-    mask is wrong, but the trace.
+    Raises TraceError if trace and callable disagree, which is a fault of the trace and not of the
+    kernel or the mask.
     """
     return _mask(ModKey.of(problem, device, "mask"))
 
 
 def score_expression(problem: Problem, device: str) -> Expression:
-    """The score mod as traced, checked like the mask."""
+    """Return the traced score mod, checked like the mask."""
     return _score(ModKey.of(problem, device, "score"))
 
 
 def slope_expression(problem: Problem, device: str) -> Expression:
-    """The score mod's derivative with respect to the score, its captured tensors on ``device``.
+    """Return the score mod's derivative by the score, its captured tensors on ``device``.
 
-    It is made of the trace of torch's own derivative, and the score mod's trace is what is checked:
-    rounding may tell the two derivatives apart.
+    It comes from the trace of torch's own derivative. Only the score mod's trace is checked,
+    because the two derivatives may differ by rounding.
     """
     return _slope(ModKey.of(problem, device, "score"))
 
 
 def triton_mask(problem: Problem, device: str) -> TritonMod:
-    """The mask as our kernels take it."""
+    """Return the mask as a Triton function."""
     return _print_mod(mask_expression(problem, device), problem)
 
 
 def triton_score(problem: Problem, device: str) -> TritonMod | None:
-    """The score mod as our kernels take it; None if it leaves scores as they are."""
+    """Return the score mod as a Triton function; None if there is none."""
     return None if problem.score == NONE else _print_mod(score_expression(problem, device), problem)
 
 
 def triton_slope(problem: Problem, device: str) -> TritonMod | None:
-    """The score mod's derivative, likewise."""
+    """Return the score mod's derivative as a Triton function; None if there is no score mod."""
     return None if problem.score == NONE else _print_mod(slope_expression(problem, device), problem)
 
 
@@ -65,25 +65,25 @@ def _print_mod(expression: Expression, problem: Problem) -> TritonMod:
 
 
 def captured_reads(problem: Problem, device: str) -> CapturedReads:
-    """The score mod's reads of tensors, and its derivatives there, for a kernel of ours."""
+    """Return the score mod's reads of tensors and its derivatives by them, for a Triton kernel."""
     return _reads(ModKey.of(problem, device, "score"))
 
 
 @once_for_mods
 def _mask(key: ModKey) -> Expression:
     mod = key.problem.mask_mod(key.device)
-    return _checked(trace.trace_mask(mod, key.device), mod, key, "mask")
+    return _check(trace.trace_mask(mod, key.device), mod, key, "mask")
 
 
 @once_for_mods
 def _score(key: ModKey) -> Expression:
     mod = key.problem.score_mod(key.device)
-    return _checked(trace.trace_score(mod, key.device), mod, key, "score mod")
+    return _check(trace.trace_score(mod, key.device), mod, key, "score mod")
 
 
 @once_for_mods
 def _slope(key: ModKey) -> Expression:
-    # Unchecked: rounding may tell it from torch's own derivative.
+    # Unchecked, because it may differ from torch's own derivative by rounding.
     return trace_derivative(key.problem.score_mod(key.device), key.device)
 
 
@@ -99,8 +99,8 @@ def _reads(key: ModKey) -> CapturedReads:
     )
 
 
-def _checked(expression: Expression, mod: Any, key: ModKey, kind: str) -> Expression:
-    # The trace is the one thing that kernel and mask share: it is checked wherever it is used.
+def _check(expression: Expression, mod: Any, key: ModKey, kind: str) -> Expression:
+    # Every trace is checked, because a wrong one would look like a fault of the kernel.
     wrong = trace.count_disagreements(expression, mod, key.problem.dimensions, device=key.device)
     if wrong:
         raise TraceError(
@@ -113,14 +113,14 @@ def _checked(expression: Expression, mod: Any, key: ModKey, kind: str) -> Expres
 def visited_tiles(
     problem: Problem, block_query: int, block_kv: int, device: str, *, by_keys: bool = False
 ) -> VisitList:
-    """The tiles of ``problem`` that its mask does not hide wholly, for blocks of these sizes.
+    """Return the tiles of ``problem`` that its mask does not hide wholly.
 
-    Found by calling the mask itself, on ``device``, at every index.
+    The mask itself is called at every index, on ``device``.
 
     Args:
         block_query: Query rows of a tile.
-        block_kv: Keys of one.
-        by_keys: By blocks of keys: which blocks of query rows each of them has to visit.
+        block_kv: Keys of a tile.
+        by_keys: Whether to list blocks of query rows for each block of keys, not the reverse.
     """
     return _visits(ModKey.of(problem, device, "mask"), block_query, block_kv, by_keys=by_keys)
 
@@ -129,7 +129,7 @@ def visited_tiles(
 def _visits(key: ModKey, block_query: int, block_kv: int, *, by_keys: bool) -> VisitList:
     from attncheck.kernels.launch import VisitList
 
-    # By the callable, not the trace: a wrong trace must not hide the tiles that show it.
+    # The callable is used and not the trace, which might be wrong and hide tiles that show it.
     tiles = block_mask(
         key.problem.mask_mod(key.device),
         key.dimensions,

@@ -1,8 +1,8 @@
-"""A subject by what a user calls it.
+"""Loads subjects by the names that users give.
 
-A kernel of attncheck's by its name; ``path/to/file.py::name`` or ``package.module:name``; a folder
-of the kernels hub, ``path/to/folder`` or ``path/to/folder::name``; a name of the project's
-configuration; or of the entry-point group ``attncheck.kernels``.
+A name is that of a built-in kernel; ``path/to/file.py::name`` or ``package.module:name``; a folder
+of the kernels hub, ``path/to/folder`` or ``path/to/folder::name``; a name in the project's
+configuration; or one of the entry-point group ``attncheck.kernels``.
 """
 
 from __future__ import annotations
@@ -39,25 +39,24 @@ __all__ = ["Candidate", "Entry", "is_reference", "kernel_names", "load_kernel", 
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is known of a kernel before it is tried."""
+    """Facts of a kernel that are known before it is called."""
 
-    entry: str  # as of ``Candidate``
+    entry: str  # as in ``Candidate``
     conventions: tuple[str, ...]  # those that it may follow, the likeliest first
-    options: dict[str, str]  # what its table says of its convention, by the names of ``Terms``
-    capabilities: Capabilities | None = None  # its table; None where nobody has written one
+    options: dict[str, str]  # its table's ConventionOptions, by the names of ``Terms``
+    capabilities: Capabilities | None = None  # its table, if it has one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """An object that is to become a Subject."""
+    """An object from which a Subject can be made."""
 
-    kernel: str  # what the user called it; errors quote it
+    kernel: str  # the user's name for it, which errors quote
     target: object
-    name: str  # what reports are to call it
-    entry: str  # how a table names the object; a file is relative to the working directory
-    capabilities: Capabilities | None = None  # its table; None where nobody has written one
-    # The function of its gradients that its table names, if any.
-    backward: Callable[..., object] | None = None
+    name: str  # its name in reports
+    entry: str  # the object's name in a table; files are relative to the working directory
+    capabilities: Capabilities | None = None  # its table, if it has one
+    backward: Callable[..., object] | None = None  # the gradient function that its table names
 
     def adopted(
         self, convention: str | None = None, options: ConventionOptions | None = None
@@ -65,12 +64,12 @@ class Candidate:
         """Return the Subject, without its table.
 
         Args:
-            convention: A name in ``conventions.CONVENTIONS``; None for the table's, or the one
-                that the object shows.
-            options: What of the convention is otherwise; None for what the table says.
+            convention: A name in ``conventions.CONVENTIONS``; None: the table's, or the one that
+                the object's signature or name identifies.
+            options: Deviations from the convention; None: the table's.
 
         Raises:
-            UsageError: where it is none of the convention.
+            UsageError: if the object does not follow the convention.
         """
         from attncheck.subjects.conventions.declarations import adopted
 
@@ -86,17 +85,17 @@ class Candidate:
         return subject
 
     def facts(self) -> Entry:
-        """Return what is known of it before it is tried."""
+        """Return what is known of the kernel before it is called."""
         from attncheck.subjects.conventions.declarations import CONVENTIONS
 
         table, target = self.capabilities, self._instance(None)
         if table is not None and table.convention is not None:
             conventions: tuple[str, ...] = (table.convention,)
         else:
-            # Not what only may be: what shows that it is of one convention stands before.
-            able = [each for each in CONVENTIONS.values() if each.unfit(target) is None]
-            able.sort(key=lambda each: not each.claims(target))
-            conventions = tuple(each.name for each in able)
+            # A convention that claims the object precedes those that it merely may follow.
+            fitting = [each for each in CONVENTIONS.values() if each.unfit(target) is None]
+            fitting.sort(key=lambda each: not each.claims(target))
+            conventions = tuple(each.name for each in fitting)
         options = self._options(native=isinstance(target, Subject))
         return Entry(
             entry=self.entry,
@@ -106,8 +105,8 @@ class Candidate:
         )
 
     def _instance(self, convention: str | None) -> object:
-        """The object, or the Subject that it makes."""
-        # Of another convention the object is the kernel itself, also one that takes no arguments.
+        """Return the object, or the Subject that it creates if it is a factory."""
+        # In other conventions the object is the kernel itself, even if it has no parameters.
         if convention not in {None, "native"} or not _is_factory(self.target):
             return self.target
         assert callable(self.target)
@@ -115,12 +114,12 @@ class Candidate:
             return self.target()
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # somebody's constructor
+        except BaseException as error:  # a user's constructor may raise anything
             reason = error_line(error)
             raise UsageError(f"kernel {self.kernel!r}: making it raised {reason}.") from error
 
     def _options(self, *, native: bool) -> ConventionOptions:
-        """Options of a function; of a Subject only what differs from every Subject's."""
+        """Return the table's options; for a Subject, only those that differ from the defaults."""
         from attncheck.subjects.conventions.convention import ConventionOptions
 
         table = self.capabilities
@@ -133,7 +132,7 @@ class Candidate:
         )
         if self.backward is not None:
             options = replace(options, backward=self.backward)
-        # What every Subject does is no difference, and a Subject is adopted only without any.
+        # ``adopted`` accepts a Subject only without options, so the defaults must be empty.
         if native:
             return replace(
                 options,
@@ -149,7 +148,7 @@ class Candidate:
 
 
 def kernel_names() -> tuple[str, ...]:
-    """Every name that ``load_subject`` knows; raises UsageError for a wrong configuration."""
+    """Return all names for ``load_subject``; raises UsageError for an invalid configuration."""
     return (*BUILTIN, *read_configuration().kernels, *entry_points())
 
 
@@ -159,21 +158,21 @@ def load_subject(kernel: str, convention: str | None = None) -> Subject:
     Args:
         kernel: A name in ``named_kernels.BUILTIN``; ``file.py::name`` or ``package.module:name``,
             where ``name`` is a Subject, a subclass that needs no arguments, a function that returns
-            one, or a function in the calling convention; ``folder`` or ``folder::name`` as of
-            ``load_hub_kernel``; a name of the nearest configuration (``read_configuration``) or of
+            one, or a function in the calling convention; ``folder`` or ``folder::name`` for
+            ``load_hub_kernel``; a name in the nearest configuration (``read_configuration``) or of
             an entry point, with its table (``Declared``).
-            The file is imported, and finds its siblings as under ``python file.py``; one that uses
-            Triton decides then whether it is interpreted, so call ``prepare`` first.
-        convention: A name in ``conventions.CONVENTIONS``; None for the first that fits.
+            The file is imported and finds its siblings as under ``python file.py``. If it uses
+            Triton, its import decides whether it is interpreted, so call ``prepare`` first.
+        convention: A name in ``conventions.CONVENTIONS``; None: the first that fits.
 
     Raises:
-        UsageError: when there is no such subject, in one line that says why.
+        UsageError: if there is no such subject, with the reason in one line.
     """
     return load_kernel(kernel, convention)[1]
 
 
 def load_kernel(kernel: str, convention: str | None = None) -> tuple[Candidate, Subject]:
-    """Return the subject called ``kernel`` as ``load_subject``, and what it was made of."""
+    """Return the subject called ``kernel``, as ``load_subject`` does, and its Candidate."""
     from attncheck.subjects.conventions.declarations import possible_conventions
     from attncheck.subjects.conventions.function_subject import FunctionSubject
 
@@ -181,7 +180,7 @@ def load_kernel(kernel: str, convention: str | None = None) -> tuple[Candidate, 
     subject = candidate.adopted(convention)
     if kernel in BUILTIN:
         return candidate, subject
-    # A table names the kernel: what its class is called does not matter then.
+    # The table names the kernel, so the Subject needs no name of its own.
     if candidate.capabilities is not None:
         from attncheck.subjects.capabilities.declared import Declared
 
@@ -202,31 +201,31 @@ def load_kernel(kernel: str, convention: str | None = None) -> tuple[Candidate, 
 
 
 def load_candidate(kernel: str, convention: str | None = None) -> Candidate:
-    """Import what ``kernel`` names; raises as ``load_subject``, for the convention's name first."""
+    """Import the object that ``kernel`` names; raises UsageError as ``load_subject`` does."""
     if kernel in BUILTIN:
         _check_builtin(kernel, convention)
         return Candidate(kernel=kernel, target=subject_named(kernel), name=kernel, entry=kernel)
     if convention is not None and (is_reference(kernel) or kernel in kernel_names()):
         from attncheck.subjects.conventions.declarations import convention_named
 
-        convention_named(convention)  # before somebody's file is imported
+        convention_named(convention)  # raises before a user's file is imported
     if is_reference(kernel):
         target = _import_reference(kernel, f"kernel {kernel!r}")
         return Candidate(kernel=kernel, target=target, name=kernel, entry=kernel)
-    # The project's own table comes before a package's: it is nearer to who asks.
+    # The project's own table precedes a package's entry point.
     project, points = read_configuration(), entry_points().get(kernel, ())
     table, what, folder = project.kernels.get(kernel), f"kernel {kernel!r}", project.folder
     if table is not None:
         entry = _from_folder(table.entry, folder)
         target = _import_entry(entry, folder, what)
-    # Which of two packages won would depend on the order of installation.
+    # Two packages with the same name are an error: installation order must not decide.
     elif len(points) > 1:
         values = " and ".join(sorted(point.value for point in points))
         raise UsageError(f"{what} is several entry points: {values}; uninstall all but one.")
     elif points:
         value, folder = points[0].value, Path.cwd()
         what = f"{what} (entry point {value})"
-        entry = value.partition("[")[0].strip()  # extras may stand behind it
+        entry = value.partition("[")[0].strip()  # without extras
         target, table = published_kernel(kernel, load_module_member(entry, what), value)
         if target is None and table is not None:
             entry = table.entry
@@ -244,42 +243,42 @@ def load_candidate(kernel: str, convention: str | None = None) -> Candidate:
     )
 
 
-# ------------------------------------------------------------------ what an entry names
+# ------------------------------------------------------------------ importing entries
 
 
 def is_reference(kernel: str) -> bool:
-    """Return whether ``kernel`` is of a file, folder or module, and no name."""
+    """Return whether ``kernel`` refers to a file, folder or module, and is not a plain name."""
     return ":" in kernel or is_hub_folder(kernel)
 
 
 def _from_folder(entry: str, folder: Path) -> str:
-    """An entry that is relative to ``folder``."""
+    """Return ``entry`` with its file, if any, joined to ``folder``."""
     file, colons, name = entry.partition("::")
     return f"{folder / file}{colons}{name}" if colons else entry
 
 
-_FOLDERS: set[str] = set()  # of kernels' files
+_FOLDERS: set[str] = set()  # folders of kernels' files that were imported
 
 
 def _import_reference(kernel: str, what: str) -> Any:
-    """The object of ``file.py::name``, ``folder::name`` or ``package.module:name``."""
+    """Return the object of ``file.py::name``, ``folder::name`` or ``package.module:name``."""
     if is_hub_folder(kernel.partition("::")[0]):
         return load_hub_kernel(kernel, what)
     file, _, name = kernel.partition(":")
-    # The commonest slip: import would speak of a module called "mine.py".
+    # The commonest mistake, for which import's message would name a module "mine.py".
     if file.endswith(".py") and not name.startswith(":"):
         raise UsageError(f"{what}: a file takes two colons: {file}::{name or 'NAME'}.")
     if "::" not in kernel:
         return load_module_member(kernel, what)
-    # As ``python file.py`` has it, also for what its functions import only when they are called.
+    # As in ``python file.py``; it stays for imports within functions.
     folder = os.path.dirname(os.path.realpath(kernel.rpartition("::")[0]))  # noqa: PTH120  # a link to itself too
     if sys.path[:1] != [folder]:
         sys.path.insert(0, folder)
     _FOLDERS.add(folder)
-    # Of several kernels in one process each has its own siblings, whatever they are called.
+    # Modules of other kernels' folders are unloaded if this kernel has siblings of their names.
     files = {name: getattr(each, "__file__", None) or "" for name, each in sys.modules.items()}
     for module, file in files.items():
-        other = os.path.dirname(file)  # noqa: PTH120  # of a package: its own folder
+        other = os.path.dirname(file)  # noqa: PTH120  # for a package, the package's own folder
         if other != folder and {other, os.path.dirname(other)} & (_FOLDERS - {folder}):  # noqa: PTH120
             top = Path(folder, module.partition(".")[0])
             if top.is_dir() or top.with_suffix(".py").is_file():
@@ -288,7 +287,7 @@ def _import_reference(kernel: str, what: str) -> Any:
 
 
 def _import_entry(entry: str, folder: Path, what: str) -> Any:
-    """The object that a table's entry names; modules are looked for in ``folder`` too."""
+    """Return the object that a table's entry names; modules may lie in ``folder``."""
     if entry in BUILTIN:
         return subject_named(entry)
     if not is_reference(entry):
@@ -303,7 +302,7 @@ def _import_entry(entry: str, folder: Path, what: str) -> Any:
 
 
 def _import_backward(table: Capabilities, folder: Path, what: str) -> Callable[..., object] | None:
-    """The function that a table's ``backward`` names; None where it names none."""
+    """Return the function that a table's ``backward`` names; None if it names none."""
     name = table.backward
     if not isinstance(name, str) or name == AUTOGRAD:
         return None
@@ -316,7 +315,7 @@ def _import_backward(table: Capabilities, folder: Path, what: str) -> Callable[.
 
 
 def _is_factory(target: object) -> bool:
-    """Return whether it is to be called for a Subject: a class, or a function without arguments."""
+    """Return whether ``target`` creates a Subject: a class, or a function without arguments."""
     if isinstance(target, Subject) or not callable(target):
         return False
     if inspect.isclass(target):
@@ -324,21 +323,21 @@ def _is_factory(target: object) -> bool:
     try:
         signature = inspect.signature(target)
         signature.bind()
-    except (TypeError, ValueError):  # it takes arguments, or nothing says what it takes
+    except (TypeError, ValueError):  # it requires arguments, or has no signature
         return False
     kinds = {parameter.kind for parameter in signature.parameters.values()}
-    return inspect.Parameter.VAR_POSITIONAL not in kinds  # ``*args`` are a kernel's tensors
+    return inspect.Parameter.VAR_POSITIONAL not in kinds  # ``*args`` would be a kernel's tensors
 
 
 # ------------------------------------------------------------------ mistakes
 
 
 def _check_builtin(kernel: str, convention: str | None) -> None:
-    """Raise UsageError for a convention, and for a name that somebody means otherwise."""
+    """Raise UsageError if a built-in kernel gets a convention or its name is ambiguous."""
     if convention not in {None, "native"}:
         raise UsageError(f"kernel {kernel!r} is attncheck's own: leave its convention out.")
     others: tuple[str, ...] = ()
-    with suppress(UsageError):  # a file that is wrong elsewhere is no reason to refuse ours
+    with suppress(UsageError):  # built-in kernels work despite an invalid configuration
         others = (*entry_points(), *nearest_tables()[1])
     if kernel in others:
         raise UsageError(
@@ -348,8 +347,8 @@ def _check_builtin(kernel: str, convention: str | None) -> None:
 
 
 def _check_spelling(kernel: str) -> None:
-    """Raise UsageError for what was meant to be a file or module."""
-    # A plain word can only be a misspelt name: the list of names is the better message.
+    """Raise UsageError if ``kernel`` looks like a file or module."""
+    # A plain word is a misspelt name, for which a list of names is the better message.
     if "/" not in kernel and "." not in kernel:
         return
     correct = f"{kernel}::NAME" if kernel.endswith(".py") else "FILE.py::NAME"
@@ -363,7 +362,7 @@ def _check_spelling(kernel: str) -> None:
 
 
 def _check_text(subject: Subject, kernel: str, attribute: str, what: str) -> None:
-    """Raise UsageError for a Subject without what reports need of it."""
+    """Raise UsageError if the Subject lacks a text ``attribute``, which reports need."""
     text = getattr(subject, attribute, None)
     if not isinstance(text, str) or not text.strip():
         kind = type(subject).__name__

@@ -1,4 +1,4 @@
-"""Row softmaxes as subjects: our Triton ones and torch's."""
+"""Row softmaxes as subjects: attncheck's own in Triton, and torch's."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _SUMMARIES = {
 
 
 class _RowSoftmax(Subject):
-    """Softmax, and nothing else."""
+    """A Subject for Problems of softmax only."""
 
     def concerns(self, problem: Problem) -> bool:
-        """Softmax alone."""
+        """Return whether it is a softmax."""
         return problem.operation == "softmax"
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Return None: it takes every softmax."""
+        """Return None, because it supports every softmax."""
         del problem, device
         return None
 
 
 class Softmax(_RowSoftmax):
-    """Row softmax with LSE; interpreted where there is no GPU.
+    """Row softmax with LSE; interpreted if there is no GPU.
 
-    Rows that are −inf throughout give 0 and −∞ (naive: NaN and −∞).
+    A row of −inf alone gives 0 and LSE −∞ (naive: NaN and −∞).
 
     Args:
         kind: ``naive``, ``safe``, ``online`` or ``blocked``.
@@ -53,30 +53,30 @@ class Softmax(_RowSoftmax):
         self.summary = f"our row softmax in Triton: {_SUMMARIES[kind]}"
 
     def absent(self, device: str) -> str | None:
-        """Needs triton, which has wheels for Linux only."""
+        """Return a reason if triton, which has wheels for Linux only, is not installed."""
         del device
         return None if find_spec("triton") else "triton is not installed"
 
     def prepare(self, inputs: Inputs) -> Call:
-        """Bind one launch."""
+        """Return a call of one launch."""
         problem, device, x = inputs.problem, inputs.device.type, inputs.x
         assert x is not None, "Inputs of a softmax have their scores"
         from attncheck.kernels.compilation import prepare_triton
 
         prepare_triton(device)
-        # Only now: a kernel is compiled or interpreted from its import on.
+        # Imported here because the import decides whether a kernel is interpreted.
         from attncheck.kernels.softmax_forward import softmax
 
-        chosen = launch_softmax(self._kind, problem.kv, problem.dtype, device)
-        return lambda: Outputs(*softmax(x, self._kind, chosen))
+        launch = launch_softmax(self._kind, problem.kv, problem.dtype, device)
+        return lambda: Outputs(*softmax(x, self._kind, launch))
 
 
 def launch_softmax(kind: str, columns: int, dtype: str, device: str) -> Launch:
-    """Tile sizes for rows of ``columns``: few programs, or what is fast on Hopper.
+    """Return a launch for rows of ``columns``: large tiles in the interpreter, fast ones on Hopper.
 
-    The interpreter's cost is per program and per step, almost whatever the tile: many rows at
-    once. But several tiles in every row above 32, so that the recurrence is exercised; on a GPU
-    online and blocked take several for the same reason, for in one block all kinds are one kernel.
+    The interpreter's cost is per program and step, almost independent of tile sizes, so tiles have
+    many rows; but rows above 32 columns have several tiles, so that the recurrence is exercised.
+    For the same reason online and blocked use several on a GPU: with one block all kinds are equal.
     """
     from attncheck.kernels.softmax_forward import Launch
 
@@ -87,29 +87,29 @@ def launch_softmax(kind: str, columns: int, dtype: str, device: str) -> Launch:
         return _whole_rows(columns, block)
     tiles = _TILES[kind][16 if dtype in {"fp16", "bf16"} else 32]
     rows, width, warps = next((tile for most, *tile in tiles if columns <= most), tiles[-1][1:])
-    # At most half a row, so that a second tile meets the first one's maximum and sum.
+    # At most half a row, so that there is a second tile.
     small = max(32, block // 2)
     return Launch(block_rows=rows, block_columns=min(width, small), warps=warps)
 
 
 def _whole_rows(columns: int, block: int) -> Launch:
-    """Rows that are read once and stay in registers, as long as these hold them."""
+    """Return a launch that reads rows once and keeps them in registers, if they fit."""
     from attncheck.kernels.softmax_forward import Launch
 
     if block > _LARGEST_BLOCK:
-        # Longer rows do not stay in registers: they are read again, in pieces.
+        # Longer rows do not fit into registers and are read again, in pieces.
         return Launch(block_columns=8192, warps=16)
     rows = max(1, _SMALLEST_TILE // block)
     warps = max(1, min(32, rows * block // _PER_WARP))
     return Launch(block_rows=rows, block_columns=block, warps=warps, aligned=columns >= 1024)
 
 
-# For Hopper, by benchmarks/softmax.py: a thread holds up to 32 columns, 64 of which would spill.
-_LARGEST_BLOCK = 32768
-_SMALLEST_TILE = 2048
-_PER_WARP = 1024
+# For Hopper, from benchmarks/softmax.py: a thread holds up to 32 columns; 64 would spill.
+_LARGEST_BLOCK = 32768  # columns of a row in registers
+_SMALLEST_TILE = 2048  # elements
+_PER_WARP = 1024  # elements
 
-# By its --sweep on an H200, for elements of 16 and 32 bits: (columns up to, rows, columns, warps).
+# From its --sweep on an H200, by bits of an element: (columns up to, tile rows and columns, warps).
 _TILES: dict[str, dict[int, tuple[tuple[int, int, int, int], ...]]] = {
     "online": {
         16: ((6144, 1, 2048, 4), (24576, 1, 2048, 8), (49152, 1, 4096, 16), (65535, 1, 8192, 8),
@@ -126,16 +126,13 @@ _TILES: dict[str, dict[int, tuple[tuple[int, int, int, int], ...]]] = {
 
 
 class TorchSoftmax(_RowSoftmax):
-    """``torch.softmax`` in the input's dtype; it exposes no LSE.
-
-    Rows that are −inf throughout give NaN.
-    """
+    """``torch.softmax`` in the input's dtype, without LSE; a row of −inf alone gives NaN."""
 
     name = "torch-softmax"
     summary = "torch.softmax in the input's dtype; no LSE"
 
     def prepare(self, inputs: Inputs) -> Call:
-        """Nothing is prepared."""
+        """Return a call of ``torch.softmax``."""
         x = inputs.x
         assert x is not None, "Inputs of a softmax have their scores"
 

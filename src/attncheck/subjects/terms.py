@@ -1,4 +1,4 @@
-"""Terms on which a plain function is asked: how it is called, and what was found that it takes."""
+"""Terms of testing a plain function: how to call it, and what it was found to support."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from attncheck.subjects.conventions.function_subject import FunctionSubject
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a function is called, and within what."""
+    """How a function is called, and the limits of its Problems."""
 
     convention: str  # a name of a calling convention
-    lse: str = ""  # this and the next as of ConventionOptions; empty: as the convention has it
+    # lse, empty_row, causal: as in ConventionOptions; empty means the convention's own.
+    lse: str = ""
     empty_row: str = ""
     causal: str = ""
-    table: Capabilities | None = None  # what it was right on when it was tried; None for no limit
-    limits: str = ""  # the same in a line: why it is not asked more
-    # Ids of Problems that are asked although the table has no place for them.
+    table: Capabilities | None = None  # what it computed correctly in trials; None for no limit
+    limits: str = ""  # the reason for these limits, in one line
+    # Ids of Problems that are asked although the table excludes them.
     admitted: tuple[str, ...] = ()
 
 
 def subject_on_terms(subject: Subject, terms: Terms) -> Subject:
-    """Return a kernel on other terms, and without the table that it has.
+    """Return a kernel on other terms, without its own table.
 
     Raises:
-        UsageError: for what is none of the convention, and for terms of a Subject, which says
-            itself how it is called.
+        UsageError: if it does not follow the convention, or if it is a Subject and the terms have
+            options, because a Subject itself defines how it is called.
     """
     plain = subject.inner if isinstance(subject, Declared) else subject
     how: dict[str, Any] = {n: getattr(terms, n) for n in ("lse", "empty_row", "causal")}

@@ -51,18 +51,19 @@ _BACKENDS = {
     "cudnn": (SDPBackend.CUDNN_ATTENTION, "cuDNN: rows that see no key hold anything"),
 }
 _ON_THE_CPU = ("math", "flash")
-# On an H200 (torch 2.11) flash takes tensors that begin elsewhere; a misaligned address then takes
-# the GPU from the process. The efficient one raises as it is called; nobody says what cuDNN does.
-_WANT_ALIGNMENT = ("flash", "efficient", "cudnn")
-_VECTOR = 16  # bytes
+# Backends that need aligned tensors. On an H200 (torch 2.11) flash accepts misaligned ones, and its
+# misaligned address then makes the GPU unusable in this process. The efficient backend raises in
+# the call; cuDNN's behaviour is not documented.
+_NEED_ALIGNMENT = ("flash", "efficient", "cudnn")
+_VECTOR = 16  # bytes to which they must be aligned
 
 
 class Sdpa(Subject):
-    """``F.scaled_dot_product_attention`` held to one backend; no LSE. Gradients are autograd's.
+    """``F.scaled_dot_product_attention`` with a fixed backend; no LSE. Gradients are autograd's.
 
-    The mask is ``is_causal`` where that is the Problem's mask (torch aligns it top-left), nothing
-    where every key is seen, else a boolean ``attn_mask``. A score mod that only adds becomes a
-    floating-point ``attn_mask``, if every number of it survives the cast.
+    The mask is passed as ``is_causal`` if it is causal (torch aligns it top-left), not at all if
+    every key is visible, else as a boolean ``attn_mask``. An additive score mod becomes a
+    floating-point ``attn_mask``, if the cast to its dtype is exact.
 
     Args:
         backend: ``math``, ``flash``, ``efficient`` or ``cudnn``.
@@ -78,17 +79,17 @@ class Sdpa(Subject):
 
     @property
     def compiler(self) -> CompilerName:
-        """CuDNN has one, which takes half a second a kernel."""
+        """Return cuDNN's, which takes half a second per kernel; other backends have none."""
         return "cudnn" if self._backend == "cudnn" else ""
 
     def absent(self, device: str) -> str | None:
-        """The CPU has torch's unfused formula and its own flash kernel."""
+        """Return why it cannot run: a CPU has only the math and flash backends."""
         if device == "cpu" and self._backend not in _ON_THE_CPU:
             return "needs a CUDA GPU"
         return None
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """No score mods but added numbers; for the rest, what torch says of these tensors."""
+        """Return why it is refused: the score mod is not additive, or by torch's own rules."""
         return (
             self.absent(device)
             or ("takes no fp8 inputs with descales" if problem.formats.scaled else None)
@@ -96,22 +97,22 @@ class Sdpa(Subject):
             or self._unsupported_products(problem, device)
             or self._unsupported_size(problem, device)
             or self._unsupported_score(problem, device)
-            or self._refused(problem, device)
+            or self._torch_refusal(problem, device)
         )
 
     def prepare(self, inputs: Inputs) -> Call:
-        """Write the mask and the bias out as one ``attn_mask``, where they need one.
+        """Make an ``attn_mask`` of mask and bias if they need one, and return the call.
 
-        Raises Refused where torch does not take tensors of these strides.
+        Raises Refused if torch does not support the tensors' strides or alignment.
         """
         problem, device = inputs.problem, str(inputs.q.device)
         mask = self._mask(problem, device)
         arguments = _arguments(problem)
-        dead = self._garbage(problem, device)  # it counts for nothing, and no loss is of it
+        dead = self._garbage(problem, device)  # these rows are not judged and not in the loss
         tensors = (inputs.q, inputs.k, inputs.v)
-        if self._backend in _WANT_ALIGNMENT and device != "cpu" and not _aligned(tensors):
+        if self._backend in _NEED_ALIGNMENT and device != "cpu" and not _aligned(tensors):
             raise Refused("it reads 16 bytes at a time, and its inputs do not begin at 16 bytes")
-        # What is contiguous ``unsupported`` has asked about.
+        # ``unsupported`` has already checked contiguous tensors.
         if self._backend != "math" and not all(tensor.is_contiguous() for tensor in tensors):
             refused = self._reason_against(*tensors, mask, problem)
             if refused:
@@ -136,7 +137,7 @@ class Sdpa(Subject):
         return call
 
     def _garbage(self, problem: Problem, device: str) -> torch.Tensor | None:
-        """Rows ``(batch, heads, query)`` that see no key, where cuDNN leaves finite garbage."""
+        """Return rows ``(batch, heads, query)`` without keys, where cuDNN leaves finite garbage."""
         # Under the top-left causal mask every row sees key 0.
         if self._backend != "cudnn" or problem.mask == FULL or call_tensors.is_causal(problem):
             return None
@@ -144,7 +145,7 @@ class Sdpa(Subject):
         return dead if bool(dead.any()) else None
 
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
-        """The default; what torch's kernels do otherwise is declared."""
+        """Return the default arithmetic with the deviations of torch's kernels."""
         assumed = super().arithmetic(problem, device)
         if self._backend == "math":
             return replace(assumed, normalised_weights=True)
@@ -179,11 +180,11 @@ class Sdpa(Subject):
         return None
 
     def _unsupported_size(self, problem: Problem, device: str) -> str | None:
-        """Scores of the unfused formula, or a mask and a bias that are written out."""
+        """Return a refusal if scores of the unfused formula, or a mask or bias, exceed memory."""
         pairs = problem.query * problem.kv
         every_head = problem.batch * problem.heads * pairs
         if self._backend == "math":
-            both = every_head * (16 if problem.backward else 8)  # and the gradients of both
+            both = every_head * (16 if problem.backward else 8)  # with both gradients
             return memory_refusal("scores and weights in fp32", both, device)
         if problem.score != NONE:
             return memory_refusal("bias in fp32", every_head * 4, device)
@@ -204,24 +205,24 @@ class Sdpa(Subject):
         return None
 
     def _bias_format(self, problem: Problem, device: str) -> Format:
-        """Of a floating-point attn_mask: fp32 where the backend takes it beside any q.
+        """Return the format of a floating-point attn_mask: fp32 if allowed with any q.
 
-        Beside a 16-bit q, efficient refuses an fp32 mask and cudnn reads it wrongly without a
-        word (torch 2.11, cuDNN 9.19).
+        With a 16-bit q, efficient refuses an fp32 mask, and cudnn silently misreads it (torch
+        2.11, cuDNN 9.19).
         """
-        fp32_beside_any = device == "cpu" or self._backend == "math"
-        return FORMATS["fp32"] if fp32_beside_any else problem.formats.storage
+        allows_fp32 = device == "cpu" or self._backend == "math"
+        return FORMATS["fp32"] if allows_fp32 else problem.formats.storage
 
     def _mask(self, problem: Problem, device: str) -> torch.Tensor | None:
-        """attn_mask ``(batch or 1, heads or 1, query, kv)``."""
+        """Return the attn_mask, ``(batch or 1, heads or 1, query, kv)``, or None."""
         if call_tensors.needs_no_mask(problem):
             return None
         blocks = (
-            self._written_out(problem, device, rows) for rows in call_tensors.row_blocks(problem)
+            self._mask_of_rows(problem, device, rows) for rows in call_tensors.row_blocks(problem)
         )
         return torch.cat([*blocks], dim=2)
 
-    def _written_out(self, problem: Problem, device: str, rows: range) -> torch.Tensor:
+    def _mask_of_rows(self, problem: Problem, device: str, rows: range) -> torch.Tensor:
         seen = call_tensors.attention_mask(problem, device, rows)
         if problem.score == NONE:
             return seen
@@ -229,18 +230,18 @@ class Sdpa(Subject):
         return bias.to(self._bias_format(problem, device).torch_dtype)
 
     def _like_its_mask(self, problem: Problem, device: str) -> torch.Tensor | None:
-        """A tensor as large as ``_mask``, and of its dtype: of any numbers."""
+        """Return an uninitialized tensor with the shape and dtype of ``_mask``, or None."""
         if call_tensors.needs_no_mask(problem):
             return None
         plain = problem.score == NONE
         dtype = torch.bool if plain else self._bias_format(problem, device).torch_dtype
         return torch.empty(call_tensors.mask_size(problem, device), dtype=dtype, device=device)
 
-    def _refused(self, problem: Problem, device: str) -> str | None:
-        """Return what torch says against this backend for tensors of these shapes.
+    def _torch_refusal(self, problem: Problem, device: str) -> str | None:
+        """Return why torch does not support these shapes with this backend; None if it does.
 
-        torch's dispatcher gives its reasons as Python warnings; ``torch.backends.cuda``'s
-        ``can_use_*`` write them to stderr, past any filter (torch 2.11).
+        torch's dispatcher gives reasons as Python warnings; ``torch.backends.cuda``'s
+        ``can_use_*`` would write them to stderr, past any filter (torch 2.11).
         """
         dtype = problem.formats.storage.torch_dtype
         empty = (torch.empty(shape, dtype=dtype, device=device) for shape in _shapes(problem))
@@ -255,16 +256,16 @@ class Sdpa(Subject):
         mask: torch.Tensor | None,
         problem: Problem,
     ) -> str | None:
-        """The same for q, k and v themselves: strides and alignment count too."""
-        # The dispatcher is asked itself: its rules change with every release.
+        """Return torch's reason against these very tensors, with strides and alignment; or None."""
+        # torch's own dispatcher decides, because its rules change with every release.
         with warnings.catch_warnings(record=True) as caught, self._settings(problem):
-            # A warning that was shown once would not come again.
+            # By default a warning is shown only once.
             warnings.simplefilter("always")
             try:
-                chosen = torch._fused_sdp_choice(q, k, v, mask, **_arguments(problem))
-            except RuntimeError:  # no kernel is left
-                chosen = None
-        if chosen == self._kernel.value:
+                backend = torch._fused_sdp_choice(q, k, v, mask, **_arguments(problem))
+            except RuntimeError:  # raised if no backend fits
+                backend = None
+        if backend == self._kernel.value:
             return None
         return _reason(str(w.message) for w in caught)
 
@@ -288,19 +289,19 @@ def _shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
 
 
 def _reason(messages: Iterable[str]) -> str:
-    """The first of torch's warnings that says something about this backend, in one line."""
+    """Return the first of torch's warnings with a reason against this backend, in one line."""
     for message in messages:
         text = " ".join(message.split("(Triggered internally")[0].split())
         if text and not text.endswith("because:") and "runtime disabled" not in text:
-            # Further sentences repeat the tensors' sizes and dtypes, other ones in every cell.
+            # Further sentences have sizes and dtypes, which differ in every cell of a report.
             return f"torch: {text.split('. ')[0].rstrip('.')}."
     return "torch has no such kernel for these tensors"
 
 
 def load_cudnn(device: torch.device) -> None:
-    """Load cuDNN, by a call of its attention.
+    """Load cuDNN by a call of its attention.
 
-    Past ``scaled_dot_product_attention``, whose choice of a backend is one for all threads.
+    It does not use ``scaled_dot_product_attention``, whose choice of a backend is process-wide.
     """
     q = torch.zeros((1, 1, 128, 64), dtype=torch.bfloat16, device=device)
     torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -308,21 +309,21 @@ def load_cudnn(device: torch.device) -> None:
     )
 
 
-_SMALLEST_GPU_DIM = 16  # tl.dot's smallest
-_COMPILED_AT_A_TIME = 64
+_SMALLEST_GPU_DIM = 16  # the least dimension of tl.dot
+_COMPILED_AT_A_TIME = 64  # compiled functions that are cached
 _FP32_BYTES = 4
-# What torch 2.11 says on an H200, of shapes as ordinary as 65 queries with grouped heads.
+# Errors of torch 2.11 on an H200 if no tiles fit, even with 65 queries and grouped heads.
 _NO_TILES = ("NoValidChoicesError", "out of resource")
-# And of a score mod that reads one tensor twice.
+# Its error for a score mod that reads one tensor twice.
 _READ_TWICE = "multiple indexing operations on the same tensor"
 
 
 class Flex(Subject):
     """``flex_attention`` with a block mask made outside the call; LSE is the natural logarithm.
 
-    Compiled on CUDA; eager on the CPU, where a compiled one would need a C++ compiler. Rows that
-    see no key give 0 and −∞. Gradients are autograd's, on CUDA: torch has none on the CPU. Those of
-    what a score mod reads are added up in fp32 by atomic additions.
+    It is compiled on CUDA and eager on the CPU, where compiling would need a C++ compiler. Rows
+    that see no key give 0 and −∞. Gradients are autograd's, on CUDA only: torch has none on the
+    CPU. Those of tensors that a score mod reads are summed in fp32 by atomic additions.
     """
 
     name = "flex"
@@ -336,7 +337,7 @@ class Flex(Subject):
         return "torch"
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Return what torch refuses: on CUDA head dimensions below 16, on a CPU gradients."""
+        """Return what torch refuses: head dims below 16 on CUDA, gradients on a CPU, and more."""
         if problem.formats.scaled:
             return "takes no fp8 inputs with descales"
         if device == "cpu":
@@ -354,7 +355,7 @@ class Flex(Subject):
         return None
 
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
-        """Arithmetic with the full tanh that torch calls; eager it divides P before rounding it."""
+        """Return arithmetic with the full tanh; on a CPU, P is divided before it is rounded."""
         assumed = with_full_tanh(super().arithmetic(problem, device), problem)
         return replace(assumed, normalised_weights=device == "cpu")
 
@@ -366,7 +367,7 @@ class Flex(Subject):
         if any(tensor.itemsize < _FP32_BYTES for tensor in read):
             raise Refused("torch rounds the gradient of a 16-bit tensor to 16 bits")
         blocks = None if problem.mask == FULL else flex_block_mask(problem, str(device))
-        # Seeds and values compile to the same function.
+        # Problems that differ in seed or distribution share a compiled function.
         structure = problem.replace(seed=0, distribution="normal")
         if device.type != "cpu":
             with no_garbage_collection():
@@ -374,16 +375,16 @@ class Flex(Subject):
         function = _eager if device.type == "cpu" else _compiled(structure)
         products: torch_arithmetic.Products = "tf32" if problem.dtype == "tf32" else "ieee"
         tensors = (inputs.q, inputs.k, inputs.v)
-        followed = tuple(tensor.detach().requires_grad_(problem.backward) for tensor in tensors)
+        leaves = tuple(tensor.detach().requires_grad_(problem.backward) for tensor in tensors)
 
         def call() -> Outputs:
             with (
                 torch.set_grad_enabled(problem.backward),
-                _followed(read),
+                _requiring_grad(read),
                 torch_arithmetic.fp32_products(products),
             ):
-                out, lse = function(*followed, score, blocks, problem.scale)
-                gradients = _gradients(out, lse, (*followed, *read), inputs)
+                out, lse = function(*leaves, score, blocks, problem.scale)
+                gradients = _gradients(out, lse, (*leaves, *read), inputs)
             outputs = Outputs(out.detach(), None if lse is None else lse.detach(), *gradients[:3])
             if not read:
                 return outputs
@@ -398,30 +399,30 @@ class Flex(Subject):
 def _gradients(
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    followed: tuple[torch.Tensor, ...],
+    leaves: tuple[torch.Tensor, ...],
     inputs: Inputs,
 ) -> tuple[torch.Tensor, ...]:
-    """Of what was followed, q, k and v first; none where none are asked for."""
+    """Return gradients of ``leaves`` (q, k and v first); empty if none are requested."""
     if inputs.dout is None:
         return ()
     results, gradients = [out], [inputs.dout]
     if inputs.dlse is not None:
         assert lse is not None, "it is asked for"
         results, gradients = [out, lse], [inputs.dout, inputs.dlse]
-    return torch.autograd.grad(results, followed, gradients)
+    return torch.autograd.grad(results, leaves, gradients)
 
 
 @contextlib.contextmanager
-def _followed(read: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Within, gradients of ``read``, the very tensors that a mod captures, are asked for."""
-    # A mod closes over these tensors: it would never read copies that require gradients.
-    alone = [tensor for tensor in read if not tensor.requires_grad]
+def _requiring_grad(read: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let tensors that a mod captures require gradients within this context."""
+    # The mod closes over these very tensors, so copies that require gradients would not be read.
+    changed = [tensor for tensor in read if not tensor.requires_grad]
     try:
-        for tensor in alone:
+        for tensor in changed:
             tensor.requires_grad_()
         yield
     finally:
-        for tensor in alone:
+        for tensor in changed:
             tensor.requires_grad_(False)  # noqa: FBT003  (torch's own has no name in its stubs)
 
 
@@ -447,18 +448,18 @@ def _attention(
 
 
 def _eager(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """flex_attention's own dense formula."""
+    """Call flex_attention's own dense formula."""
     with uncompiled_flex():
         return _attention(*arguments)
 
 
 @functools.lru_cache(maxsize=_COMPILED_AT_A_TIME)
 def _compiled(structure: Problem) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """A compiled function for Problems that differ from ``structure`` in their numbers only.
+    """Return a compiled function for Problems that equal ``structure`` but for their numbers.
 
-    Each has a code object of its own: torch counts recompilations for a code object, and a ninth
-    structure would exceed its limit. ``fullgraph`` makes anything that cannot be compiled an
-    error, where torch would otherwise run the eager formula in silence.
+    Each has its own code object: torch counts recompilations of a code object, and a ninth
+    structure would exceed its limit. With ``fullgraph``, what cannot be compiled is an error;
+    otherwise torch would silently run the eager formula.
     """
     code = _attention.__code__.replace(co_name=f"flex_attention_{structure.id}")
     function = types.FunctionType(code, _attention.__globals__)
@@ -469,12 +470,12 @@ def _compiled(structure: Problem) -> Callable[..., tuple[torch.Tensor, torch.Ten
 
 
 def _compile_now(call: Call) -> None:
-    """One call, so that compiling is no part of a timed one; its advice on speed is not for us.
+    """Call once without warnings, so that timed calls do not compile.
 
-    Raises Refused where torch's compiler finds no tiles that fit the GPU, or does not add up what a
-    score mod reads twice.
+    Raises Refused if torch's compiler finds no tiles that fit the GPU, or cannot sum gradients of a
+    tensor that a score mod reads twice.
     """
-    # Not at the top: it brings torch's compiler, which takes longer to import than torch.
+    # Imported here because torch's compiler takes longer to import than torch itself.
     from torch._inductor.exc import InductorError
 
     with warnings.catch_warnings():

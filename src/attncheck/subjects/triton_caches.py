@@ -1,4 +1,4 @@
-"""Our Triton kernels of packed documents, of keys in pages, and of few query rows."""
+"""attncheck's Triton kernels for packed documents, for keys in pages, and for few query rows."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
     Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 _MOST_HEADS = 65_535
-_CAUSAL = (-1, 0)
+_CAUSAL = (-1, 0)  # the causal mask as a window
 
 
 class Varlen(Flash):
-    """FlashAttention-2 of documents one behind the other, without padding.
+    """FlashAttention-2 of packed documents, without padding.
 
-    A batch is its sequences as documents, ``padding`` is keys of other lengths, ``document`` and
-    ``documents`` are documents within each sequence. What else a mask with documents hides is left
-    to the kernel's causal flag where that is it, aligned bottom-right or top-left, else to a traced
-    mask. A Problem with a backward has both passes in one call.
+    Sequences of a batch are documents, shorter ones with ``padding``, and ``document`` and
+    ``documents`` are documents within each sequence. The rest of such a mask is expressed by the
+    kernel's causal flag if possible, aligned bottom-right or top-left, else by a traced mask. One
+    call computes both passes of a Problem with a backward.
     """
 
     name = "triton-varlen"
@@ -57,7 +57,7 @@ class Varlen(Flash):
     backward = True
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Return why it is refused: masks other than documents, padding, or one band a sequence."""
+        """Return why it is refused: the mask has no documents or padding, and is no band."""
         packed = pack(problem)
         if packed is None:
             return f"the mask {problem.mask} names documents or padding more than once"
@@ -65,40 +65,40 @@ class Varlen(Flash):
             return f"the mask {problem.mask} is neither documents nor padding nor a band"
         if device == "cuda" and problem.heads > _MOST_HEADS:
             return f"heads = {problem.heads}: at most {_MOST_HEADS} on a GPU"
-        # Documents are one axis of the grid, and its mask is this class's own matter.
+        # Documents are an axis of the grid in place of the batch, and the mask was checked above.
         return super().unsupported(problem.replace(batch=1, mask=FULL), device)
 
     def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """``kernels.varlen_forward.varlen_forward``."""
+        """Return ``kernels.varlen_forward.varlen_forward``."""
         from attncheck.kernels import varlen_forward
 
         return varlen_forward.varlen_forward
 
     def tiling(self, problem: Problem, device: str) -> Tiling | None:
-        """Its tiles where they are those of a whole sequence; None where documents move them.
+        """Return its tiling; None if tiles begin elsewhere than in a whole sequence.
 
-        A document's tiles of keys begin with its first key, wherever that is.
+        A document's first tile of keys begins at its first key.
         """
         tiling = super().tiling(problem, device)
         packed = _packed(problem)
         places = zip(packed.places(), packed.lengths(), strict=True)
-        # A document without rows or keys has no tile, wherever it begins.
+        # A document without rows or keys has no tile.
         starts = {key for (_, _, key), lengths in places if min(lengths) > 0}
-        moved = tiling is not None and any(start % tiling.block_kv for start in starts)
-        # A tile of the ideal kernel begins at a multiple of its size, in every sequence.
-        return None if moved else tiling
+        unaligned = tiling is not None and any(start % tiling.block_kv for start in starts)
+        # Tiles of the ideal kernel begin at multiples of their size in every sequence.
+        return None if unaligned else tiling
 
     def launch(self, problem: Problem, device: str) -> Launch:
-        """Tiles by the Problem's own lengths, so that no sequence's depend on its neighbours'."""
-        return super().launch(_alone(problem), device)
+        """Return a launch for the Problem's lengths, independent of lengths of documents."""
+        return super().launch(_plain(problem), device)
 
     def gradient_launches(self, problem: Problem, device: str) -> tuple[Launch, Launch]:
-        """Launches of dQ, and of dK and dV."""
-        rows, keys = (launch_flash(_alone(problem), device, tiles) for tiles in (BY_ROWS, BY_KEYS))
+        """Return the launches of dQ, and of dK and dV."""
+        rows, keys = (launch_flash(_plain(problem), device, tiles) for tiles in (BY_ROWS, BY_KEYS))
         return rows, keys
 
     def backward_launcher(self) -> Callable[..., Gradients]:
-        """``kernels.varlen_backward.varlen_backward``."""
+        """Return ``kernels.varlen_backward.varlen_backward``."""
         from attncheck.kernels import varlen_backward
 
         return varlen_backward.varlen_backward
@@ -109,21 +109,21 @@ class Varlen(Flash):
         from attncheck.kernels.compilation import prepare_triton
 
         prepare_triton(device)
-        # Triton is ready from here on: what follows imports kernels.
-        layout, chosen = packed_layout(problem), self.launch(problem, device)
+        # The following lines import kernels, so Triton must be ready.
+        layout, launch = packed_layout(problem), self.launch(problem, device)
         tensors = layout.queries(inputs.q), layout.keys(inputs.k), layout.keys(inputs.v)
-        of_both = {"scale": problem.scale, "sink": inputs.sink}
-        of_both |= _documents(inputs) | _mods(problem, device)
+        common = {"scale": problem.scale, "sink": inputs.sink}
+        common |= _documents(inputs) | _mods(problem, device)
         forward = partial(
             self.forward(),
             *tensors,
-            launch=chosen,
-            programs=_programs(inputs, chosen),
+            launch=launch,
+            programs=_programs(inputs, launch),
             descale=_descale(inputs),
             out_dtype=problem.formats.output.torch_dtype,
-            **of_both,
+            **common,
         )
-        backward = self._backward(inputs, layout, tensors, of_both)
+        backward = self._backward(inputs, layout, tensors, common)
 
         def call() -> Outputs:
             out, lse = forward()
@@ -134,9 +134,9 @@ class Varlen(Flash):
         return call
 
     def _backward(
-        self, inputs: Inputs, layout: Layout, tensors: Tensors, of_both: dict[str, Any]
+        self, inputs: Inputs, layout: Layout, tensors: Tensors, common: dict[str, Any]
     ) -> Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]] | None:
-        """Return what gives the gradients, from the packed out and LSE; None for none."""
+        """Return a function from packed out and LSE to gradients; None without gradients."""
         if inputs.dout is None:
             return None
         problem, device = inputs.problem, inputs.device.type
@@ -148,7 +148,7 @@ class Varlen(Flash):
             programs=_programs(inputs, rows),
             key_programs=_key_programs(inputs, keys),
             slope=triton_slope(problem, device),
-            **of_both,
+            **common,
         )
         changes = {"q": layout.queries, "k": layout.keys, "v": layout.keys}
         leaves = [Leaf.of(f"d{name}", getattr(inputs, name), how) for name, how in changes.items()]
@@ -156,8 +156,8 @@ class Varlen(Flash):
 
         def call(out: torch.Tensor, lse: torch.Tensor) -> dict[str, torch.Tensor]:
             *gradients, dsink = backward(*tensors, out, lse, dout, dlse)
-            back = {leaf.name: leaf.back(g) for leaf, g in zip(leaves, gradients, strict=True)}
-            return back if dsink is None else back | {"dsink": dsink}
+            by_name = {leaf.name: leaf.back(g) for leaf, g in zip(leaves, gradients, strict=True)}
+            return by_name if dsink is None else by_name | {"dsink": dsink}
 
         return call
 
@@ -168,13 +168,13 @@ def _packed(problem: Problem) -> PackedProblem:
     return packed
 
 
-def _alone(problem: Problem) -> Problem:
-    """The Problem of one sequence as long, in which nothing is hidden."""
+def _plain(problem: Problem) -> Problem:
+    """Return a Problem of one sequence with the same lengths, without a mask or score mod."""
     return problem.replace(batch=1, mask=FULL, score=NONE, dcaptured=False)
 
 
 def _documents(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Places of the documents, and by which numbers the mods know them."""
+    """Return the starts of the documents, and their first indices for mods."""
     packed = _packed(inputs.problem)
     starts = {f"cu_seqlens_{name}": packed.starts(side) for side, name in enumerate("qk")}
     return {
@@ -198,7 +198,7 @@ def _key_programs(inputs: Inputs, launch: Launch) -> torch.Tensor:
 
 
 def _descale(inputs: Inputs) -> Descale | None:
-    """Each document's: that of its sequence."""
+    """Return the descales of documents, which are those of their sequences."""
     if inputs.descale is None:
         return None
     b = [b for b, _, _ in _packed(inputs.problem).places()]
@@ -206,23 +206,23 @@ def _descale(inputs: Inputs) -> Descale | None:
 
 
 def _packed_rows(dlse: torch.Tensor | None) -> torch.Tensor | None:
-    """``(batch, heads, query)`` → ``(heads, total)``."""
+    """Reshape ``(batch, heads, query)`` to ``(heads, total)``."""
     return None if dlse is None else dlse.transpose(0, 1).flatten(1)
 
 
 def _mods(problem: Problem, device: str) -> dict[str, Any]:
-    """The mask within documents, by flag or by mask, and the score mod."""
+    """Return the causal flag or the mask within documents, and the score mod."""
     packed = _packed(problem)
     causal = _causal(problem, packed)
     mask = None
-    # A mask in a tile costs more than the flag.
+    # The flag is cheaper than a mask.
     if packed.rest != FULL and not causal:
         mask = triton_mask(problem.replace(mask=packed.rest), device)
     return {"causal": causal, "mask": mask, "score": triton_score(problem, device)}
 
 
 def _causal(problem: Problem, packed: PackedProblem) -> Causal:
-    """Alignment of the kernel's flag, where it is what hides keys within documents."""
+    """Return the causal flag's alignment if it equals the mask within documents, else ""."""
     band = band_of(packed.rest, problem.dimensions)
     lengths, leads = packed.lengths(), packed.leads()
     if band is None:
@@ -234,10 +234,10 @@ def _causal(problem: Problem, packed: PackedProblem) -> Causal:
 
 
 class Paged(Flash2):
-    """``triton-flash2`` behind a page table: prefill and decoding, any mask and score mod.
+    """``triton-flash2`` with a page table: prefill and decoding, any mask and score mod.
 
-    Its tiles of keys are logical: a tile may be of several pages, and a page of several tiles. It
-    is given kv, and the mask says where a sequence ends.
+    Its tiles of keys are logical: a tile may span several pages, and a page several tiles. It
+    gets kv as an argument, and masks end sequences.
     """
 
     name = "triton-paged"
@@ -245,40 +245,41 @@ class Paged(Flash2):
     backward = False
 
     def concerns(self, problem: Problem) -> bool:
-        """Attention with pages, and no other."""
+        """Return whether it is attention with pages."""
         return problem.paging is not None and super().concerns(problem.replace(paging=None))
 
     def stored(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, KernelPages | None]:
-        """Caches ``(pages, kv_heads, size, dim)``, and the table; packed before the call."""
+        """Return caches ``(pages, kv_heads, size, dim)`` and the table, packed before the call."""
         return _in_pages(inputs)
 
 
-MOST_ROWS = 128  # query rows times heads of a group: what one program was meant for
+MOST_ROWS = 128  # most query rows times heads of a group, which one program processes
 
-_SMALLEST_BLOCK = 16  # rows of a tensor core's product
-# Rows and columns for which fewer warps are enough; fp32's products take many registers.
+_SMALLEST_BLOCK = 16  # least rows of a tensor core's product
+# Blocks up to this many rows and head dims need only this many warps, except in fp32, whose
+# products take many registers.
 _SMALL_BLOCK, _SMALL_DIM, _SMALL_WARPS = 32, 128, 4
-# Keys, warps and stages of such a block in 16 bits, by its rows and head dim: what fills an H100's
-# memory best. And how many splits are added up before they are merged by LSE.
+# For such a block in 16 bits, by (rows, head dim): keys, warps and stages that use an H100's memory
+# bandwidth best, and the number of splits that are added up before they are merged by LSE.
 _LONG_TILES = {
     (16, 64): (64, 2, 3, 1),
     (16, 128): (64, 4, 3, 1),
     (32, 64): (64, 4, 3, 4),
     (32, 128): (32, 4, 3, 4),
 }
-_SHORTEST_SPLIT = 128  # keys, on a GPU: of n times as many √n splits are made
+_SHORTEST_SPLIT = 128  # keys, on a GPU; n times as many keys are cut into √n splits
 _MOST_SPLITS_INTERPRETED = 3
-_OTHER_SPLITS = (1, 2, 3, 7)
+_OTHER_SPLITS = (1, 2, 3, 7)  # numbers of splits in ``launches``
 
 
 class Decode(Flash):
-    """Split-KV decoding; interpreted where there is no GPU.
+    """Split-KV decoding; interpreted if there is no GPU.
 
-    It does not promise ``group``: the rows of a tile are all those that read one kv head, and its
-    size, and with it the order of sums, depends on how many heads share that.
+    It does not promise ``group``: a tile has all rows that read one kv head, so its size and the
+    order of sums depend on how many heads share the kv head.
 
     Args:
-        splits: Into how many parts it cuts the keys, where not as many as it chooses itself.
+        splits: The number of parts into which it cuts the keys; None: its own choice.
     """
 
     name = "triton-decode"
@@ -293,34 +294,34 @@ class Decode(Flash):
         return super().concerns(problem.replace(paging=None))
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Return why it is refused: above ``MOST_ROWS`` rows a kv head, or as by other forwards."""
+        """Return why it is refused: over ``MOST_ROWS`` rows per kv head, or a forward's limits."""
         rows = problem.query * problem.group
         if rows > MOST_ROWS:
             return f"query · group = {rows}: it is for decoding, at most {MOST_ROWS}"
-        # A program is of a kv head.
+        # The grid has a program for each kv head.
         return super().unsupported(problem.replace(heads=problem.kv_heads), device)
 
     def launch(self, problem: Problem, device: str) -> Launch:
-        """A block of rows as small as they are, and as many splits as ``splits_of`` says."""
-        chosen = super().launch(problem, device)
+        """Return a launch with the smallest block that holds the rows, and ``splits_of`` splits."""
+        launch = super().launch(problem, device)
         rows = min(problem.query * problem.group, MOST_ROWS)
         block = max(_SMALLEST_BLOCK, 1 << (rows - 1).bit_length())
-        if device != "cpu":  # there a larger one would spill
-            block = min(block, chosen.block_query)
+        if device != "cpu":  # on a GPU larger blocks would spill
+            block = min(block, launch.block_query)
         narrow = block <= _SMALL_BLOCK and problem.dtype != "fp32"
         widest = max(problem.head_dim, problem.value_dim)
         narrow = narrow and widest <= _SMALL_DIM
-        keys, warps, stages, together = chosen.block_kv, chosen.warps, chosen.stages, 1
+        keys, warps, stages, together = launch.block_kv, launch.warps, launch.stages, 1
         if narrow and device != "cpu" and problem.dtype in {"fp16", "bf16"}:
             keys, warps, stages, together = _LONG_TILES[block, 64 if widest <= 64 else 128]
         elif narrow:
             warps = min(warps, _SMALL_WARPS)
         if problem.paging is not None:
-            # A page's number is loaded before its keys: Triton gives each half of the stages.
+            # Page numbers are loaded before their keys; Triton gives each load half of the stages.
             stages = 2 * stages - 1
         splits = self._splits or splits_of(problem.kv, keys, together, device)
         return replace(
-            chosen,
+            launch,
             block_query=block,
             block_kv=keys,
             warps=warps,
@@ -330,24 +331,24 @@ class Decode(Flash):
         )
 
     def tiling(self, problem: Problem, device: str) -> Tiling | None:
-        """Its tile sizes; none where parts are merged, each with weights relative to its maximum.
+        """Return its tile sizes; None if it merges parts, each with its own maximum.
 
-        The ideal kernel, which rounds as a tiling says, has no such parts.
+        The ideal kernel, which follows tilings, has no such parts.
         """
         return super().tiling(problem, device) if self._parts(problem, device) == 1 else None
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
-        """Return it with 1, 2, 3 and 7 splits, and with one more than there are blocks of keys."""
-        own = self.launch(problem, device)
-        counts = dict.fromkeys((*_OTHER_SPLITS, _blocks(problem.kv, own.block_kv) + 1))
+        """Return it with 1, 2, 3 and 7 splits, and with one split more than blocks of keys."""
+        launch = self.launch(problem, device)
+        counts = dict.fromkeys((*_OTHER_SPLITS, _blocks(problem.kv, launch.block_kv) + 1))
         return {
             f"{count} split{'s' * (count > 1)}": type(self)(count)
             for count in counts
-            if count != own.splits
+            if count != launch.splits
         }
 
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
-        """The other forwards' arithmetic, and its splits; a sink is merged as one more."""
+        """Return the other forwards' arithmetic with its splits; a sink counts as one more."""
         assumed = super().arithmetic(problem, device)
         return replace(assumed, splits=self._parts(problem, device))
 
@@ -355,7 +356,7 @@ class Decode(Flash):
         return self.launch(problem, device).splits + problem.sink
 
     def visited(self, problem: Problem, device: torch.device) -> dict[str, Any]:
-        """How many keys every row sees, if its mask goes by distance: of others none is known."""
+        """Return how many keys every row sees, if known from a mask that is a band."""
         del device
         band = band_of(problem.mask, problem.dimensions)
         if band is None or band.least is not None:
@@ -363,26 +364,25 @@ class Decode(Flash):
         return {"whole": problem.kv if band.most is None else max(0, band.most + 1)}
 
     def stored(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, KernelPages | None]:
-        """K, v and their pages: those of a Problem with paging, as a cache holds them."""
+        """Return k and v, in pages if the Problem has paging, and their page table."""
         if inputs.problem.paging is None:
             return super().stored(inputs)
         return _in_pages(inputs)
 
     def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """``kernels.decode_forward.decode_forward``."""
+        """Return ``kernels.decode_forward.decode_forward``."""
         from attncheck.kernels import decode_forward
 
         return decode_forward.decode_forward
 
 
 def splits_of(kv: int, block_kv: int, together: int, device: str) -> int:
-    """Into how many splits ``kv`` keys are cut: whatever the batch, so that no bit depends on it.
+    """Return the number of splits of ``kv`` keys, independent of the batch, as bits must be.
 
-    On a GPU ``together`` for each part that is merged by LSE, of which there are as many as the
-    root of what each could have of stretches of 128 keys a split. What is written and merged of
-    many parts takes time from many sequences, and few splits leave one sequence to few
-    multiprocessors. In the interpreter, where a split costs what a block does, one a block, at
-    most 3: enough to be merged.
+    On a GPU it is ``together`` times √(kv / (``together`` · 128)), the number of parts that are
+    merged by LSE. Many parts take time to write and merge if there are many sequences, and few
+    splits leave a single sequence to few multiprocessors. In the interpreter, where a split costs
+    as much as a block, it is one split per block, at most 3, which is enough to test merging.
     """
     if device == "cpu":
         return min(_blocks(kv, block_kv), _MOST_SPLITS_INTERPRETED)

@@ -1,7 +1,4 @@
-"""Our Triton FlashAttention-1 and -2 as subjects.
-
-And two ways to run its forward in fp8, and one to add up its dQ.
-"""
+"""attncheck's FlashAttention-1, -2 and -3 in Triton and Gluon as subjects, with variants."""
 
 from __future__ import annotations
 
@@ -46,14 +43,14 @@ if TYPE_CHECKING:
     ]
 
 _MOST_TOGETHER = 65_535
-_FP8_CAPABILITY = (8, 9)  # Ada; Triton compiles no e4m3 below it
+_FP8_CAPABILITY = (8, 9)  # Ada; Triton compiles e4m3 from this on
 
 
 Tiles = dict[str, dict[int, tuple[int, int, int, int]]]
 
 # (block_query, block_kv, warps, stages) for head dims up to 64, 128 and 256 on Hopper: tiles whose
-# registers hardly spill (at most 80 bytes a thread in benchmarks/spills.py on Triton 3.6). Ieee
-# products in fp32 hold their operands in registers: larger tiles spill kilobytes.
+# registers hardly spill (at most 80 bytes a thread in benchmarks/spills.py on Triton 3.6). IEEE
+# products in fp32 hold their operands in registers, so larger tiles would spill kilobytes.
 HOPPER: Tiles = {
     "fp32": {64: (64, 32, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 1)},
     "tf32": {64: (64, 64, 4, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 1)},
@@ -63,7 +60,7 @@ HOPPER: Tiles = {
     "e5m2": {64: (128, 64, 8, 3), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)},
 }
 
-# The same of a backward's dQ, and of its dK and dV, whose programs hold two sums.
+# Tiles of the backward, for dQ by rows, and for dK and dV by keys, whose programs hold two sums.
 _ROWS_IN_16_BITS = {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)}
 _KEYS_IN_16_BITS = {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (16, 64, 8, 2)}
 BY_ROWS: Tiles = {
@@ -81,7 +78,7 @@ BY_KEYS: Tiles = {
 
 
 class Flash(Subject):
-    """A forward of ours for any mask and score mod; interpreted where there is no GPU."""
+    """A FlashAttention forward for any mask and score mod; interpreted if there is no GPU."""
 
     triton = True
     hopper: Tiles = HOPPER
@@ -91,12 +88,12 @@ class Flash(Subject):
     max_num_imprecise_acc: int | None = 0  # as in ``kernels.launch.Launch``
 
     def absent(self, device: str) -> str | None:
-        """Needs triton, which has wheels for Linux only."""
+        """Return a reason if triton, which has wheels for Linux only, is not installed."""
         del device
         return None if find_spec("triton") else "triton is not installed"
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Takes every Problem, up to CUDA's limit of programs on the grid's second axis."""
+        """Return why it exceeds CUDA's limit of the grid's second axis, or needs a newer GPU."""
         together = problem.batch * problem.heads
         if device == "cuda" and together > _MOST_TOGETHER:
             return f"batch · heads = {together}: at most {_MOST_TOGETHER} on a GPU"
@@ -107,14 +104,15 @@ class Flash(Subject):
         return None
 
     def tiling(self, problem: Problem, device: str) -> Tiling | None:
-        """The tile sizes of its launch on ``device``."""
-        chosen = self.launch(problem, device)
-        return Tiling(block_query=chosen.block_query, block_kv=chosen.block_kv)
+        """Return the tile sizes of its launch on ``device``."""
+        launch = self.launch(problem, device)
+        return Tiling(block_query=launch.block_query, block_kv=launch.block_kv)
 
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
-        """Truncates tf32 operands, as Triton leaves it to tensor cores; in fp8 sums as asked for.
+        """Return its arithmetic: tf32 operands are truncated by tensor cores and the interpreter.
 
-        The interpreter truncates too, and adds up in fp32. Its tanh is as ``triton_ulp`` says.
+        Sums in fp8 depend on ``max_num_imprecise_acc``; the interpreter sums in fp32. For tanh see
+        ``triton_ulp``.
         """
         assumed = replace(
             with_full_tanh(super().arithmetic(problem, device), problem),
@@ -126,24 +124,24 @@ class Flash(Subject):
         return assumed
 
     def launch(self, problem: Problem, device: str) -> Launch:
-        """Tile sizes and options of its launch."""
-        chosen = launch_flash(problem, device, self.hopper)
-        return replace(chosen, max_num_imprecise_acc=self.max_num_imprecise_acc)
+        """Return tile sizes and options of its launch."""
+        launch = launch_flash(problem, device, self.hopper)
+        return replace(launch, max_num_imprecise_acc=self.max_num_imprecise_acc)
 
     @abstractmethod
     def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """The kernel's launcher; Triton is imported when this is called, not before."""
+        """Return the kernel's launcher; Triton is only imported by this call."""
 
     def values(self, v: torch.Tensor) -> torch.Tensor:
-        """V as it lies in memory when the kernel reads it."""
+        """Return V in the memory layout that the kernel reads."""
         return v
 
     def stored(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, KernelPages | None]:
-        """K and v as they lie in memory when the kernel reads them, and their pages if any."""
+        """Return k and v in the memory layout that the kernel reads, and their pages if any."""
         return inputs.k, self.values(inputs.v), None
 
     def visited(self, problem: Problem, device: torch.device) -> dict[str, Any]:
-        """What its launcher takes besides: lists of the tiles to visit, of most."""
+        """Return the launcher's further keywords: in most kernels, lists of the tiles to visit."""
         del problem, device
         return {}
 
@@ -157,7 +155,7 @@ class Flash(Subject):
         mask, score = triton_mask(problem, device), triton_score(problem, device)
         k, v, pages = self.stored(inputs)
         paged = {} if pages is None else {"pages": pages, "kv": problem.kv}
-        chosen = self.launch(problem, device)
+        launch = self.launch(problem, device)
         visited = self.visited(problem, inputs.device)
 
         def call() -> Outputs:
@@ -168,7 +166,7 @@ class Flash(Subject):
                 scale=problem.scale,
                 mask=mask,
                 score=score,
-                launch=chosen,
+                launch=launch,
                 descale=inputs.descale,
                 out_dtype=problem.formats.output.torch_dtype,
                 sink=inputs.sink,
@@ -181,10 +179,10 @@ class Flash(Subject):
 
 
 def launch_flash(problem: Problem, device: str, hopper: Tiles = HOPPER) -> Launch:
-    """Tile sizes for ``problem``: those that fit without spilling on Hopper, or few programs.
+    """Return a launch with tiles that do not spill on Hopper, or large ones in the interpreter.
 
-    The interpreter's cost is per program and per step, almost whatever the tile: large tiles. But
-    several of them at every length above 64, so that the recurrence is exercised.
+    The interpreter's cost is per program and step, almost independent of tile sizes, so tiles are
+    large; but every length above 64 has several, so that the recurrence is exercised.
     """
     from attncheck.kernels.launch import Launch
 
@@ -206,75 +204,75 @@ def _interpreted(problem: Problem) -> dict[str, int]:
 
 
 def _compiled(tiles: dict[int, tuple[int, int, int, int]], widest: int) -> dict[str, int]:
-    chosen = tiles[min(dim for dim in tiles if dim >= widest)]
-    return dict(zip(("block_query", "block_kv", "warps", "stages"), chosen, strict=True))
+    sizes = tiles[min(dim for dim in tiles if dim >= widest)]
+    return dict(zip(("block_query", "block_kv", "warps", "stages"), sizes, strict=True))
 
 
 def _hides_future(mask: Spec) -> bool:
-    """Return whether keys after a row's own index are hidden, as far as the mask's names tell."""
+    """Return whether the mask's name implies that it hides keys after a row's own index."""
     if mask.name == "and":
         return any(_hides_future(part) for part in mask.parts)
     return mask.name in {"causal", "sliding_window"}
 
 
-# It holds O and the product at once: where FlashAttention-2's tiles spill, smaller ones do not.
-_SIXTEEN_BITS = {**HOPPER["bf16"], 256: (32, 64, 8, 1)}
-_FP8 = {**HOPPER["e4m3"], 128: (64, 64, 8, 1), 256: (32, 64, 8, 1)}
-_HOPPER: Tiles = {
+# FlashAttention-1 holds O and P·V at once, so that some of FlashAttention-2's tiles would spill.
+_FLASH1_16_BITS = {**HOPPER["bf16"], 256: (32, 64, 8, 1)}
+_FLASH1_FP8 = {**HOPPER["e4m3"], 128: (64, 64, 8, 1), 256: (32, 64, 8, 1)}
+_FLASH1_TILES: Tiles = {
     **HOPPER,
-    "fp16": _SIXTEEN_BITS,
-    "bf16": _SIXTEEN_BITS,
-    "e4m3": _FP8,
-    "e5m2": _FP8,
+    "fp16": _FLASH1_16_BITS,
+    "bf16": _FLASH1_16_BITS,
+    "e4m3": _FLASH1_FP8,
+    "e5m2": _FLASH1_FP8,
 }
 
 
 class Flash1(Flash):
-    """FlashAttention-1 forward: key blocks outermost, O, l and m in memory between them."""
+    """FlashAttention-1 forward: key blocks in the outer loop, with O, l and m in memory."""
 
     name = "triton-flash1"
     summary = "our FlashAttention-1 forward in Triton (key blocks outermost), any mask and score"
-    hopper = _HOPPER
+    hopper = _FLASH1_TILES
 
     def tiling(self, problem: Problem, device: str) -> Tiling:
-        """Its tile sizes, and that its weights are relative to each step's own maximum."""
-        chosen = self.launch(problem, device)
-        return Tiling(block_query=chosen.block_query, block_kv=chosen.block_kv, recurrence="flash1")
+        """Return its tile sizes, with FlashAttention-1's recurrence."""
+        launch = self.launch(problem, device)
+        return Tiling(block_query=launch.block_query, block_kv=launch.block_kv, recurrence="flash1")
 
     def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """``kernels.flash1_forward.flash1_forward``."""
+        """Return ``kernels.flash1_forward.flash1_forward``."""
         from attncheck.kernels import flash1_forward
 
         return flash1_forward.flash1_forward
 
 
-_SMALLEST, _LARGEST = 16, 128  # tiles in the interpreter
-_FP8_SMALLEST = 32  # keys, which a tensor core contracts 32 at a time
-# Not tiles of 64 rows for 8 warps: two would share a row's keys, and Triton lays scores out
-# otherwise in the careful launch, which has one product more. Its row sums then differ by an ulp
-# (in tf32, on an H200).
-_16_BITS = {**HOPPER["bf16"], 256: (128, 32, 8, 2)}
+_SMALLEST, _LARGEST = 16, 128  # rows or keys of a tile in ``launches``
+_FP8_SMALLEST = 32  # keys of a tile: tensor cores contract 32 fp8 numbers at a time
+# Tiles of 64 rows do not get 8 warps: two warps would share a row's keys, and Triton would choose
+# another layout of scores in the careful launch, which has one more product. Its row sums then
+# differ by an ulp (in tf32, on an H200).
+_FLASH2_16_BITS = {**HOPPER["bf16"], 256: (128, 32, 8, 2)}
 _TILES: Tiles = {
     **HOPPER,
     "tf32": {**HOPPER["tf32"], 128: (64, 32, 4, 2)},
-    "fp16": _16_BITS,
-    "bf16": _16_BITS,
+    "fp16": _FLASH2_16_BITS,
+    "bf16": _FLASH2_16_BITS,
 }
-_LARGE = {9, 10}  # capabilities, by their first number, whose blocks may have 227 KiB of memory
+_LARGE = {9, 10}  # major compute capabilities with 227 KiB of shared memory for a block
 
 
 class Flash2(Flash):
-    """FlashAttention-2; in fp8 with fp32 sums, V stored as the Problem has it.
+    """FlashAttention-2; in fp8 with fp32 sums and V in the Problem's own layout.
 
-    It walks over the tiles that the mask's block mask lists. A Problem with a backward has both
-    passes in one call.
+    It visits the tiles that the mask's block mask lists. One call computes both passes of a
+    Problem with a backward.
 
     Args:
-        blocks: Rows and keys of a tile, where not those that it chooses itself.
-        dense: Whether it walks over all tiles instead and masks each.
+        blocks: Rows and keys of a tile; None: its own choice.
+        dense: Whether it visits and masks all tiles instead.
 
     Attributes:
-        atomic: Whether dQ is added up in memory, in whatever order.
+        atomic: Whether dQ is summed by atomic additions, in no fixed order.
     """
 
     name = "triton-flash2"
@@ -289,65 +287,65 @@ class Flash2(Flash):
         self._dense = dense
 
     def launch(self, problem: Problem, device: str) -> Launch:
-        """Tile sizes and options of its launch."""
-        chosen = super().launch(problem, device)
+        """Return tile sizes and options of its launch."""
+        launch = super().launch(problem, device)
         if device == "cuda":
-            chosen = replace(chosen, **_on_hopper(problem))
-        return self._in_blocks(chosen)
+            launch = replace(launch, **_on_hopper(problem))
+        return self._in_blocks(launch)
 
     def gradient_launches(self, problem: Problem, device: str) -> tuple[Launch, Launch]:
-        """Launches of dQ, and of dK and dV."""
+        """Return the launches of dQ, and of dK and dV."""
         rows, keys = (launch_flash(problem, device, tiles) for tiles in (BY_ROWS, BY_KEYS))
         if problem.dcaptured:
-            # A table is read by score, slope and place alike: one more tile of it for each and for
-            # each stage is more than there is of shared memory.
+            # Score, slope and place each read a tile of a table, in every stage: with more stages
+            # these tiles would exceed shared memory.
             rows = replace(rows, stages=1)
         return self._in_blocks(rows), self._in_blocks(keys)
 
-    def _in_blocks(self, chosen: Launch) -> Launch:
+    def _in_blocks(self, launch: Launch) -> Launch:
         if self._blocks is None:
-            return chosen
-        return replace(chosen, block_query=self._blocks[0], block_kv=self._blocks[1])
+            return launch
+        return replace(launch, block_query=self._blocks[0], block_kv=self._blocks[1])
 
     def visited(self, problem: Problem, device: torch.device) -> dict[str, Any]:
-        """The tiles of the block mask; all of them where nothing is hidden."""
+        """Return the block mask's tiles; empty if all tiles are visited."""
         if self._dense or problem.mask == FULL:
             return {}
-        chosen = self.launch(problem, device.type)
-        return {"tiles": visited_tiles(problem, chosen.block_query, chosen.block_kv, str(device))}
+        launch = self.launch(problem, device.type)
+        return {"tiles": visited_tiles(problem, launch.block_query, launch.block_kv, str(device))}
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
-        """With tiles half as long or half as wide, in the interpreter twice as large, and dense."""
-        own = self.launch(problem, device)
-        rows, keys = own.block_query, own.block_kv
-        # Either axis once: what depends on tiles shows, and each launch costs a run.
+        """Return it with half as many rows or keys in a tile, larger tiles on a CPU, and dense."""
+        launch = self.launch(problem, device)
+        rows, keys = launch.block_query, launch.block_kv
+        # Each axis is halved once, which shows what depends on tiles: every launch costs a run.
         sizes = [(rows // 2, keys), (rows, keys // 2)]
-        if device == "cpu":  # on a GPU larger ones do not fit
+        if device == "cpu":  # larger tiles do not fit a GPU
             sizes.append((2 * rows, 2 * keys))
         least = _FP8_SMALLEST if problem.formats.scaled else _SMALLEST
-        other: dict[str, Subject] = {
-            f"{of[0]}×{of[1]}": type(self)(of)
-            for of in sizes
-            if _SMALLEST <= of[0] <= _LARGEST and least <= of[1] <= _LARGEST
+        others: dict[str, Subject] = {
+            f"{size[0]}×{size[1]}": type(self)(size)
+            for size in sizes
+            if _SMALLEST <= size[0] <= _LARGEST and least <= size[1] <= _LARGEST
         }
         if problem.mask != FULL:
-            other["dense"] = type(self)(self._blocks, dense=True)
-        return other
+            others["dense"] = type(self)(self._blocks, dense=True)
+        return others
 
     def _gradients_visit(self, problem: Problem, device: torch.device) -> dict[str, Any]:
-        """The tiles of dQ and of dK and dV, as ``visited``."""
+        """Return the tiles that the launches of dQ and of dK and dV visit."""
         if self._dense or problem.mask == FULL:
             return {}
         rows, keys = self.gradient_launches(problem, device.type)
         return {
             name: visited_tiles(
-                problem, of.block_query, of.block_kv, str(device), by_keys=name == "by_keys"
+                problem, launch.block_query, launch.block_kv, str(device), by_keys=name == "by_keys"
             )
-            for name, of in (("tiles", rows), ("by_keys", keys))
+            for name, launch in (("tiles", rows), ("by_keys", keys))
         }
 
     def prepare(self, inputs: Inputs) -> Call:
-        """The launches of the forward and, where it is asked for, of the backward."""
+        """Return a call of the forward and, if the Problem has gradients, of the backward."""
         forward = super().prepare(inputs)
         if inputs.dout is None:
             return forward
@@ -361,11 +359,11 @@ class Flash2(Flash):
         return call
 
     def _prepared_backward(self, inputs: Inputs) -> Callable[[Outputs], Gradients]:
-        """Return the backward: the forward's results → gradients, in the order of Outputs."""
+        """Return a function from the forward's outputs to gradients, in the order of Outputs."""
         device, problem = inputs.device.type, inputs.problem
         rows, keys = self.gradient_launches(problem, device)
         # fmt: off
-        launched = partial(
+        launcher = partial(
             self.backward_launcher(), scale=problem.scale,
             mask=triton_mask(problem, device), score=triton_score(problem, device),
             slope=triton_slope(problem, device),
@@ -377,28 +375,28 @@ class Flash2(Flash):
         tensors = inputs.q, inputs.k, inputs.v
 
         def backward(forward: Outputs) -> Gradients:
-            return launched(*tensors, forward.out, forward.lse, inputs.dout, inputs.dlse)
+            return launcher(*tensors, forward.out, forward.lse, inputs.dout, inputs.dlse)
 
         return backward
 
     def backward_launcher(self) -> Callable[..., Gradients]:
-        """``kernels.flash2_backward.flash2_backward``."""
+        """Return ``kernels.flash2_backward.flash2_backward``."""
         from attncheck.kernels import flash2_backward
 
         return flash2_backward.flash2_backward
 
     def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """``kernels.flash2_forward.flash2_forward``."""
+        """Return ``kernels.flash2_forward.flash2_forward``."""
         from attncheck.kernels import flash2_forward
 
         return flash2_forward.flash2_forward
 
 
 class Flash2Atomic(Flash2):
-    """The same with dQ added up in memory by the programs of dK and dV, in whatever order.
+    """``Flash2`` with dQ summed by atomic additions of the programs of dK and dV.
 
-    As FlashAttention's backward does where it is not asked to be deterministic. No two runs need
-    have the same bits, and a hidden key that is not finite reaches dQ: it promises nothing.
+    FlashAttention's backward does the same unless it is to be deterministic. Bits may differ
+    between runs, and a non-finite hidden key affects dQ, so it promises nothing.
     """
 
     name = "triton-flash2-atomic"
@@ -407,32 +405,32 @@ class Flash2Atomic(Flash2):
     atomic = True
 
     def concerns(self, problem: Problem) -> bool:
-        """Return whether there are gradients: the forward is ``triton-flash2``'s."""
+        """Return whether there are gradients, because the forward equals ``triton-flash2``'s."""
         return super().concerns(problem) and problem.backward
 
 
 class Flash2TransposedValues(Flash2):
-    """The same with V stored transposed, as an fp8 tensor core on Hopper wants its operands.
+    """``Flash2`` with V stored transposed, as Hopper's fp8 tensor cores require.
 
-    V ``(batch, kv_heads, value_dim, kv)`` is contiguous, and written before the call that is timed.
+    V ``(batch, kv_heads, value_dim, kv)`` is contiguous, and is written before the timed call.
     """
 
     name = "triton-flash2-vt"
     summary = "triton-flash2 in fp8, V stored transposed"
 
     def concerns(self, problem: Problem) -> bool:
-        """Return whether there is fp8: 16-bit operands are multiplied in either order alike."""
+        """Return whether inputs are fp8: 16-bit operands may be in either order."""
         return super().concerns(problem) and problem.formats.scaled
 
     def values(self, v: torch.Tensor) -> torch.Tensor:
-        """A view of the transposed copy."""
+        """Return a view of the transposed copy."""
         return v.mT.contiguous().mT
 
 
 class Flash2FastAccumulation(Flash2):
-    """The same with the tensor core's own accumulator of about 13 bits, Triton's default on Hopper.
+    """``Flash2`` with tensor cores' own accumulator of about 13 bits, Triton's default on Hopper.
 
-    It has to differ from ``triton-flash2`` there; elsewhere it is the same kernel.
+    It must differ from ``triton-flash2`` on Hopper; elsewhere it is the same kernel.
     """
 
     name = "triton-flash2-fastacc"
@@ -440,28 +438,28 @@ class Flash2FastAccumulation(Flash2):
     max_num_imprecise_acc = None
 
     def absent(self, device: str) -> str | None:
-        """The interpreter adds up in fp32, whatever it is asked."""
+        """Return why it cannot run; the interpreter always sums in fp32."""
         if device == "cpu":
             return "the interpreter has no such accumulator: needs a CUDA GPU"
         return super().absent(device)
 
     def concerns(self, problem: Problem) -> bool:
-        """Return whether there is fp8: other products are added up in fp32."""
+        """Return whether inputs are fp8, because other products are summed in fp32."""
         return super().concerns(problem) and problem.formats.scaled
 
 
 class Flash3(Flash2):
     """FlashAttention-3 for Hopper: in 16 bits any mask and score mod, in e4m3 any mask, forward.
 
-    Its backward takes masks that go by distance alone, no score mod, and head dims up to 128; other
-    gradients are ``triton-flash2``'s.
+    Its backward supports masks that depend on distance alone, without score mods, and head dims up
+    to 128; other gradients are ``triton-flash2``'s.
 
-    In e4m3 its sums are the tensor core's own, and each call copies V by columns. What hides a
-    value that is not finite is done again by ``triton-flash2``'s kernels, whose bits are others:
-    they are no promise there.
+    In e4m3 its sums are the tensor core's own, and each call copies V by columns. If a non-finite
+    value is hidden, ``triton-flash2``'s kernels recompute the result; their bits differ, so
+    ``nan`` is not promised.
 
     Args:
-        shape: How it is launched, where not as it chooses itself.
+        shape: Its launch parameters; None: its own choice.
     """
 
     name = "triton-flash3"
@@ -469,14 +467,14 @@ class Flash3(Flash2):
     hopper = HOPPER
     promises = frozenset(PROMISES) - {"nan"}
     sinks = False
-    max_num_imprecise_acc = None  # of both kernels
+    max_num_imprecise_acc = None  # for both kernels
 
     def __init__(self, shape: Shape | None = None) -> None:
         super().__init__()
         self._shape = shape
 
     def absent(self, device: str) -> str | None:
-        """It is written for one generation of GPUs, in instructions that no other has."""
+        """Return why it cannot run; its instructions exist only on Hopper."""
         from attncheck.kernels.compilation import on_hopper
 
         missing = super().absent(device)
@@ -485,7 +483,7 @@ class Flash3(Flash2):
         return missing
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Takes what its launcher does not hand on to ``triton-flash2``'s kernel, forward."""
+        """Return why its launcher would call ``triton-flash2``'s forward instead."""
         return super().unsupported(problem, device) or self._refusal(problem, backward=False)
 
     def _refusal(self, problem: Problem, *, backward: bool) -> str | None:
@@ -501,9 +499,9 @@ class Flash3(Flash2):
         )
 
     def tiling(self, problem: Problem, device: str) -> Tiling | None:
-        """Its own tiles, of a list in order, else from the last key to the first; of a window none.
+        """Return its tiles, which it visits in order in a list, else from the last key on.
 
-        There the tiles at both ends come first, in an order that no Tiling has.
+        None for a window, whose first tiles are those at both ends, an order that Tiling lacks.
         """
         shape, band = self._chosen(problem, device), _band(problem)
         if band is not None and band.least is not None:
@@ -519,7 +517,7 @@ class Flash3(Flash2):
         modified = problem.score != NONE
         listed = band_of(problem.mask, problem.dimensions) is None
         long = False
-        # A mod that cannot be traced is refused where it is called.
+        # If a mod cannot be traced, ``prepare`` raises the error.
         with suppress(TraceError):
             long = listed and is_long(mask_expression(problem, device))
             long = long or (modified and is_long(score_expression(problem, device)))
@@ -527,17 +525,17 @@ class Flash3(Flash2):
         return shape_for(problem.head_dim, dtype, modified=modified, long=long)
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
-        """With half the keys in a tile, and by the other order of waits and turns."""
-        own = self._chosen(problem, device)
+        """Return it with half the keys in a tile, and with other orders of waits and turns."""
+        shape = self._chosen(problem, device)
         return {
-            f"{own.keys // 2} keys": type(self)(replace(own, keys=own.keys // 2)),
+            f"{shape.keys // 2} keys": type(self)(replace(shape, keys=shape.keys // 2)),
             "other waits": type(self)(
-                replace(own, overlap=not own.overlap, pingpong=not own.pingpong)
+                replace(shape, overlap=not shape.overlap, pingpong=not shape.pingpong)
             ),
         }
 
     def visited(self, problem: Problem, device: torch.device) -> dict[str, Any]:
-        """The band of its mask, or else the tiles of the block mask; and its launch."""
+        """Return the mask's band, or else the block mask's tiles; and the shape of the launch."""
         shape = self._chosen(problem, device.type)
         band = band_of(problem.mask, problem.dimensions)
         tiles = None
@@ -546,36 +544,36 @@ class Flash3(Flash2):
         return {"band": band, "tiles": tiles, "shape": shape}
 
     def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """``kernels.flash3_forward.flash3_forward``."""
+        """Return ``kernels.flash3_forward.flash3_forward``."""
         from attncheck.kernels import flash3_forward
 
         return flash3_forward.flash3_forward
 
     def _gradients_visit(self, problem: Problem, device: torch.device) -> dict[str, Any]:
-        """The band of its mask; the tiles of the other kernel's where that does the backward."""
+        """Return the mask's band, or tiles if ``triton-flash2``'s kernel does the backward."""
         if self._refusal(problem, backward=True):
             return super()._gradients_visit(problem, device)
         return {"band": band_of(problem.mask, problem.dimensions)}
 
     def backward_launcher(self) -> Callable[..., Gradients]:
-        """``kernels.flash3_backward.flash3_backward``."""
+        """Return ``kernels.flash3_backward.flash3_backward``."""
         from attncheck.kernels import flash3_backward
 
         return flash3_backward.flash3_backward
 
 
 def _band(problem: Problem) -> Band | None:
-    """The band of a Problem's mask, as far as it hides anything there; None of another mask."""
+    """Return the band of the mask within the Problem's lengths; None if the mask is no band."""
     band = band_of(problem.mask, problem.dimensions)
     return None if band is None else band.within(problem.query, problem.kv)
 
 
 def _on_hopper(problem: Problem) -> dict[str, Any]:
-    """Options of a forward in 16 bits without a score mod on Hopper, as timed on an H200.
+    """Return options of a 16-bit forward without a score mod on Hopper, from timings on an H200.
 
-    At head dims above 64 it has a third stage, in at most 131,072 bytes of shared memory: 5.6 to
-    4.6 ms without a mask. Up to 64 it has a limit of registers, by which two programs share a
-    multiprocessor under masks too: of those tried a neighborhood alone spills by it, 8 bytes a
+    Head dims above 64 get a third stage, in at most 131,072 bytes of shared memory: 4.6 ms instead
+    of 5.6 without a mask. Smaller ones get a limit of registers, so that two programs share a
+    multiprocessor with masks too: of the masks tried only a neighborhood then spills, 8 bytes a
     thread (Triton 3.6).
     """
     import torch
@@ -583,7 +581,7 @@ def _on_hopper(problem: Problem) -> dict[str, Any]:
     widest = max(problem.head_dim, problem.value_dim)
     if problem.dtype not in {"fp16", "bf16"} or problem.score != NONE or widest > 128:
         return {}
-    # Without a GPU kernels are compiled alone, for Hopper; others may not have the memory.
+    # Without a GPU, kernels are only compiled, for Hopper. Other GPUs may lack shared memory.
     if torch.version.hip or (
         torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in _LARGE
     ):

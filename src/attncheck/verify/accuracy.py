@@ -1,4 +1,4 @@
-"""One kernel on one Case, measured so that a later run of it can be compared with this one."""
+"""Measures the accuracy of a kernel on a Case, for comparison with later runs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.question_fit import not_applicable_reason
 from attncheck.verify.run_case import new_record, run_on_evidence, without_outputs
 
-RUNS = 5  # fewest runs of a kernel that may give other bits each time
+RUNS = 5  # Runs of a kernel that does not promise the same bits each time.
 
-# Long sums, which the judge's four tilings have not: in fp32 they are what a kernel's errors are.
+# A tiling with longer sums than the judge's four: in fp32 the length of sums determines the errors.
 _LONG = Tiling(block_query=128, block_kv=256)
 
 
@@ -45,21 +45,20 @@ def measure_accuracy(
     runs: int = RUNS,
     place: str = "",
 ) -> Record:
-    """Compare ``subject`` on ``case`` as ``run_case`` does, and say how much was chance.
+    """Run ``subject`` on ``case`` as ``run_case`` does, and return the Record with its accuracy.
 
     The Record has a ``digest`` and an ``accuracy``. A kernel that promises the same bits each time
-    is run once. Any other is run ``runs`` times: the Record is that of the worst, the accuracy of
-    each tensor that of its largest error; and the digest is left out unless all bits were equal.
+    is run once. Any other is run ``runs`` times: the Record is that of the worst run, the accuracy
+    of each tensor is that of its largest error, and the digest is left out unless all bits agreed.
+    As in ``run_case``, nothing is raised for what the kernel does.
 
     Args:
         case: A Case whose question is ``compare``.
-        executor: How to call the kernel; in this process by default.
-        runs: Of a kernel that may give other bits each time.
-        place: As of ``run_case``.
-
-    Never raises for what the kernel does; see ``run_case``.
+        executor: How to call the kernel; by default in the process that it is in.
+        runs: Runs of a kernel that does not promise the same bits each time.
+        place: As in ``run_case``.
     """
-    # One builder for all runs: inputs and truth stay, and what differs is the kernel's doing.
+    # One builder for all runs, so that they differ only in the kernel's outputs.
     evidence = EvidenceBuilder(case, device, place=place)
     executor = executor or executor_of(subject)
     worst: Record | None = None
@@ -75,7 +74,7 @@ def measure_accuracy(
             except (RuntimeError, MemoryError) as error:
                 return without_outputs(blank, lacked_memory(error, "the accuracy"))
         worst = record if worst is None else _worse(worst, record)
-        # There are no errors to compare, and a further run would not take the failure back.
+        # Without errors to compare, further runs would change nothing.
         if record.status in FAILED_STATUSES or record.status == "unsupported":
             break
     assert worst is not None, "it ran at least once"
@@ -83,14 +82,14 @@ def measure_accuracy(
 
 
 def promises_same_bits(subject: Subject, problem: Problem) -> bool:
-    """Return whether ``subject`` promises the same bits each time that it is asked ``problem``."""
+    """Return whether ``subject`` promises the same bits in each run of ``problem``."""
     return "repeat" in subject.promises and (subject.promises_gradients or not problem.backward)
 
 
 def accuracy_tilings(problem: Problem) -> tuple[Tiling, ...]:
-    """Return the tilings of the ideal kernels that an error is compared with."""
-    known = ensemble_tilings(problem)
-    return known if problem.operation == "softmax" else (*known, _LONG)
+    """Return the tilings of the ideal kernels with which errors are compared."""
+    tilings = ensemble_tilings(problem)
+    return tilings if problem.operation == "softmax" else (*tilings, _LONG)
 
 
 def accuracies(result: Execution, evidence: EvidenceBuilder) -> dict[TensorName, Accuracy]:
@@ -99,14 +98,14 @@ def accuracies(result: Execution, evidence: EvidenceBuilder) -> dict[TensorName,
     tensors = result.outputs.tensors()
     ensemble = [one.tensors() for one in _ensemble(result, evidence)]
     for name, values in tensors.items():
-        # What nobody asked for, gradients of a forward say, has nothing to be compared with.
+        # Outputs that were not requested, such as gradients of a forward, have no exact values.
         if name not in exact:
             continue
-        counted = _counted(name, evidence).expand_as(exact[name])
-        whole = measure_errors(values, exact[name], counted)
+        measured = _measured_elements(name, evidence).expand_as(exact[name])
+        whole = measure_errors(values, exact[name], measured)
         if not whole.nonfinite:
-            rows = [row_squares(one[name], exact[name], counted) for one in (tensors, *ensemble)]
-            least = _least(name, evidence, counted)
+            rows = [row_squares(one[name], exact[name], measured) for one in (tensors, *ensemble)]
+            least = _one_rounding(name, evidence, measured)
             each = least is not None and evidence.evidence.generic
             by_name[name] = _accuracy(whole, rows, row_units(rows[1:], least, each=each), each=each)
     return by_name
@@ -115,7 +114,7 @@ def accuracies(result: Execution, evidence: EvidenceBuilder) -> dict[TensorName,
 def _accuracy(
     whole: ErrorMeasures, rows: list[torch.Tensor], unit: torch.Tensor, *, each: bool
 ) -> Accuracy:
-    # Without units of their own rows may err alike: then a row counts as one element at most.
+    # Errors in a row without units of its own may be dependent: it counts as one element at most.
     most = whole.elements if each else unit.numel()
     own, *ensemble = (relative_error(one, unit, most) for one in rows)
     return Accuracy(
@@ -126,10 +125,10 @@ def _accuracy(
     )
 
 
-def _least(
+def _one_rounding(
     name: TensorName, evidence: EvidenceBuilder, counted: torch.Tensor
 ) -> torch.Tensor | None:
-    """The cost of one rounding; None of a tensor whose rows are single elements."""
+    """Return each row's mean square error of one rounding; None if rows are single elements."""
     exact, formats = evidence.truth.tensors()[name], evidence.case.problem.formats
     if exact.ndim < 4:
         return None
@@ -138,17 +137,17 @@ def _least(
 
 
 def _ensemble(result: Execution, evidence: EvidenceBuilder) -> Iterator[Outputs]:
-    """Yield the outputs of ideal kernels, with gradients where there are some."""
+    """Yield the outputs of ideal kernels, with gradients in a backward."""
     problem = evidence.case.problem
     for tiling in accuracy_tilings(problem):
         if problem.backward:
-            # What the builder keeps are forwards: these have gradients, and are had anew.
+            # The builder caches only forwards, so ideal gradients are computed here.
             yield Ideal(tiling).run(evidence.inputs)
         else:
             yield evidence.ideal_outputs(tiling, truncates=result.arithmetic.truncates)
 
 
-def _counted(name: TensorName, evidence: EvidenceBuilder) -> torch.Tensor:
+def _measured_elements(name: TensorName, evidence: EvidenceBuilder) -> torch.Tensor:
     if name == "lse":
         return evidence.alive
     return evidence.alive[..., None] if name == "out" else evidence.touched(name)
@@ -156,21 +155,21 @@ def _counted(name: TensorName, evidence: EvidenceBuilder) -> torch.Tensor:
 
 def _worse(one: Record, other: Record) -> Record:
     """Return the worse of two Records of one question, with the larger error of each tensor."""
-    same = one.digest == other.digest
+    same_bits = one.digest == other.digest
     worse = max((one, other), key=_badness)
     if one.accuracy is not msgspec.UNSET and other.accuracy is not msgspec.UNSET:
-        # Each tensor by itself: the run with the worst out need not have the worst LSE.
+        # By tensor, because the run with the worst out need not have the worst LSE.
         larger = {
-            name: max(mine, other.accuracy.get(name, mine), key=lambda a: a.relative)
-            for name, mine in one.accuracy.items()
+            name: max(accuracy, other.accuracy.get(name, accuracy), key=lambda a: a.relative)
+            for name, accuracy in one.accuracy.items()
         }
         worse = replace(worse, accuracy=larger)
-    # The digest of one run would claim bits that another run does not give.
-    return worse if same else replace(worse, digest=msgspec.UNSET)
+    # A digest is left out if runs gave different bits.
+    return worse if same_bits else replace(worse, digest=msgspec.UNSET)
 
 
 def _badness(record: Record) -> tuple[int, float]:
     order = ("pass", "warn", "inconclusive", "fail")
-    # What ended without a verdict, a crash say, is worse than any verdict.
+    # A status without a verdict, such as a crash, is worse than any verdict.
     rank = order.index(record.status) if record.status in order else len(order)
     return rank, record.out.rmse if record.out is not None else 0.0

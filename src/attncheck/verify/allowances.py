@@ -1,11 +1,11 @@
-"""How far a kernel may be off on a Case: the judge's bounds, from the oracle's conditions.
+"""Error bounds of a kernel on a Case, computed by the judge from the oracle's row conditions.
 
-The deterministic bound is had of every row, or of those in which a verdict could tell: see
-``settle``. What needs more of a row, the probabilistic bound and the oracle's own, is had of the
-sampled ones, which are all rows of a small Problem.
+The deterministic bound is computed for every row, or only for the rows that can change a verdict
+(see ``settle``). The probabilistic bound and the oracle's own bound cost more, and are computed
+for sampled rows only; in a small Problem these are all rows.
 
-A backward reads the out and the LSE that the kernel's own forward left. What those are off by is
-measured, and no fault of the backward: a right one is not blamed for its forward's rounding.
+A backward pass reads the out and LSE of the kernel's own forward pass. The errors of those two are
+measured and allowed for, so that a right backward is not blamed for its forward's rounding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from attncheck.judge.gradient_bounds import KeyGradients, row_gradients
 from attncheck.judge.probabilistic_bound import probabilistic_bound, sigmas_needed
 from attncheck.judge.score_errors import ScoreError, likely_radius, rounds_operands, score_error
 from attncheck.judge.score_gradient_errors import SavedErrors
-from attncheck.judge.verdict_rules import Compared
+from attncheck.judge.verdict_rules import ComparedTensor
 from attncheck.oracles.row_conditions import (
     all_rows,
     compute_conditions,
@@ -58,10 +58,10 @@ if TYPE_CHECKING:
     from attncheck.mods.captured_reads import CapturedRead
     from attncheck.mods.running_error import RunningError
 
-_FEWEST_SETTLED = 64  # rows that are given their bound at once; twice as many the next time
-# Part of all rows beyond which floors tell too few apart: then every row is given its bound.
+_FEWEST_SETTLED = 64  # Rows bounded in the first round of ``settle``; it doubles every round.
+# If more than this part of the rows need their bound, floors save little: all rows are bounded.
 _MOST_SETTLED = 0.25
-_LEAST = torch.finfo(torch.float64).tiny
+_TINY = torch.finfo(torch.float64).tiny
 
 
 def allowances(
@@ -70,44 +70,44 @@ def allowances(
     totals: RowTotals | None = None,
     sampled: Sequence[Rows] | None = None,
 ) -> list[Allowance]:
-    """Return the largest errors that rounding explains of kernels of each arithmetic on this Case.
+    """Return, for each arithmetic, the largest errors that rounding can explain on this Case.
 
-    Of several at once: they share most of what there is to compute of a row. Infinite where the
-    exact result is not finite, and where the score mod cannot be traced, or may hide another key
-    after rounding: nothing is known there.
+    Arithmetics share most of the work on a row. A bound is infinite where the exact result is not
+    finite, and where the score mod cannot be traced or may hide another key after rounding.
 
-    With ``totals``, as ``totals_of_rows`` gives them, of rows that are not sampled a floor: which
-    of those need their bound depends on what a kernel gave, and is for ``settle`` to find. With
-    ``sampled`` nobody looks for those again, for which the mask is asked of all pairs.
+    Args:
+        totals: From ``totals_of_rows``. Rows that are not sampled then get only a lower bound
+            (floor); ``settle`` replaces it where a kernel's outputs require the bound itself.
+        sampled: The sampled rows, if known: finding them evaluates the mask at all pairs.
     """
     problem, device = evidence.case.problem, evidence.inputs.device
-    collected = [_Bounds.of(evidence, arithmetic, totals) for arithmetic in arithmetics]
-    whole = samples_all_rows(problem, device)
-    # The sampled rows of a small Problem are all rows: they are bounded below, and not twice.
-    if not whole and totals is None:
+    bounds_of_each = [_Bounds.of(evidence, arithmetic, totals) for arithmetic in arithmetics]
+    samples_all = samples_all_rows(problem, device)
+    # In a small Problem all rows are sampled: the second loop below bounds them.
+    if not samples_all and totals is None:
         for rows in all_rows(problem, device):
-            known = compute_conditions(evidence.inputs, evidence.truth, rows)
-            for each, arithmetic in zip(collected, arithmetics, strict=True):
-                each.bound(_RowBounds.of(evidence, arithmetic, known))
+            conditions = compute_conditions(evidence.inputs, evidence.truth, rows)
+            for each, arithmetic in zip(bounds_of_each, arithmetics, strict=True):
+                each.bound(_RowBounds.of(evidence, arithmetic, conditions))
     for rows in sampled_rows(problem, device) if sampled is None else sampled:
-        known = compute_conditions(evidence.inputs, evidence.truth, rows)
-        # Its steps, which no kernel shares, go with the copy.
-        oracle = _RowBounds.of(evidence, FP64_ORACLE, replace(known)).deterministic
-        for each, arithmetic in zip(collected, arithmetics, strict=True):
-            bounds = _RowBounds.of(evidence, arithmetic, known)
+        conditions = compute_conditions(evidence.inputs, evidence.truth, rows)
+        # A copy, so that its cached steps, which no kernel shares, are freed with it.
+        oracle = _RowBounds.of(evidence, FP64_ORACLE, replace(conditions)).deterministic
+        for each, arithmetic in zip(bounds_of_each, arithmetics, strict=True):
+            bounds = _RowBounds.of(evidence, arithmetic, conditions)
             certain = each.sample(evidence, bounds)
-            if whole or totals is not None:
+            if samples_all or totals is not None:
                 each.bound(bounds, certain)
-            # A bound is no use where the truth may be off by as much: the judge is told the share.
-            each.prove(oracle, known.rows)
-    return [each.allowance() for each in collected]
+            # The oracle's own error limits what a bound is worth: the judge needs their ratio.
+            each.prove(oracle, conditions.rows)
+    return [each.allowance() for each in bounds_of_each]
 
 
 def totals_of_rows(evidence: Evidence) -> RowTotals | None:
-    """Return what floors of the bounds are made of, of every row.
+    """Return the totals of every row from which ``bound_floor`` computes lower bounds.
 
-    None where there are none: rows are all sampled, have gradients, a score mod or a sink, or are
-    those of a softmax, or the exact result is not finite.
+    None if floors do not apply: all rows are sampled, the Problem has gradients, a score mod or a
+    sink or is a softmax, or the exact result is not finite.
     """
     problem, device = evidence.case.problem, evidence.inputs.device
     plain = problem.operation == "attention" and problem.score == NONE and not problem.sink
@@ -126,7 +126,7 @@ def totals_of_rows(evidence: Evidence) -> RowTotals | None:
             elif not value.dim():
                 whole[name] = torch.maximum(value, whole.get(name, value))
             else:
-                # Kept in pieces they would lie between the arrays of all pairs, and hold those.
+                # Small pieces would fragment the memory of the large arrays over all pairs.
                 if name not in whole:
                     whole[name] = value.new_empty(*shape, *value.shape[2:])
                 whole[name][_place_of(rows)] = value
@@ -136,11 +136,12 @@ def totals_of_rows(evidence: Evidence) -> RowTotals | None:
 def settle(
     allowance: Allowance, evidence: Evidence, arithmetic: Arithmetic, outputs: Outputs | None = None
 ) -> None:
-    """Give the rows of ``allowance`` their bound in which a verdict on ``outputs`` could tell.
+    """Replace floors in ``allowance`` by bounds in the rows that can change a verdict.
 
-    Those are all with an error beyond its floor, and by falling share of it as many as may have the
-    largest share of the bound: how many elements are beyond it, and which is so most, is what it
-    would be with the bound of every row. Without ``outputs`` every row is given its own.
+    Rows with an error beyond the floor are bounded first, then the others by decreasing ratio of
+    error to floor, until no other row can have the largest ratio of error to bound. The number of
+    elements beyond their bound, and the worst of them, are then what they would be if every row
+    had been bounded. Without ``outputs`` every row is bounded.
     """
     if allowance.exact is None:
         return
@@ -150,32 +151,32 @@ def settle(
         allowance.out.flatten(0, 1), allowance.lse.flatten(0, 1), shape, exact=exact
     )
     sides = [] if outputs is None else _sides(outputs, evidence, collected)
-    most = _FEWEST_SETTLED
-    while bool((wanted := _wanted(sides, alive, exact)).any()):
-        if int((wanted > 0).sum()) <= _MOST_SETTLED * int(alive.sum()):
-            # Those of the largest shares first: they raise what others must reach.
-            wanted = wanted * (wanted >= wanted.flatten().topk(min(most, wanted.numel()))[0][-1])
+    batch = _FEWEST_SETTLED
+    while bool((ranks := _rank_rows(sides, alive, exact)).any()):
+        if int((ranks > 0).sum()) <= _MOST_SETTLED * int(alive.sum()):
+            # The largest shares first: they raise the share that other rows must reach.
+            ranks = ranks * (ranks >= ranks.flatten().topk(min(batch, ranks.numel()))[0][-1])
         else:
-            wanted = (alive & ~exact).double()
-        for rows in some_rows(evidence.case.problem, wanted > 0):
+            ranks = (alive & ~exact).double()
+        for rows in some_rows(evidence.case.problem, ranks > 0):
             bounds = _RowBounds.at(evidence, arithmetic, rows)
             collected.bound(bounds)
             for side in sides:
                 side.measure(_place_of(bounds.known.rows))
-        most *= 2
+        batch *= 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Side:
-    """One output beside its bound, heads flattened."""
+    """An output with its exact values and bound; batch and heads are flattened."""
 
     got: Tensor
     truth: Tensor
     bound: Tensor
-    share: Tensor  # the largest of each row, ``(heads, query)``
+    share: Tensor  # largest error / bound of each row, ``(heads, query)``
 
     def measure(self, at: tuple[slice, Any]) -> None:
-        """Take the shares of some rows anew."""
+        """Compute the shares of some rows again."""
         share = shares(self.got[at].double() - self.truth[at], self.bound[at])
         self.share[at] = share.flatten(2).amax(-1) if share.dim() > 2 else share
 
@@ -192,17 +193,17 @@ def _sides(outputs: Outputs, evidence: Evidence, bounds: _Bounds) -> list[_Side]
     return sides
 
 
-def _wanted(sides: list[_Side], alive: Tensor, exact: Tensor) -> Tensor:
-    """How much the bound of each row is wanted, ``(heads, query)``: 0 where a floor will do."""
-    rest = alive & ~exact
-    wanted = torch.zeros_like(rest, dtype=torch.float64) if sides else rest.double()
+def _rank_rows(sides: list[_Side], alive: Tensor, exact: Tensor) -> Tensor:
+    """Return ranks ``(heads, query)``: higher ones are bounded first, 0 needs only a floor."""
+    unbounded = alive & ~exact
+    ranks = torch.zeros_like(unbounded, dtype=torch.float64) if sides else unbounded.double()
     for side in sides:
         largest = torch.where(alive & exact, side.share, 0.0).amax()
-        share = torch.where(rest, side.share, 0.0)
-        # An equal share might lie before it; no error at all is nobody's largest.
+        share = torch.where(unbounded, side.share, 0.0)
+        # Ties count, since the worst is the first of equals; a row without errors is never worst.
         share = torch.where((share >= largest) | (share > 1), share, 0.0)
-        wanted = torch.maximum(wanted, share / largest.clamp(_LEAST, 1 / _LEAST))
-    return wanted
+        ranks = torch.maximum(ranks, share / largest.clamp(_TINY, 1 / _TINY))
+    return ranks
 
 
 def _place_of(rows: Rows) -> tuple[slice, Tensor]:
@@ -212,7 +213,7 @@ def _place_of(rows: Rows) -> tuple[slice, Tensor]:
 def row_bounds(evidence: Evidence, arithmetic: Arithmetic, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return deterministic bounds: out ``(heads, rows, value_dim)``, LSE ``(heads, rows)``.
 
-    As in ``allowances``: infinite where nothing is known, 0 where a row sees no key.
+    As in ``allowances``: infinite where no bound is known, 0 where a row sees no key.
     """
     bounds = _RowBounds.at(evidence, arithmetic, rows)
     certain = bounds.deterministic
@@ -220,7 +221,7 @@ def row_bounds(evidence: Evidence, arithmetic: Arithmetic, rows: Rows) -> tuple[
 
 
 def deterministic_bounds(evidence: Evidence, arithmetic: Arithmetic) -> Outputs:
-    """Return the deterministic bounds of every row, as ``allowances`` has them, and no more."""
+    """Return the deterministic bounds of every row, as in ``allowances``."""
     collected = _Bounds.of(evidence, arithmetic)
     for rows in all_rows(evidence.case.problem, evidence.inputs.device):
         collected.bound(_RowBounds.at(evidence, arithmetic, rows))
@@ -244,7 +245,7 @@ def budget(evidence: Evidence, arithmetic: Arithmetic, place: Place) -> dict[str
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RowBounds:
-    """Some rows and what is known of a kernel's errors in them."""
+    """Some rows with the errors of their scores, from which bounds are computed."""
 
     arithmetic: Arithmetic
     known: Conditions
@@ -270,7 +271,7 @@ class _RowBounds:
 
     @property
     def unknown(self) -> Tensor:
-        """Rows ``(heads, rows)`` of which nothing can be said."""
+        """Rows ``(heads, rows)`` that have no bound."""
         lse = self.known.lse
         unknown = ~lse.isfinite() & ~torch.isneginf(lse)
         return unknown if self.mod is None else unknown | self.mod.radius.isinf().any(-1)
@@ -281,9 +282,9 @@ class _RowBounds:
         return torch.isneginf(self.known.lse)
 
     def allowed(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Bounds of these rows, infinite where nothing is known, and 0 where they see no key."""
+        """Return these bounds, infinite where none is known and 0 in rows that see no key."""
         out, lse = (x.nan_to_num(nan=math.inf, posinf=math.inf) for x in (out, lse))
-        # Where the exact result overflows there is no number to be near to.
+        # No finite bound applies where the exact result overflows.
         out = torch.where(self.known.out.isfinite(), out, math.inf)
         out, lse = (
             x.masked_fill(rows, value)
@@ -313,8 +314,8 @@ def _likely_mod_error(
     mod: ScoreModError | None,
     sigmas: float,
 ) -> ScoreModError | None:
-    """``mod``, with what it makes of errors within ``sigmas`` standard deviations."""
-    # Without a score mod nothing is traced: that would cost more than the bound.
+    """Return ``mod`` with its ``likely`` errors: of scores within ``sigmas`` deviations."""
+    # Without a score mod there is nothing to trace, and tracing costs more than the bound.
     analysis = None if mod is None else evidence.running_error(arithmetic)
     if mod is None or analysis is None:
         return mod
@@ -325,14 +326,14 @@ def _likely_mod_error(
 def mod_error(
     evidence: Evidence, arithmetic: Arithmetic, known: Conditions, scores: ScoreError
 ) -> ScoreModError:
-    """Return the score mod's errors at every pair that the mask shows, none at others."""
+    """Return the score mod's errors at every pair that the mask shows, 0 at others."""
     analysis = evidence.running_error(arithmetic)
     if analysis is None:
-        nothing = torch.full_like(known.products, math.inf)
-        return ScoreModError(radius=nothing, own=nothing, jump=torch.zeros_like(known.seen))
+        unbounded = torch.full_like(known.products, math.inf)
+        return ScoreModError(radius=unbounded, own=unbounded, jump=torch.zeros_like(known.seen))
     errors = _at(analysis, evidence, known, scores)
-    # Not seen is also a key that the mod puts to −∞, which rounding may undo: that error counts,
-    # unlike one where the mask hides the key. The mask costs a pass, so it is asked only then.
+    # A key is unseen because the mask hides it, or because the mod makes its score −∞. Rounding may
+    # undo only the latter, so its error counts. Evaluating the mask is costly: only if needed.
     if bool((errors.radius[~known.seen] > 0).any()):
         by_mask = mask_visibility(evidence.case.problem, known.rows)
         errors = ScoreModError(
@@ -353,14 +354,14 @@ def _at(
 def on_keys(
     analysis: RunningError, evidence: Evidence, known: Conditions, scores: ScoreError
 ) -> ScoreModError:
-    """The errors of an expression of the scores at every pair, ``(heads, rows, kv)``, sinks not."""
+    """Return an expression's errors at every pair ``(heads, rows, kv)``, without sinks."""
     products, *indices = _score_arguments(evidence, known)
     radius = scores.radius[..., : evidence.case.problem.kv]
     return analysis.at(products, radius, *indices)
 
 
 def _with_sink(mod: ScoreModError, scores: ScoreError) -> ScoreModError:
-    """The sink is no score of the mod's: its error stays what it is."""
+    """Append the sink's score error; score mods do not apply to sinks."""
     return ScoreModError(
         radius=torch.cat([mod.radius, scores.radius[..., -1:]], -1),
         own=torch.nn.functional.pad(mod.own, (0, 1)),
@@ -370,7 +371,7 @@ def _with_sink(mod: ScoreModError, scores: ScoreError) -> ScoreModError:
 
 @dataclass(slots=True, eq=False)
 class _Bounds:
-    """Bounds of the rows so far; full tensors with heads flattened."""
+    """Bounds collected row by row, in tensors of all rows with batch and heads flattened."""
 
     out: Tensor
     lse: Tensor
@@ -378,7 +379,7 @@ class _Bounds:
     samples: list[Sample] = field(default_factory=list)
     jumps: int = 0
     share: float = 0.0
-    # Rows ``(heads, query)`` that have their bound where others have a floor; None where all do.
+    # Rows ``(heads, query)`` that have a bound, where others have a floor; None if all have one.
     exact: Tensor | None = None
 
     @classmethod
@@ -394,11 +395,11 @@ class _Bounds:
         return cls(out, lse, shape, exact=torch.zeros_like(lse, dtype=torch.bool))
 
     def bound(self, bounds: _RowBounds, certain: DeterministicBound | None = None) -> None:
-        """The deterministic bound of some rows, ``certain`` where it is known already."""
+        """Store the deterministic bound of some rows: ``certain``, or computed if None."""
         at, certain = _place_of(bounds.known.rows), certain or bounds.deterministic
         out, lse = bounds.allowed(certain.out, certain.lse)
         if self.exact is not None:
-            # What is exact stays, to the bit.
+            # A row that already has its bound keeps the same bits.
             settled = self.exact[at]
             out = torch.where(settled[..., None], self.out[at], out)
             lse = torch.where(settled, self.lse[at], lse)
@@ -408,12 +409,12 @@ class _Bounds:
             self.jumps += int(bounds.mod.jump.sum())
 
     def sample(self, evidence: Evidence, bounds: _RowBounds) -> DeterministicBound:
-        """The probabilistic bound of some rows; gives the deterministic one."""
+        """Store the probabilistic bound of some rows, and return their deterministic one."""
         elements = self.out.numel() + self.lse.numel()
-        known, arithmetic, scores = bounds.known, bounds.arithmetic, bounds.scores
+        conditions, arithmetic, scores = bounds.known, bounds.arithmetic, bounds.scores
         sigmas = sigmas_needed(elements)
-        mod = _likely_mod_error(known, arithmetic, evidence, scores, bounds.mod, sigmas)
-        probable = probabilistic_bound(known, arithmetic, scores, mod, elements=elements)
+        mod = _likely_mod_error(conditions, arithmetic, evidence, scores, bounds.mod, sigmas)
+        probable = probabilistic_bound(conditions, arithmetic, scores, mod, elements=elements)
         out, lse = bounds.allowed(probable.out, probable.lse)
         self.samples.append(
             Sample(
@@ -428,17 +429,17 @@ class _Bounds:
         return probable.certain
 
     def prove(self, certain: DeterministicBound, rows: Rows) -> None:
-        """The oracle's own bound on some rows that have theirs."""
+        """Update the largest ratio of the oracle's bound to the kernel's on some bounded rows."""
         at = _place_of(rows)
         for proven, allowed in ((certain.out, self.out[at]), (certain.lse, self.lse[at])):
-            # Where anything is allowed no truth is needed, and of rows without keys it is exact.
+            # An infinite bound needs no exact result, and in rows without keys the truth is exact.
             matters = allowed.isfinite() & (allowed > 0)
             if bool(matters.any()):
                 share = (proven[matters] / allowed[matters]).nan_to_num(nan=math.inf)
                 self.share = max(self.share, float(share.max()))
 
     def allowance(self) -> Allowance:
-        """All of it."""
+        """Return the Allowance of all rows."""
         return Allowance(
             out=self.out.view(*self.shape, *self.out.shape[1:]),
             lse=self.lse.view(*self.shape, *self.lse.shape[1:]),
@@ -456,7 +457,7 @@ def captured_conditions(
 ) -> list[ReadConditions]:
     """Return every read of a captured tensor in these rows, with the errors of its slope."""
     kv = evidence.case.problem.kv
-    # Sinks lie behind the keys, and no score mod reads anything for them.
+    # Sinks come after the keys, and score mods do not apply to them.
     at, seen = _score_arguments(evidence, known), known.seen[..., :kv]
     reads = []
     for read in evidence.reads:
@@ -473,9 +474,9 @@ def captured_conditions(
 
 
 def numbers_read(evidence: Evidence) -> Tensor:
-    """Return which captured numbers some seen score reads, ``(numbers,)`` bool.
+    """Return which captured numbers are read for a visible score, ``(numbers,)`` bool.
 
-    All of them where the score mod cannot be traced.
+    All of them if the score mod cannot be traced.
     """
     problem, truth = evidence.case.problem, evidence.truth
     assert truth.dcaptured is not None, "asked of a Problem with dcaptured"
@@ -483,8 +484,8 @@ def numbers_read(evidence: Evidence) -> Tensor:
         return torch.ones_like(truth.dcaptured, dtype=torch.bool)
     numbers = torch.zeros_like(truth.dcaptured, dtype=torch.bool)
     for rows in all_rows(problem, evidence.inputs.device):
-        known = compute_conditions(evidence.inputs, truth, rows)
-        at, seen = _score_arguments(evidence, known), known.seen[..., : problem.kv]
+        conditions = compute_conditions(evidence.inputs, truth, rows)
+        at, seen = _score_arguments(evidence, conditions), conditions.seen[..., : problem.kv]
         for read in evidence.reads:
             numbers[_read_place(read, at)[seen]] = True
     return numbers
@@ -495,7 +496,7 @@ def _read_place(read: CapturedRead, at: tuple[Tensor, ...]) -> Tensor:
 
 
 def _score_arguments(evidence: Evidence, known: Conditions) -> tuple[Tensor, ...]:
-    """Scores before the mod, and b, h, q_idx and kv_idx, which broadcast to them."""
+    """Return the scores before the mod, and b, h, q_idx and kv_idx, which broadcast to them."""
     problem, rows, device = evidence.case.problem, known.rows, known.products.device
     heads = torch.arange(rows.heads.start, rows.heads.stop, device=device)[:, None, None]
     keys = torch.arange(problem.kv, device=device)[None, None, :]
@@ -509,7 +510,7 @@ def _score_arguments(evidence: Evidence, known: Conditions) -> tuple[Tensor, ...
 
 
 def where_seen(error: ScoreModError, known: Conditions) -> ScoreModError:
-    """The same of errors on keys, sinks not, with none where a key is not seen."""
+    """Return ``error``, which is without sinks, with 0 where a key is not seen."""
     seen = known.seen[..., : error.radius.shape[-1]]
     radius, own = (torch.where(seen, x, 0.0) for x in (error.radius, error.own))
     return ScoreModError(radius=radius, own=own, jump=error.jump & seen)
@@ -519,29 +520,29 @@ def where_seen(error: ScoreModError, known: Conditions) -> ScoreModError:
 class GradientAllowance:
     """Largest errors of gradients that rounding can explain, float64."""
 
-    # By the gradient's name, in its own axes; exactly 0 in rows that see no key and for keys that
-    # no row sees, infinite where nothing is known.
+    # By gradient, in its own axes; exactly 0 in rows that see no key and for keys that no row sees,
+    # infinite where no bound is known.
     bounds: dict[TensorName, Tensor]
-    # What each is made of, by the names of ``docs/explanation/bounds.md``.
+    # The summands of each bound, by the names of ``docs/explanation/bounds.md``.
     terms: dict[TensorName, dict[str, Tensor]]
 
-    def compared(self, outputs: Outputs, evidence: Evidence) -> list[Compared]:
-        """Each gradient beside the exact one."""
+    def compared(self, outputs: Outputs, evidence: Evidence) -> list[ComparedTensor]:
+        """Return each gradient with its exact values and bound."""
         exact, got = evidence.truth.gradients(), outputs.gradients()
         return [
-            Compared.of(name, got[name], exact[name], bound, self._alive(name, evidence))
+            ComparedTensor.of(name, got[name], exact[name], bound, self._alive(name, evidence))
             for name, bound in self.bounds.items()
         ]
 
     def _alive(self, name: TensorName, evidence: Evidence) -> Tensor:
         if name == "dq":
             return evidence.alive
-        # What is seen is rounded at least, and its bound more than 0.
+        # What a row sees or reads is rounded at least once, so its bound is more than 0.
         flat = name in {"dsink", "dcaptured"}
         return self.bounds[name] > 0 if flat else (self.bounds[name] > 0).any(-1)
 
     def budget(self, tensor: TensorName, place: Place) -> dict[str, float]:
-        """Return what the allowance of one element is made of."""
+        """Return the summands of one element's allowance by name."""
         index = place.index(tensor)
         return {name: float(term[index]) for name, term in self.terms[tensor].items()}
 
@@ -552,18 +553,18 @@ def gradient_allowance(
     outputs: Outputs,
     lse_bound: Tensor | None = None,
 ) -> GradientAllowance:
-    """Return what is allowed of a kernel of this arithmetic whose forward gave these out and LSE.
+    """Return the error bounds of gradients after a forward pass that gave these out and LSE.
 
     Infinite where the exact result is not finite, where the score mod or its derivative cannot be
-    traced or may be infinite, and in what a row touches whose own out or LSE is not finite.
+    traced or may be infinite, and in gradients to which a row with a non-finite out or LSE adds.
 
     Args:
-        lse_bound: The deterministic bound of LSE, ``(batch, heads, query)``, where the kernel does
-            not expose it and it is known already.
+        lse_bound: The deterministic bound of LSE, ``(batch, heads, query)``, which stands in for an
+            LSE that the kernel does not return; computed if None.
     """
     problem, truth = evidence.case.problem, evidence.truth
     exact = truth.gradients()
-    # A backward that keeps its LSE to itself may be off by as much as a right forward.
+    # An LSE that is not returned may be off by as much as a right forward's.
     if outputs.lse is None and lse_bound is None:
         lse_bound = deterministic_bounds(evidence, arithmetic).lse
     sums = KeyGradients(
@@ -576,14 +577,14 @@ def gradient_allowance(
     dq = torch.empty_like(exact["dq"]).flatten(0, 1)
     dq_terms: dict[str, Tensor] = {}
     for rows in all_rows(problem, evidence.inputs.device):
-        known = compute_gradient_conditions(evidence.inputs, truth, rows)
-        scores = score_error(known.known, arithmetic)
-        forward = known.known
+        conditions = compute_gradient_conditions(evidence.inputs, truth, rows)
+        scores = score_error(conditions.known, arithmetic)
+        forward = conditions.known
         gradients = row_gradients(
-            known,
+            conditions,
             arithmetic,
             scores,
-            _saved(evidence, outputs, lse_bound, forward.rows),
+            _saved_errors(evidence, outputs, lse_bound, forward.rows),
             mod_error(evidence, arithmetic, forward, scores) if forward.has_score_mod else None,
             _slope_error(evidence, arithmetic, forward, scores) if forward.has_score_mod else None,
             captured_conditions(evidence, arithmetic, forward, scores),
@@ -593,49 +594,49 @@ def gradient_allowance(
         dq[at] = gradients.dq
         for name, term in gradients.dq_terms.items():
             dq_terms.setdefault(name, torch.zeros_like(dq))[at] = term
-        # Gradients of keys add over rows: their bounds are known only after the last.
+        # Gradients of keys are sums over rows: their bounds are known only after the last row.
         sums.add(gradients)
     captured: tuple[TensorName, ...] = ("dcaptured",) if evidence.reads else ()
-    of_sums: tuple[TensorName, ...] = ("dk", "dv", "dsink", *captured)
-    key_bounds, key_terms = sums.bounds({name: exact[name] for name in of_sums if name in exact})
+    summed: tuple[TensorName, ...] = ("dk", "dv", "dsink", *captured)
+    key_bounds, key_terms = sums.bounds({name: exact[name] for name in summed if name in exact})
     shape = exact["dq"].shape
     bounds: dict[TensorName, Tensor] = {"dq": dq.view(shape), **key_bounds}
     dq_terms = {name: term.view(shape) for name, term in dq_terms.items()}
     terms: dict[TensorName, dict[str, Tensor]] = {"dq": dq_terms, **key_terms}
-    # Nothing says which numbers a score mod reads that cannot be traced.
+    # If the score mod cannot be traced, it is unknown which numbers it reads.
     if problem.dcaptured and "dcaptured" not in bounds:
         bounds["dcaptured"] = torch.full_like(exact["dcaptured"], torch.inf)
         terms["dcaptured"] = {}
     return GradientAllowance(bounds, terms)
 
 
-def _saved(
+def _saved_errors(
     evidence: Evidence, outputs: Outputs, lse_bound: Tensor | None, rows: Rows
 ) -> SavedErrors:
-    """Return errors of the kernel's own out and LSE; of a hidden LSE the bound."""
+    """Return the errors of the kernel's out and LSE; an LSE that it hides counts as its bound."""
 
-    def of(tensor: Tensor) -> Tensor:
+    def rows_of(tensor: Tensor) -> Tensor:
         return tensor.flatten(0, 1)[_place_of(rows)]
 
     truth = evidence.truth
-    out = of(outputs.out).double() - of(truth.out)
+    out = rows_of(outputs.out).double() - rows_of(truth.out)
     if outputs.lse is None:
         assert lse_bound is not None, "it stands in the place of the LSE that nobody sees"
-        return SavedErrors(out_error=out, lse_error=of(lse_bound))
-    lse, exact = of(outputs.lse).double(), of(evidence.lse)
-    # Equal infinities, of rows that see no key, differ by nothing; subtracted they are NaN.
+        return SavedErrors(out_error=out, lse_error=rows_of(lse_bound))
+    lse, exact = rows_of(outputs.lse).double(), rows_of(evidence.lse)
+    # Rows that see no key have equal infinities, whose difference would be NaN.
     return SavedErrors(out_error=out, lse_error=torch.where(lse == exact, 0.0, lse - exact))
 
 
 def _slope_error(
     evidence: Evidence, arithmetic: Arithmetic, known: Conditions, scores: ScoreError
 ) -> ScoreModError:
-    """The errors of the score mod's derivative at every seen pair; none of a sink's, which is 1."""
+    """Return the errors of the score mod's derivative at every seen pair; a sink's is exactly 1."""
     analysis = evidence.slope_error(arithmetic)
     if analysis is None:
-        # A key that is not seen gets no gradient, whatever the derivative is.
-        nothing = torch.where(known.seen, torch.inf, 0.0)
-        return ScoreModError(radius=nothing, own=nothing, jump=torch.zeros_like(known.seen))
+        # A key that is not seen gets no gradient whatever the derivative.
+        unbounded = torch.where(known.seen, torch.inf, 0.0)
+        return ScoreModError(radius=unbounded, own=unbounded, jump=torch.zeros_like(known.seen))
     errors = on_keys(analysis, evidence, known, scores)
     errors = where_seen(errors, known)
     radius, own, jump = errors.radius, errors.own, errors.jump

@@ -1,14 +1,14 @@
-"""Checks of memory and determinism: what must hold of a call beside its numbers.
+"""Checks of memory and determinism: properties of a call beside the accuracy of its outputs.
 
 | check | class | what it finds |
 |---|---|---|
 | ``guards``, ``unwritten``, ``state``, ``leaks`` | memory | writes out of bounds, reads of memory \
-that nobody wrote, a changed process, what is not given back |
-| ``repeats`` | D1 | atomics that add up in whatever order; what is right on the first call alone |
-| ``elsewhere`` | D2 | results that depend on addresses, or on what else the device does |
-| ``streams`` | D2 | launches on another stream than the current one that nobody waits for |
-| ``neighbours`` | D3 | a sequence that depends on the others of its batch |
-| ``schedules`` | D4 | other tiles, splits or pages that give something else |
+that was never written, changes of the process's state, resource leaks |
+| ``repeats`` | D1 | atomics that add up in any order; results right in the first call only |
+| ``elsewhere`` | D2 | results that depend on addresses, or on other work of the device |
+| ``streams`` | D2 | launches on a stream other than the current one without synchronisation |
+| ``neighbours`` | D3 | results of a sequence that depend on the others of its batch |
+| ``schedules`` | D4 | results that depend on tiles, splits or pages |
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from attncheck.verify.judging import judge_outputs
 from attncheck.verify.memory_patterns import junk
 from attncheck.verify.relation_runs import check_relation
 
-# Fewer, with 4, 16 or 64 after the first, where each needs inputs or a stream of its own.
+# Allowed numbers of calls; fewer (1 + 4, 16 or 64) if each needs inputs or a stream of its own.
 _CALLS, _FEWER_CALLS = (8, 32, 128), (5, 17, 65)
-_WINDOWS = (2, 8, 32)  # calls of a window in which leaks are looked for
-_SETTINGS = 4  # of one relation's numbers, from the smallest to the largest
-_PAIRS = 3  # of calls compared within bounds, of a kernel that promises no bits
+_WINDOWS = (2, 8, 32)  # Allowed numbers of calls in a window in which leaks are counted.
+_SETTINGS = 4  # Settings tried of one relation, spread from its smallest numbers to its largest.
+_PAIRS = 3  # Pairs of calls compared within bounds if a kernel does not promise equal bits.
 _NEIGHBOURS = ("alone_in_batch", "batch_permutation")
 _SCHEDULES = ("launches", "pages", "prefill_rows")
-# Two patterns of which no byte agrees: what wrote the one itself is seen by the other.
+# The patterns differ in every byte: a write that happens to equal one of them shows in the other.
 _FILLS = CallConditions(fill="pattern"), CallConditions(fill="inverse")
 _RULES: tuple[Rule, ...] = ("memory", "state", "leak")
 _UNGUARDED = "no guard bands around {}: torch did not ask Python for that memory"
@@ -61,16 +61,16 @@ _UNPOISONED = "{} may have held anything before: torch did not ask Python for th
 
 
 class Unanswered(Exception):
-    """There are no outputs to look at."""
+    """Raised when a kernel gave no outputs to check."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
-        self.failure = failure  # why
+        self.failure = failure
 
 
 @dataclass(slots=True, kw_only=True)
 class CheckedKernel:
-    """One kernel and the Case that it is checked on."""
+    """A kernel and the Case that it is checked on."""
 
     subject: Subject
     case: Case
@@ -79,7 +79,7 @@ class CheckedKernel:
     _inputs: Inputs | None = field(default=None, init=False)
 
     def run(self, under: CallConditions) -> Execution:
-        """Return what the kernel gives ``under`` these conditions; raises Unanswered."""
+        """Return the result of a call ``under`` these conditions; raise Unanswered if it fails."""
         if self._inputs is None:
             self._inputs = input_tensors.draw_inputs(self.case.problem, self.device)
         result = self.executor.run(
@@ -91,23 +91,23 @@ class CheckedKernel:
 
     @property
     def calls(self) -> int:
-        """The number of calls that the Case names."""
+        """The Case's number of calls."""
         return int(self.case.parameters["calls"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Something that must hold of a call beside its numbers."""
+    """A property that calls must have beside the accuracy of their outputs."""
 
     name: str  # the question of a Case
-    summary: str  # what must hold, in one line
-    stage: Stage  # the part of a gate that asks it
-    # Calls the kernel, and gives the verdict; raises Unanswered.
+    summary: str  # the property, in one line
+    stage: Stage  # the stage of a gate that includes the check
+    # Calls the kernel and returns the verdict; raises Unanswered.
     look: Callable[[CheckedKernel], Judgement]
-    gpu: bool = False  # whether it can be asked on a GPU alone
-    # Why the check says nothing of a Problem, in one line; None if it does.
+    gpu: bool = False  # whether the check needs a GPU
+    # Returns why the check does not apply to a Problem, in one line; None if it applies.
     unfit: Callable[[Problem], str | None] = fits_all
-    # The numbers that may be asked of a Problem, by name, smallest first.
+    # Returns the allowed parameters for a Problem, by name, smallest first.
     allowed: Callable[[Problem], Allowed] = no_parameters
 
     def check(self, problem: Problem, parameters: Parameters) -> None:
@@ -119,27 +119,27 @@ class Check:
 
 
 def _distinct(*remarks: str) -> tuple[str, ...]:
-    """Those that say something, each once."""
+    """Return the remarks that are not empty, without repetitions."""
     return tuple(dict.fromkeys(remark for remark in remarks if remark))
 
 
 def _judge_notes(notes: list[CallNotes], warnings: tuple[str, ...] = ()) -> Judgement:
-    """Return the verdict on what was seen around calls."""
+    """Return the verdict on the notes of some calls: the first fault fails."""
     warnings += _distinct(*(each.unchecked for each in notes), *(each.remark for each in notes))
     for each in notes:
         if each.wrong:
-            rule: Rule = next((known for known in _RULES if known == each.rule), "memory")
+            rule: Rule = next((name for name in _RULES if name == each.rule), "memory")
             return Judgement(status="fail", rule=rule, reason=each.wrong, warnings=warnings)
     return Judgement(status="pass", warnings=warnings)
 
 
-def _guards(kernel: CheckedKernel) -> Judgement:
+def _judge_guards(kernel: CheckedKernel) -> Judgement:
     notes = [kernel.run(under).notes for under in _FILLS]
     missing = (_UNGUARDED.format(each.unguarded) for each in notes if each.unguarded)
     return _judge_notes(notes, _distinct(*missing))
 
 
-def _unwritten(kernel: CheckedKernel) -> Judgement:
+def _judge_unwritten(kernel: CheckedKernel) -> Judgement:
     plain, *filled = (kernel.run(under) for under in (PLAIN_CALL, *_FILLS))
     unknown = {n for each in filled for n in each.notes.unpoisoned.split(", ") if n}
     warnings = _distinct(_UNPOISONED.format(", ".join(sorted(unknown))) if unknown else "")
@@ -148,10 +148,10 @@ def _unwritten(kernel: CheckedKernel) -> Judgement:
     if reason:
         return Judgement(status="fail", rule="memory", reason=reason, warnings=warnings)
     reason = next(filter(None, (_poisoned_elements(name, plain, filled) for name in names)), "")
-    # The same call again, where memory holds what it did.
-    again = kernel.run(_FILLS[0]).outputs.tensors() if reason else {}
+    # Outputs that differ between equally filled calls are nondeterministic, not proof of poison.
+    repeated = kernel.run(_FILLS[0]).outputs.tensors() if reason else {}
     first = filled[0].outputs.tensors()
-    if any(bool((element_bytes(again[n]) != element_bytes(first[n])).any()) for n in again):
+    if any(bool((element_bytes(repeated[n]) != element_bytes(first[n])).any()) for n in repeated):
         reason = "two calls on the same inputs differ: whether it reads unwritten memory is unknown"
         return Judgement(status="inconclusive", rule="memory", reason=reason, warnings=warnings)
     if reason:
@@ -162,19 +162,19 @@ def _unwritten(kernel: CheckedKernel) -> Judgement:
 
 
 def _unwritten_elements(name: TensorName, filled: list[Execution]) -> str:
-    """Name what nobody wrote of an output: all its bytes differ as what filled memory does."""
+    """Describe the unwritten elements of an output: those that still hold both fills."""
     one, other = (element_bytes(each.outputs.tensors()[name]) for each in filled)
-    # Patterns are each other's inverse; torch's CPU allocator knows only junk and zeros.
+    # The patterns are inverse to each other; torch's CPU allocator can only fill junk and zeros.
     where = (one ^ other == 0xFF).all(-1) | junk(one) & (other == 0).all(-1)
     return f"left {_count(where, name, filled[0].outputs)} unwritten" if bool(where.any()) else ""
 
 
 def _poisoned_elements(name: TensorName, plain: Execution, filled: list[Execution]) -> str:
-    """Name what of an output depends on memory that nobody wrote."""
-    was = element_bytes(plain.outputs.tensors()[name])
-    where = torch.zeros(len(was), dtype=torch.bool, device=was.device)
+    """Describe the elements of an output that change with the contents of unwritten memory."""
+    unfilled = element_bytes(plain.outputs.tensors()[name])
+    where = torch.zeros(len(unfilled), dtype=torch.bool, device=unfilled.device)
     for each in filled:
-        where |= (element_bytes(each.outputs.tensors()[name]) != was).any(-1)
+        where |= (element_bytes(each.outputs.tensors()[name]) != unfilled).any(-1)
     count = _count(where, name, plain.outputs) if bool(where.any()) else ""
     return f"reads poison: {count} depend on memory that nobody wrote" if count else ""
 
@@ -185,13 +185,13 @@ def _count(where: torch.Tensor, name: TensorName, outputs: Outputs) -> str:
     return f"{int(where.sum())} of {len(where)} elements of {name}, first [{index}],"
 
 
-def _same_results(kernel: CheckedKernel, under: CallConditions) -> Judgement:
-    """All calls gave the bits of the first, where the kernel promises that; else within bounds."""
+def _judge_repeats(kernel: CheckedKernel, under: CallConditions) -> Judgement:
+    """Judge whether calls repeat the first's bits if promised, else whether they are in bounds."""
     backward = kernel.case.problem.backward
     if "repeat" not in kernel.subject.promises:
         if under.elsewhere or under.late:
-            return _each_within_bounds(kernel, under)
-        return _relations_hold(kernel, [("repeat", {})] * _PAIRS)
+            return _judge_within_bounds(kernel, under)
+        return _judge_relations(kernel, [("repeat", {})] * _PAIRS)
     notes = kernel.run(under).notes
     if notes.wrong:
         return Judgement(status="fail", rule="memory", reason=notes.wrong)
@@ -204,12 +204,12 @@ def _same_results(kernel: CheckedKernel, under: CallConditions) -> Judgement:
     return _judge_counts(differing, notes.further, notes.where, warnings)
 
 
-def _each_within_bounds(kernel: CheckedKernel, under: CallConditions) -> Judgement:
-    """Calls that promise no bits: each is attention within the judge's bounds."""
+def _judge_within_bounds(kernel: CheckedKernel, under: CallConditions) -> Judgement:
+    """Judge whether each call's outputs are within bounds, for kernels that promise no bits."""
     evidence = EvidenceBuilder(Case(problem=kernel.case.problem), kernel.device)
     evidence.establish(reference_errors=False)
     wrong = []
-    # Odd and even turns of a late stream differ in who is late: each kind is the last call once.
+    # Odd and even calls delay different streams: the last call, which is judged, covers both.
     for calls in (2, 3, 2) if under.late else (2,) * _PAIRS:
         execution = kernel.run(replace(under, calls=calls, last=True))
         judgement = judge_outputs(execution, evidence, brief=True)
@@ -221,29 +221,29 @@ def _each_within_bounds(kernel: CheckedKernel, under: CallConditions) -> Judgeme
 def _judge_counts(
     differing: int, further: int, where: str, warnings: tuple[str, ...] = (), what: str = "calls"
 ) -> Judgement:
-    """The verdict on ``differing`` of ``further``, never asked again until it is none."""
+    """Return the verdict on ``differing`` of ``further`` calls: one that differs fails."""
     if differing:
         reason = f"nondeterministic {differing}/{further} {what}: {where}"
         return Judgement(status="fail", rule="determinism", reason=reason, warnings=warnings)
-    # The rule of three: none of n seen leaves 3/n at 95 % confidence.
+    # The rule of three: 0 of n bounds the true rate by 3/n at 95 % confidence.
     reason = f"0/{further} {what} differ: with 95 % confidence fewer than 3/{further} of all do"
     return Judgement(status="pass", reason=reason, warnings=warnings)
 
 
-def _relations_hold(
+def _judge_relations(
     kernel: CheckedKernel, relations: Iterable[tuple[str, Mapping[str, int]]]
 ) -> Judgement:
-    """Judge some relations, each with its numbers; the reason counts what does not hold."""
+    """Judge relations, each with its parameters; the reason counts those that do not hold."""
     compared = differing = 0
-    where, silent = "", []
+    where, inapplicable = "", []
     for name, numbers in relations:
         case = Case(problem=kernel.case.problem, question=name, parameters=numbers)
         finding = check_relation(kernel.subject, case, kernel.executor, device=kernel.device)
         if isinstance(finding, Failure):
-            # A relation that says nothing of this kernel leaves the verdict to the others.
+            # A relation that does not apply to this kernel leaves the verdict to the others.
             if finding.kind not in {"refused", "unbounded"}:
                 raise Unanswered(finding)
-            silent.append(f"{name}: {finding.message}")
+            inapplicable.append(f"{name}: {finding.message}")
             continue
         compared += 1
         if finding is not None:
@@ -252,12 +252,12 @@ def _relations_hold(
             place = f"{name}({with_numbers})" if numbers else name
             where = where or f"{place}: {finding.message}"
     if not compared:
-        raise Unanswered(Failure(kind="refused", message="; ".join(_distinct(*silent))))
-    return _judge_counts(differing, compared, where, _distinct(*silent), "pairs of calls")
+        raise Unanswered(Failure(kind="refused", message="; ".join(_distinct(*inapplicable))))
+    return _judge_counts(differing, compared, where, _distinct(*inapplicable), "pairs of calls")
 
 
 def _settings(names: tuple[str, ...], problem: Problem) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """Relations that fit ``problem``, each with a few of the numbers it may be asked with."""
+    """Yield the relations that fit ``problem``, each with a few of its allowed parameters."""
     for name in names:
         if RELATIONS[name].unfit(problem):
             continue
@@ -273,18 +273,18 @@ def _settings(names: tuple[str, ...], problem: Problem) -> Iterator[tuple[str, M
 
 
 def _by_relations(names: tuple[str, ...], *, name: str, summary: str) -> Check:
-    """A check that asks relations, of Problems that some of them say something of."""
+    """Return a check that judges relations, for Problems that fit at least one of them."""
 
     def unfit(problem: Problem) -> str | None:
         reasons = [RELATIONS[name].unfit(problem) for name in names]
-        # One relation that fits is enough to ask.
+        # One fitting relation is enough.
         return None if None in reasons else "; ".join(_distinct(*(r or "" for r in reasons)))
 
     return Check(
         name=name,
         summary=summary,
         stage="determinism",
-        look=lambda kernel: _relations_hold(kernel, _settings(names, kernel.case.problem)),
+        look=lambda kernel: _judge_relations(kernel, _settings(names, kernel.case.problem)),
         unfit=unfit,
     )
 
@@ -296,14 +296,14 @@ CHECKS: dict[str, Check] = {
             name="guards",
             summary="nothing is written before or after a tensor that the call reads or allocates",
             stage="memory",
-            look=_guards,
+            look=_judge_guards,
         ),
         Check(
             name="unwritten",
             summary="every element of the outputs is written, and none depends on memory nobody "
             "wrote",
             stage="memory",
-            look=_unwritten,
+            look=_judge_unwritten,
         ),
         Check(
             name="state",
@@ -326,7 +326,7 @@ CHECKS: dict[str, Check] = {
             name="repeats",
             summary="`calls` calls on the same inputs give the same bits",
             stage="determinism",
-            look=lambda kernel: _same_results(kernel, CallConditions(calls=kernel.calls)),
+            look=lambda kernel: _judge_repeats(kernel, CallConditions(calls=kernel.calls)),
             allowed=lambda _: {"calls": _CALLS},
         ),
         Check(
@@ -334,7 +334,7 @@ CHECKS: dict[str, Check] = {
             summary="`calls` calls at other addresses, on a busy GPU or with other threads, give "
             "the same bits",
             stage="determinism",
-            look=lambda kernel: _same_results(
+            look=lambda kernel: _judge_repeats(
                 kernel, CallConditions(calls=kernel.calls, elsewhere=True)
             ),
             allowed=lambda _: {"calls": _FEWER_CALLS},
@@ -344,13 +344,13 @@ CHECKS: dict[str, Check] = {
             summary="`calls` calls on streams of their own, where inputs come late, give the same "
             "bits",
             stage="determinism",
-            look=lambda kernel: _same_results(
+            look=lambda kernel: _judge_repeats(
                 kernel, CallConditions(calls=kernel.calls, late=True, fill="pattern")
             ),
             gpu=True,
             allowed=lambda _: {"calls": _FEWER_CALLS},
         ),
-        # Bits where the kernel promises them of batch or layout, else within the bounds of both.
+        # Bits are compared if the kernel promises them for batch or layout, else within bounds.
         _by_relations(
             _NEIGHBOURS,
             name="neighbours",
@@ -366,27 +366,27 @@ CHECKS: dict[str, Check] = {
 
 
 def check_named(name: str) -> Check:
-    """Return the check called ``name``; raises UnknownName with the valid names."""
+    """Return the check called ``name``; raise UnknownName, which lists the valid names."""
     return look_up("check", name, CHECKS)
 
 
 def judge_call(
     subject: Subject, case: Case, executor: Executor, *, device: str
 ) -> Judgement | Failure:
-    """Judge a call of ``subject`` by the check that ``case`` names; no oracle is needed.
+    """Judge calls of ``subject`` by the check that ``case`` names; no oracle is needed.
 
-    A pass says in its ``warnings`` what could not be looked at; of determinism its ``reason`` says
-    how many calls were compared. A check that could look at nothing is ``inconclusive``.
+    A pass lists in its ``warnings`` what could not be checked, and for determinism gives in its
+    ``reason`` the number of calls compared. If nothing could be checked it is ``inconclusive``.
 
     Args:
         case: A Case whose question is a name in ``CHECKS``.
 
     Returns:
-        A Failure where there are no outputs to look at; ``refused`` for a check of streams on a
-        CPU, and for a kernel that does not promise what is checked.
+        A Failure if there are no outputs to check: ``refused`` for a check of streams on a CPU,
+        and for a kernel that does not promise the property checked.
 
     Raises:
-        UsageError: for a question that is no check, or that cannot be asked of the Problem.
+        UsageError: for a question that is no check, or that does not apply to the Problem.
     """
     check = check_named(case.question)
     check.check(case.problem, case.parameters)
@@ -401,5 +401,5 @@ def judge_call(
     except Unanswered as error:
         return error.failure
     except (RuntimeError, MemoryError) as error:
-        # The kernel's own want of memory comes back as its Failure: this is ours.
+        # The kernel running out of memory gives a Failure: here the judge did.
         return lacked_memory(error, "the check")

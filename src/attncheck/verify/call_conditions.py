@@ -1,4 +1,4 @@
-"""Conditions under which a kernel is called, and what was seen around the call."""
+"""Conditions under which a kernel is called, and observations around the call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Case
 from attncheck.probes import PROBES
 from attncheck.subjects.capabilities.subject import Call, Subject
-from attncheck.subjects.conventions.function_subject import LEAVES_MODES, REFILLED
+from attncheck.subjects.conventions.function_subject import LEAVES_MODES, REUSED_TENSORS
 from attncheck.verify.further_calls import compare_bits, repeat_calls
 from attncheck.verify.memory_patterns import (
     BEYOND,
@@ -32,7 +32,7 @@ from attncheck.verify.memory_patterns import (
     gone,
     pattern,
     primed,
-    weakly,
+    weak_ref,
 )
 from attncheck.verify.process_effects import (
     State,
@@ -42,44 +42,44 @@ from attncheck.verify.process_effects import (
     restore_process,
 )
 
-# Ordinary numbers, others in their place, NaN, or half of a format's largest.
+# Ordinary numbers, other ordinary numbers, NaN, or half of the format's largest number.
 Contents = Literal["numbers", "others", "nan", "huge"]
 
-_BAND = 1 << 16  # bytes before and after: more than a tile of a small problem's rows
-_ALIGNED = 4096
-_VECTOR = 16  # bytes: the widest load of a GPU's thread, and what TMA wants strides to be made of
-_AXES = 4  # of a tensor with rows: (batch, heads, length, dim)
+_BAND = 1 << 16  # Bytes before and after an input: more than a tile of a small problem's rows.
+_ALIGNED = 4096  # Bytes: a page.
+_VECTOR = 16  # Bytes: the widest load of a GPU thread, and the unit of strides that TMA requires.
+_AXES = 4  # (batch, heads, length, dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Memory that is no part of the inputs: around them, and between the elements of a view."""
+    """Contents of the memory around the inputs, and in the gaps between elements of a view."""
 
-    # What lies there, beside the inputs that ``of`` names; beside all others ``numbers``.
+    # Contents around the inputs that ``of`` names; around all others it is ``numbers``.
     contents: Contents = "numbers"
-    of: str = ""  # names of inputs with commas between them; empty for all
-    # Name of an input whose rows lie further apart, with its heads beside each other within a
-    # row; empty for none. What is between them is no part of it either.
+    of: str = ""  # names of inputs, separated by commas; empty for all
+    # Name of an input to lay out with gaps between its rows, each row holding that of every head;
+    # empty for none. The gaps get ``contents`` too.
     apart: str = ""
 
 
 Band = tuple[str, torch.Tensor, torch.Tensor]
-"""Where memory beside an input lies, in words; its bytes, and what they were."""
+"""(place, bytes, copy): memory before or after an input, in words, and a copy of its bytes."""
 
 
 def place_among(inputs: Inputs, by: Surroundings, bands: list[Band] | None = None) -> Inputs:
-    """The same numbers, each input in memory of its own with ``by`` around it.
+    """Return a copy of ``inputs``, each in memory of its own surrounded ``by`` given contents.
 
-    Strides stay, but those of ``by.apart``. Of what lies spread over gibibytes nothing is filled.
+    Strides stay, except those of ``by.apart``. Inputs spread over gibibytes get no surroundings.
 
     Args:
-        bands: Gets the memory before and after each input: nobody may write there.
+        bands: The memory before and after each input, which must not change, is appended to it.
     """
     bands = [] if bands is None else bands
     named = by.of.split(",") if by.of else list(inputs.tensors())
     tensors = {
-        name: _placed(
-            _apart(tensor) if name == by.apart else tensor,
+        name: _place(
+            _with_row_gaps(tensor) if name == by.apart else tensor,
             by.contents if name in named else "numbers",
             name,
             bands,
@@ -89,8 +89,8 @@ def place_among(inputs: Inputs, by: Surroundings, bands: list[Band] | None = Non
     return Inputs.of(inputs.problem, tensors)
 
 
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Laid out as ``strides_far`` does it, and near: rows with all their heads, and 16 bytes."""
+def _with_row_gaps(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy laid out as (length, batch, heads, dim), with a gap of 16 bytes after a row."""
     if tensor.dim() != _AXES:
         return tensor
     batch, heads, length, dim = tensor.shape
@@ -101,7 +101,7 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(tensor.shape, (heads * wide, wide, row, 1)).copy_(tensor)
 
 
-def _placed(tensor: torch.Tensor, contents: Contents, name: str, bands: list[Band]) -> torch.Tensor:
+def _place(tensor: torch.Tensor, contents: Contents, name: str, bands: list[Band]) -> torch.Tensor:
     size = tensor.untyped_storage().nbytes()
     if not size or not tensor.numel():
         return tensor.clone()
@@ -115,9 +115,9 @@ def _placed(tensor: torch.Tensor, contents: Contents, name: str, bands: list[Ban
     before, after = memory[start - band : start], memory[start + size : start + size + _BAND]
     bands += [(f"before its input {name}", before, before.clone())]
     bands += [(f"after its input {name}", after, after.clone())]
-    # Through DLPack the view knows of no more memory than the input had.
+    # DLPack gives the view a storage that excludes the bands.
     alone = from_dlpack(torch._C._to_dlpack(memory[start : start + size])).view(tensor.dtype)
-    # A stride of 0 leads to one element over and over, which is written once.
+    # An axis of stride 0 repeats one element, which is copied once.
     once = [1 if step == 0 else n for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
     at = (tensor.stride(), tensor.storage_offset())
     alone.as_strided(once, *at).copy_(tensor.as_strided(once, *at))
@@ -133,47 +133,46 @@ def _fill(part: torch.Tensor, like: torch.Tensor, contents: Contents) -> None:
         return
     fill: Literal["pattern", "inverse"] = "pattern" if contents == "numbers" else "inverse"
     hashed = pattern(len(memory), len(memory), memory.device, fill).float()
-    memory.copy_((hashed / 32 - 4).to(like.dtype))  # −4 to 4: what a score or a value may be
+    memory.copy_((hashed / 32 - 4).to(like.dtype))  # In −4 to 4, as ordinary values.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallConditions:
-    """Under which a call is made, in numbers, words and flags alone: it travels as JSON."""
+    """Conditions of a call. Fields are numbers, strings and flags, because they travel as JSON."""
 
-    # What lies in memory that the kernel allocates, and in the guard bands around it: one of two
-    # patterns of which no byte agrees; empty for whatever is there.
+    # Pattern of the memory that the kernel allocates and of the guard bands around it; empty to
+    # leave memory as it is.
     fill: Fill = ""
-    # Whether there are narrow guard bands on a CPU where ``fill`` is empty: what is written past a
-    # tensor breaks the heap there, which ends the process in whatever call comes later.
+    # Whether a CPU has narrow guard bands where ``fill`` is empty: a write past a tensor corrupts
+    # the heap, which ends the process only in some later call.
     guarded: bool = False
-    # How often it is called; the bits of each further call are compared with the first's.
+    # Number of calls; the bits of each further call are compared with the first's.
     calls: int = 1
-    # Whether each further call is on a copy at another address, with other work on the GPU or
-    # another number of torch's threads.
+    # Whether each further call runs on a copy at another address, with other work on the GPU or
+    # another number of torch threads.
     elsewhere: bool = False
-    # Whether each further call is on a stream of its own, ordered by it alone; in turns that
-    # stream is late, and all others are. Of a GPU alone.
+    # Whether each further call runs on a stream of its own, with no other ordering; alternately
+    # that stream is delayed, and all others are. GPU only.
     late: bool = False
-    # Whether what the last call gave is what the execution gives, in place of the first's.
+    # Whether the execution's outputs are those of the last call, not of the first.
     last: bool = False
-    state: bool = False  # whether what a further call changes in its process is looked at
-    window: int = 0  # calls in a window in which leaks are looked for; 0 where they are not
-    # What lies beside its inputs, in place of guard bands; None for nothing in particular.
+    state: bool = False  # whether to check what a further call changes in its process
+    window: int = 0  # calls per window in which leaks are counted; 0 to not count
+    # Contents around the inputs, in place of guard bands; None to leave memory as it is.
     surroundings: Surroundings | None = None
-    # Which call of a sequence it is, from 1 on: what is free of the memory of the calls before is
-    # filled and given away again, and what they returned must stay what it is. 0 for a call by
-    # itself.
+    # Number of the call in a sequence, from 1 on: free memory of earlier calls is filled and
+    # reused, and what they returned must not change. 0 for a call outside a sequence.
     turn: int = 0
 
 
 PLAIN_CALL = CallConditions()
-_MOST_SURROUNDED = 1 << 23  # numbers of q, k and v: memory is filled on both sides of each
+_MOST_SURROUNDED = 1 << 23  # Numbers in q, k and v up to which memory around them is filled.
 
 
 def judged_conditions(case: Case) -> CallConditions:
-    """Return the conditions of a call that is judged by its numbers.
+    """Return the conditions of a call whose outputs are judged.
 
-    Beside inputs, unless they are large, lies NaN in a comparison and huge numbers in a probe.
+    Unless inputs are large, NaN surrounds them in a comparison, and huge numbers in a probe.
     """
     problem = case.problem
     widest = max(problem.head_dim, problem.value_dim, 1)
@@ -191,34 +190,34 @@ _RETURNED: set[StorageWeakRef] = set()
 
 @dataclass(slots=True, kw_only=True)
 class CallNotes:
-    """Observations around a call that only who made it could make: words and numbers alone."""
+    """Observations around a call, made in the process of the call; they travel as JSON."""
 
-    wrong: str = ""  # what is wrong, in one line, with the rule it breaks; empty where nothing
-    rule: str = ""  # a name of ``judgement.Rule``
-    unchecked: str = ""  # why something could not be looked at, in one line; empty where all was
-    unguarded: str = ""  # names of outputs with no guard bands around them, separated by commas
-    # The same of outputs that may have held anything before the kernel wrote them.
+    wrong: str = ""  # the first fault, in one line; empty if none
+    rule: str = ""  # name of the ``judgement.Rule`` that the fault breaks
+    unchecked: str = ""  # why something could not be checked, in one line; empty if all was
+    unguarded: str = ""  # names of outputs without guard bands, separated by commas
+    # Names of outputs whose memory is not known to have been filled before the kernel wrote it.
     unpoisoned: str = ""
     further: int = 0  # calls that were compared with the first
-    differing: int = 0  # of these those with other bits of out or LSE
-    # Of these those with other bits of gradients; of dcaptured nothing is said, which kernels add
-    # up in whatever order.
+    differing: int = 0  # further calls with other bits of out or LSE
+    # Further calls with other bits of gradients, except dcaptured, which kernels may sum in any
+    # order.
     gradients_differing: int = 0
     where: str = ""  # the first element that differed, in one line
-    remark: str = ""  # what is odd, and breaks no rule
+    remark: str = ""  # something odd that breaks no rule
 
 
 @dataclass(slots=True)
 class EarlierCalls:
-    """What earlier calls of a sequence leave to the next ones."""
+    """Memory, arguments and outputs of the earlier calls of a sequence."""
 
     memory: list[Placed] = field(default_factory=list)
-    passed: list[torch.Tensor] = field(default_factory=list)  # to the last one: see ``REFILLED``
-    # What each returned, held as its caller may hold it, and a copy made at once.
+    passed: list[torch.Tensor] = field(default_factory=list)  # arguments: see ``REUSED_TENSORS``
+    # The outputs of each call, as a caller may keep them, with a copy made right after the call.
     returned: list[tuple[Outputs, Outputs]] = field(default_factory=list)
 
     def overwritten(self) -> str:
-        """Return what of that has changed since; empty where nothing."""
+        """Return the first earlier output that has changed since, in one line; empty if none."""
         for number, (its, copy) in enumerate(self.returned, 1):
             changed = compare_bits(its, copy, len(self.returned)).where
             if changed:
@@ -227,16 +226,16 @@ class EarlierCalls:
         return ""
 
     def add(self, outputs: Outputs) -> None:
-        """Hold what one more call returned."""
+        """Keep the outputs of one more call, and a copy."""
         tensors = {name: tensor.clone() for name, tensor in outputs.tensors().items()}
         self.returned.append((outputs, type(outputs)(**tensors)))
 
 
 class ConditionedCall:
-    """One call with what is arranged around it; the executor tells it how far it is.
+    """A call under conditions; the executor calls its methods in the order of the call's steps.
 
     Attributes:
-        notes: What was seen so far.
+        notes: Observations so far.
     """
 
     def __init__(
@@ -261,16 +260,16 @@ class ConditionedCall:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[ConditionedCall]:
-        """While its calls are made; what they changed in the process is then made what it was."""
+        """Apply the conditions within the context; afterwards restore the process's state."""
         with contextlib.ExitStack() as stack:
             if self._under.state:
                 stack.callback(restore_process, process_state(self._device), self._device)
-                if self._first is not None:  # what earlier calls set may be what this one sets
+                if self._first is not None:  # Earlier calls may have set what this one sets.
                     restore_process(self._first, self._device)
                 self._before = process_state(self._device)
             if self._calls is not None:
-                stack.callback(REFILLED.reset, REFILLED.set(self._calls.passed))
-            # A GPU's allocator has no such flag: what it has free is filled instead.
+                stack.callback(REUSED_TENSORS.reset, REUSED_TENSORS.set(self._calls.passed))
+            # A GPU's allocator has no fill flag: its free memory is filled instead.
             if self._device.type == "cpu":
                 self._allocator = stack.enter_context(allocator_filled(self._under.fill))
             self._primed = primed(self._device, self._under.fill)
@@ -281,21 +280,21 @@ class ConditionedCall:
             yield self
 
     def copied(self, inputs: Inputs) -> Inputs:
-        """Return what the kernel is to read: the same numbers, laid out alike, in other memory."""
+        """Return a copy of ``inputs`` for the kernel, laid out alike in conditioned memory."""
         if self._under.surroundings is not None:
             return place_among(inputs, self._under.surroundings, self._bands)
-        # A copy in any case: what the kernel writes must not change what the judge reads.
+        # Always a copy: a kernel's write to its inputs must not change what the judge reads.
         return inputs.clone() if self._guards is None else self._guards.copied(inputs)
 
     def returned(self, outputs: Outputs) -> None:
-        """Look at the memory of what the first call gave."""
+        """Check the memory of the first call's outputs."""
         tensors = outputs.tensors()
         if self._calls is not None:
-            self._wrong("alias", self._calls.overwritten())
+            self._report("alias", self._calls.overwritten())
             self._calls.add(outputs)
         if self._guards is None:
             _remember(tensors)
-            self._look()
+            self._check_bands()
             return
         unguarded: list[str] = []
         unpoisoned: list[str] = []
@@ -303,21 +302,21 @@ class ConditionedCall:
             placed = self._guards.place_of(name, tensor)
             if placed is None or placed.late:
                 unguarded.append(name)
-                # What was copied from where torch allocates holds what that was filled with.
-                known = self._allocator if placed else self._filled(tensor)
-                unpoisoned += [] if known else [name]
+                # A late copy holds what torch's own allocator filled the memory with.
+                is_filled = self._allocator if placed else self._was_filled(tensor)
+                unpoisoned += [] if is_filled else [name]
         self.notes.unguarded = ", ".join(unguarded)
         self.notes.unpoisoned = ", ".join(unpoisoned)
         _remember(tensors)
-        self._look()
+        self._check_bands()
 
     def again(self, subject: Subject, call: Call, inputs: Inputs, first: Outputs) -> Outputs:
-        """Call it ``calls`` times in all; return what it gave first or, with ``last``, last.
+        """Make the further calls; return the outputs of the first call or, with ``last``, the last.
 
         Args:
-            call: As prepared on what ``copied`` gave.
-            inputs: What that is a copy of.
-            first: What the first call gave, in memory of its own.
+            call: The call prepared on the result of ``copied``.
+            inputs: The inputs that were copied.
+            first: Outputs of the first call, in memory of their own.
         """
         under, notes, outputs = self._under, self.notes, first
         for repeat in repeat_calls(
@@ -333,47 +332,47 @@ class ConditionedCall:
             notes.differing += repeat.forward
             notes.gradients_differing += repeat.gradients
             if repeat.forward and notes.differing == 1:
-                notes.where = repeat.where  # rather than that of a gradient
+                notes.where = repeat.where  # It takes precedence over a gradient's.
             notes.where = notes.where or repeat.where
             outputs = repeat.outputs if under.last else outputs
-            self._look()
+            self._check_bands()
         if under.state:
-            self._changed(call)
+            self._check_state(call)
         if under.window:
-            self._leaked(call)
+            self._check_leaks(call)
         return outputs
 
-    def _filled(self, tensor: torch.Tensor) -> bool:
-        """Return whether memory that C++ allocated was certainly filled when it did."""
-        if weakly(tensor) in self._earlier:
-            return False  # what it keeps from call to call holds what the call before wrote
+    def _was_filled(self, tensor: torch.Tensor) -> bool:
+        """Return whether the memory of an unguarded output was certainly filled beforehand."""
+        if weak_ref(tensor) in self._earlier:
+            return False  # It is reused from call to call, and holds an earlier call's output.
         if self._primed is not None:
             return self._primed.has(tensor)
-        # Another allocator's memory is not resizable.
+        # A storage that is not resizable comes from another allocator.
         return self._allocator and tensor.untyped_storage().resizable()
 
-    def _look(self) -> None:
+    def _check_bands(self) -> None:
         for where, band, before in self._bands:
-            if bool((band != before).any()):  # torch.equal may be the kernel's own
-                self._wrong("memory", f"{BEYOND}: {count_bytes((band, before))} {where}")
+            if bool((band != before).any()):  # The kernel may have replaced torch.equal.
+                self._report("memory", f"{BEYOND}: {count_bytes((band, before))} {where}")
         if self._guards is not None:
-            self._wrong("memory", self._guards.look())
+            self._report("memory", self._guards.look())
             self.notes.unchecked = self.notes.unchecked or self._guards.unchecked
 
-    def _changed(self, call: Call) -> None:
-        """Compare the process around a further call; the first one may import and compile.
+    def _check_state(self, call: Call) -> None:
+        """Compare the process's state around a further call; a first one imports and compiles.
 
-        All is made what it was before the first: what is set to the same by every call is seen.
+        The state before the first call is restored, to see also what every call sets alike.
         """
         first = changed_parts(self._before, process_state(self._device))
         stuck: list[str] = []
         changed: list[str] = []
         token = LEAVES_MODES.set(True)
         try:
-            for _ in range(2):  # in other modes a call may compile once more, and the next does not
+            for _ in range(2):  # In restored modes the first of these may compile once more.
                 restore_process(self._before, self._device)
                 before = process_state(self._device)
-                # What cannot be put right, such as a mode that was entered, is changed too.
+                # A change that cannot be undone, such as an entered mode, counts too.
                 stuck = changed_parts(self._before, before)
                 call()
                 changed = changed_parts(before, process_state(self._device))
@@ -382,28 +381,28 @@ class ConditionedCall:
         finally:
             LEAVES_MODES.reset(token)
         changed = [*stuck, *changed]
-        self._wrong("state", f"changed {', '.join(changed)}" if changed else "")
-        once = ", ".join(name for name in first if name not in changed)
-        if once:
-            self.notes.remark = f"its first call changed {once}, and a further one did not"
+        self._report("state", f"changed {', '.join(changed)}" if changed else "")
+        only_first = ", ".join(name for name in first if name not in changed)
+        if only_first:
+            self.notes.remark = f"its first call changed {only_first}, and a further one did not"
 
-    def _leaked(self, call: Call) -> None:
+    def _check_leaks(self, call: Call) -> None:
         leaks, uncounted = resource_leaks(call, self._under.window, self._device)
-        self._wrong(
+        self._report(
             "leak", f"holds more after every {self._under.window} calls: {leaks}" if leaks else ""
         )
         self.notes.unchecked = f"not counted here: {uncounted}" if uncounted else ""
 
-    def _wrong(self, rule: str, message: str) -> None:
-        # The first fault is told: later ones may follow from it.
+    def _report(self, rule: str, message: str) -> None:
+        # Only the first fault is reported: later ones may follow from it.
         if message and not self.notes.wrong:
             self.notes.wrong, self.notes.rule = message, rule
 
 
 def _remember(tensors: Mapping[TensorName, torch.Tensor]) -> None:
-    """Memory that a call gave and that is there still is known to the next one."""
+    """Remember the memory of these outputs for as long as it exists."""
     _RETURNED.difference_update([each for each in _RETURNED if gone(each)])
-    _RETURNED.update(map(weakly, tensors.values()))
+    _RETURNED.update(map(weak_ref, tensors.values()))
 
 
 @contextlib.contextmanager
@@ -413,11 +412,11 @@ def under_conditions(
     first: State | None = None,
     earlier: EarlierCalls | None = None,
 ) -> Iterator[ConditionedCall]:
-    """Within, calls are made ``under`` these conditions; what was seen is in its ``notes``.
+    """Apply conditions to the calls made in this context, and yield the ConditionedCall.
 
     Args:
-        first: What the process was before the first of all calls; where it is None, what it is now.
-        earlier: Of a sequence, what its calls before this one left.
+        first: The state of the process before the first of all calls; None for its present state.
+        earlier: Earlier calls of the sequence.
     """
     with ConditionedCall(under, device, first, earlier).on() as around:
         yield around

@@ -1,7 +1,7 @@
-"""Processes that call somebody's kernel on what it will be asked, so that it is compiled by then.
+"""Calls a user's kernel ahead, in further processes, so that it is compiled when it is judged.
 
-What is asked next is known bit by bit, and the process of each is the kernel's own, as the judge's
-is; ``compile_ahead`` is for attncheck's own kernels and a list of cells.
+The problems become known one by one, and each process is isolated as the judged one is;
+``compile_ahead`` is for attncheck's own kernels and a known list of cells.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from attncheck.verify.kernel_messages import run_words
 from attncheck.verify.remote_kernel import Deadlines, KernelConnection
 from attncheck.workers.process import KERNEL_SERVER, Worker
 
-_LARGEST_ANSWER = 1 << 28  # bytes: outputs, which nobody reads
+_LARGEST_ANSWER = 1 << 28  # Bytes of outputs, which are discarded.
 
 
 def processes_ahead(kernel: str, device: str) -> int:
-    """Return how many processes may call a kernel ahead of a check: as there is room for them.
+    """Return how many processes have room to call a kernel ahead of a check.
 
-    None but for Triton kernels on a GPU, as far as the name or the file of ``kernel`` says so:
-    Triton keeps what it has compiled where other processes find it.
+    It is 0 except for kernels on a GPU whose name or file mentions Triton, which stores compiled
+    kernels in a cache on disk that processes share.
     """
     file, colons, _ = kernel.partition("::")
     text = kernel
-    with suppress(OSError, ValueError):  # a name may be too long, or hold a zero
-        if colons and Path(file).is_file():  # a pipe would wait for somebody who writes
+    with suppress(OSError, ValueError):  # The name is too long, or contains a null character.
+        if colons and Path(file).is_file():  # Reading a pipe would block.
             text = Path(file).read_text(encoding="utf-8", errors="replace")
     return free_places(device) if "triton" in text else 0
 
 
 class CallsAhead:
-    """Processes of one kernel, each of which calls it on some of what will be asked.
+    """Processes that call one kernel on the problems to come, to compile it for them.
 
-    The judge begins with the first Problem and these with the last, so that they meet. What they
-    give is thrown away: a process that breaks ends, and changes no verdict.
+    The judge starts with the first Problem and they with the last, so that they meet. Their outputs
+    are discarded: a process that fails ends, and changes no verdict.
 
     Args:
-        kernel: As ``KernelConnection`` takes it, as are the next two.
-        convention: A name of a calling convention; empty for the first that fits.
+        kernel: As ``KernelConnection`` takes it.
+        convention: Name of a calling convention; empty for the first that fits.
         device: ``cpu`` or ``cuda``.
-        processes: How many; with none nothing is done.
+        processes: Number of processes; 0 to do nothing.
     """
 
     def __init__(self, kernel: str, *, convention: str, device: str, processes: int) -> None:
         self._kernel, self._convention, self._device = kernel, convention, device
         self._waiting: list[tuple[Terms | None, Problem]] = []
-        self._known: set[Problem] = set()
+        self._compiled: set[Problem] = set()
         self._changed = threading.Condition()
         self._closed = False
-        # Started here: Linux ends a process with the thread that started it.
+        # Started in this thread, because Linux ends a process with the thread that started it.
         self._alive = [Worker(KERNEL_SERVER) for _ in range(processes)]
         self._threads = [
             threading.Thread(target=self._work, args=(worker,), daemon=True)
@@ -69,30 +69,30 @@ class CallsAhead:
             thread.start()
 
     def expect(self, problems: Iterable[Problem], terms: Terms | None = None) -> None:
-        """Compile for Problems that are asked next, in this order, in place of what still waits.
+        """Replace the waiting Problems by those that will be asked next, in this order.
 
         Args:
-            terms: On which a plain function is asked; None for what a kernel says itself.
+            terms: Terms of a plain function; None for a kernel that declares its capabilities.
         """
         if not self._threads:
             return
         with self._changed:
             self._waiting.clear()
             for problem in problems:
-                # Other numbers of the same shapes and mods run what is compiled already.
+                # Compiled code depends on shapes and mods, not on the numbers.
                 structure = problem.replace(seed=0, distribution="normal")
-                if structure not in self._known:
-                    self._known.add(structure)
+                if structure not in self._compiled:
+                    self._compiled.add(structure)
                     self._waiting.append((terms, structure))
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End every process; returns when all have ended."""
+        """End every process, and return when all have ended."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
             for worker in self._alive:
-                # Its thread reads from it still, and does the rest when it sees this.
+                # Its thread still reads from it, notices the end and cleans up.
                 with suppress(ProcessLookupError, ChildProcessError):
                     if worker.ended is None:
                         os.kill(worker.pid, signal.SIGKILL)
@@ -105,7 +105,7 @@ class CallsAhead:
             return None if self._closed else self._waiting.pop()
 
     def _work(self, worker: Worker) -> None:
-        limits, held, connection = Deadlines(), None, None
+        limits, current_terms, connection = Deadlines(), None, None
         try:
             connection = KernelConnection(
                 self._kernel,
@@ -116,13 +116,13 @@ class CallsAhead:
             )
             while (job := self._next()) is not None:
                 terms, problem = job
-                if terms is not None and terms != held:
+                if terms is not None and terms != current_terms:
                     connection.hold(terms)
-                    held = terms
+                    current_terms = terms
                 words = run_words(Origin(case=Case(problem=problem)), PLAIN_CALL)
                 connection.ask("run", words, seconds=limits.compile, most=_LARGEST_ANSWER)
         except AttncheckError:
-            pass  # the judge's own process says so of the kernel
+            pass  # The judged process will report it.
         finally:
             with self._changed:
                 self._alive.remove(worker)

@@ -1,7 +1,7 @@
-"""Capability detection: tiny problems, each run and judged, that show what a kernel takes.
+"""Capability detection: runs and judges tiny problems to find out what a kernel takes.
 
-One change of a small problem at a time: the first problem that gets an answer is the base, and
-every trial differs from it in one aspect, which is a field of the capability table.
+The first problem that gets an answer is the base. Every trial differs from it in one aspect, which
+is a field of the capability table.
 """
 
 from __future__ import annotations
@@ -32,48 +32,48 @@ from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.run_case import run_case
 
 Verdict = Literal["takes", "refuses", "raises", "wrong"]
-"""``refuses``: said so, beforehand or by a clean exception. ``raises``: any other exception, or a
-result of another shape or dtype, which its caller meets at once. ``wrong``: an answer that is no
-rounding, or one at the cost of its inputs."""
+"""``refuses``: declined beforehand or by a clean exception. ``raises``: any other exception, or a
+result of another shape or dtype, which its caller notices at once. ``wrong``: errors beyond
+rounding, or inputs overwritten."""
 
-_OF_STATUS: dict[Status, Verdict] = {
+_VERDICT_OF_STATUS: dict[Status, Verdict] = {
     **dict.fromkeys(FAILED_STATUSES, "raises"),
     "unsupported": "refuses",
     "fail": "wrong",
 }
 _FATAL = {"crash", "timeout"}
-_OF_THE_CALL = {"contract", "alias", "mutation"}  # rules, which say themselves what they are
+_CALL_RULES = {"contract", "alias", "mutation"}  # Rules whose reasons need no name before them.
 
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was tried."""
+    """The result of a trial."""
 
-    # The field of the table that it is for; ``lengths``, ``batch`` and ``strides`` have none.
+    # A field of the capability table; ``lengths``, ``batch`` and ``strides`` are no fields.
     aspect: str
-    what: str  # what was tried of it
-    verdict: Verdict  # see ``Verdict``; of a promise, whether it was kept
-    reason: str = ""  # why not, in one line; empty where it takes it
-    problem: str = ""  # what was asked, in one line
-    # ``crash`` or ``timeout`` where its process died of it, or did not answer; ``error`` where it
-    # raised what is to end a program.
+    what: str  # the value of the aspect that was tried
+    verdict: Verdict  # for a promise, ``takes`` if it held
+    reason: str = ""  # why it was not taken, in one line; empty if it was
+    problem: str = ""  # the Problem, in one line
+    # ``crash`` or ``timeout`` if the process died or did not answer; ``error`` if it raised an
+    # exception that ends a program.
     fatal: str = ""
 
 
 def trial_verdict(record: Record) -> Verdict:
-    """Return what the kernel did with what was asked."""
+    """Return the verdict on a trial from its Record."""
     judgement = record.judgement
     if judgement is not None and judgement.rule == "contract":
         return "raises"
-    return _OF_STATUS.get(record.status, "takes")
+    return _VERDICT_OF_STATUS.get(record.status, "takes")
 
 
 def trial_result(aspect: str, what: str, record: Record, problem: Problem | str) -> TrialResult:
-    """Return the answer of ``record`` to ``what``, which was asked as ``problem``."""
+    """Return the result of trying ``what`` by ``problem``, from its Record."""
     verdict, judgement = trial_verdict(record), record.judgement
     reason = record.reason
     if judgement is not None:
-        # That a relation failed is said by the question's name already.
-        shows_rule = judgement.rule not in _OF_THE_CALL | {"relation"}
+        # The question's name already says that a relation failed.
+        shows_rule = judgement.rule not in _CALL_RULES | {"relation"}
         reason = f"{judgement.rule}: {judgement.reason}" if shows_rule else judgement.reason
     return TrialResult(
         aspect=aspect,
@@ -86,7 +86,7 @@ def trial_result(aspect: str, what: str, record: Record, problem: Problem | str)
 
 
 def refused_result(convention: str, reply: str | Failure, problem: Problem) -> TrialResult:
-    """Return the answer of a kernel that gave none: it refused, or raised."""
+    """Return the result of a convention by which the kernel refused or raised."""
     refuses = isinstance(reply, str) or reply.kind == "refused"
     return TrialResult(
         aspect="convention",
@@ -103,20 +103,20 @@ def _fatal(kind: str, message: str) -> str:
 
 
 LENGTHS = (64, 128)
-"""Tried for the Problem that all others are changes of; both are multiples of usual tiles."""
+"""Lengths tried for the base Problem; both are multiples of usual tiles."""
 
 HEAD_DIMS: tuple[int | tuple[int, int], ...] = (
     *(16, 17, 32, 40, 64, 65, 80, 96, 128, 192, 256),
     *((64, 32), (64, 96), (192, 128)),
 )
-"""Usual ones, two that no tile divides, and pairs of which v has its own."""
+"""Usual head dims, two that no tile divides, and pairs (of q and k, of v)."""
 
 _FULL, _CAUSAL = Spec.of("full"), Spec.of("causal")
 _BASE_DTYPES = ("bf16", "fp16", "fp32", "e4m3")
 _BASE_DIMS = (64, 128, 32)
 _WINDOW, _PREFIX = 17, 9
 
-# No two axes alike, then ever fewer that differ: a kernel may take as many keys as rows alone.
+# Changes that make all axes unequal, then fewer: a kernel may take only equal lengths, for example.
 _WIDE: tuple[dict[str, Any], ...] = (
     {"batch": 3, "heads": 4, "kv_heads": 2, "kv": 192},
     {"batch": 3, "heads": 4, "kv_heads": 4, "kv": 192},
@@ -127,11 +127,11 @@ _WIDE: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One thing to try."""
+    """A trial of one value of an aspect."""
 
-    aspect: str  # the field of the table that it is for
-    what: str  # what is tried of it: ``bf16``, ``192/128``
-    # Of the Problem that is known to be taken.
+    aspect: str  # a field of the capability table
+    what: str  # the value, such as ``bf16`` or ``192/128``
+    # Changed fields of the base Problem.
     changes: dict[str, Any] = field(default_factory=dict)
     question: str = ""  # a relation; empty where the result is compared with the exact one
 
@@ -141,8 +141,8 @@ class Trial:
 
 
 def base_problems() -> Iterator[Problem]:
-    """Yield problems of which the first that the kernel takes is changed from then on."""
-    # The likeliest first: each problem that is refused costs a call; some kernels are causal only.
+    """Yield candidates for the base: the first that the kernel takes becomes it."""
+    # The likeliest first, because each refused problem costs a call; some kernels are causal only.
     for mask in (_FULL, _CAUSAL):
         for length in LENGTHS:
             for head_dim in _BASE_DIMS:
@@ -151,7 +151,7 @@ def base_problems() -> Iterator[Problem]:
 
 
 def all_trials(base: Problem, device: str) -> list[Trial]:
-    """Return everything that is tried of a kernel that takes ``base``, in the table's order."""
+    """Return the trials of a kernel that takes ``base``, in the order of the table's fields."""
     return [
         *_dtypes(device),
         *(_head_dim(dims) for dims in HEAD_DIMS),
@@ -165,7 +165,7 @@ def all_trials(base: Problem, device: str) -> list[Trial]:
 
 
 def rectangular_trials(base: Problem) -> Iterator[Trial]:
-    """Yield lengths that differ."""
+    """Yield trials of unequal lengths of queries and keys."""
     n = base.query
     for name, query, kv in (
         ("query < kv", n, 2 * n),
@@ -176,7 +176,7 @@ def rectangular_trials(base: Problem) -> Iterator[Trial]:
 
 
 def causal_trials(base: Problem) -> tuple[Trial, Trial]:
-    """Return the causal mask where lengths differ, aligned top-left and bottom-right."""
+    """Return trials of the causal mask at unequal lengths, aligned top-left and bottom-right."""
     first, second = (
         Trial(
             aspect="causal",
@@ -189,20 +189,20 @@ def causal_trials(base: Problem) -> tuple[Trial, Trial]:
 
 
 def gradient_trials() -> Iterator[Trial]:
-    """Yield losses of out, of out and LSE, and of what has sinks."""
+    """Yield trials of gradients of out, of out and LSE, and with sinks."""
     yield Trial(aspect="backward", what="out", changes={"backward": True})
     yield Trial(aspect="backward", what="out and LSE", changes={"backward": True, "dlse": True})
     yield Trial(aspect="backward", what="sinks", changes={"backward": True, "sink": True})
 
 
 def stride_trials() -> Iterator[Trial]:
-    """Yield tensors with gaps between their rows, and the gradient that ``out.sum()`` passes on."""
+    """Yield trials of tensors with gaps between rows, and of the expanded dOut of ``out.sum()``."""
     for what, changes in (("gapped", {}), ("expanded", {"backward": True})):
         yield Trial(aspect="strides", what=what, changes=changes, question=f"strides_{what}")
 
 
 def empty_row_trials(base: Problem) -> Iterator[Trial]:
-    """Yield problems with rows that see no key, as different kernels take them."""
+    """Yield trials of problems with rows that see no key, by different masks."""
     n = base.query
     masks: dict[str, dict[str, Any]] = {
         "padding": {"batch": 2, "mask": Spec.of("padding", lengths=[0, n])},
@@ -215,7 +215,7 @@ def empty_row_trials(base: Problem) -> Iterator[Trial]:
 
 def _dtypes(device: str) -> Iterator[Trial]:
     for dtype in DTYPES.values():
-        # A CPU has no tf32 products: refusing them says nothing of the kernel.
+        # A CPU has no tf32 products, whatever the kernel.
         if dtype.measured and (dtype.name != "tf32" or device != "cpu"):
             yield Trial(aspect="dtypes", what=dtype.name, changes={"dtype": dtype.name})
 
@@ -223,7 +223,7 @@ def _dtypes(device: str) -> Iterator[Trial]:
 def _head_dim(dims: int | tuple[int, int]) -> Trial:
     head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
     what = str(dims) if isinstance(dims, int) else f"{head_dim}/{value_dim}"
-    # The usual one of the new head_dim, not the scale of the old one.
+    # The usual scale of the new head_dim, not that of the base.
     changes = {"head_dim": head_dim, "value_dim": value_dim, "scale": USUAL_SCALE}
     return Trial(aspect="head_dims", what=what, changes=changes)
 
@@ -231,7 +231,7 @@ def _head_dim(dims: int | tuple[int, int]) -> Trial:
 def _masks(length: int) -> Iterator[Trial]:
     first = length // 3
     window = Spec.of("sliding_window", window=_WINDOW)
-    # One of a single token: an end that is off by one shows.
+    # A document of a single token shows off-by-one ends.
     documents = Spec.of("document", lengths=[first, 1, length - first - 1])
     specs = {
         "full": _FULL,
@@ -244,7 +244,7 @@ def _masks(length: int) -> Iterator[Trial]:
     }
     for name, spec in specs.items():
         yield Trial(aspect="masks", what=name, changes={"mask": spec})
-    # Where the lengths are equal it is the causal mask.
+    # At equal lengths it would be the causal mask.
     wide = {"kv": 2 * length, "mask": Spec.of("causal_bottom_right")}
     yield Trial(aspect="masks", what="causal_bottom_right", changes=wide)
     padding = {"batch": 2, "mask": Spec.of("padding", lengths=[length, first])}
@@ -267,26 +267,26 @@ def _scores() -> Iterator[Trial]:
 
 
 def length_trials(length: int) -> Iterator[Trial]:
-    """Yield lengths that queries and keys share; 1 and 77 are multiples of no tile."""
+    """Yield trials of lengths of both queries and keys; 1 and 77 are multiples of no tile."""
     for other in (1, 77, *(n for n in (16, 32, 64, 128) if n != length)):
         yield Trial(aspect="lengths", what=str(other), changes={"query": other, "kv": other})
 
 
 KernelFactory = Callable[[str, ConventionOptions], Subject]
-"""(convention, options) → the kernel, called so; raises UsageError where it cannot be."""
+"""(convention, options) → the kernel called by them; raises UsageError if it cannot be."""
 
 
 class DetectedCapabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """Capabilities of a kernel, and the trials that showed them."""
+    """Capabilities of a kernel, and the results of the trials that show them."""
 
-    convention: str  # by which it was called
-    options: ConventionOptions  # what it differs in from that, as found out or as said
-    base: Problem | None  # the Problem that all others were changes of; None where it takes none
-    exposes_lse: bool  # whether it gives LSE
-    tried: tuple[TrialResult, ...]  # in the order of asking
+    convention: str  # the convention by which it was called
+    options: ConventionOptions  # its differences from that, detected or given
+    base: Problem | None  # the Problem that all trials change; None if it takes none
+    exposes_lse: bool  # whether it returns LSE
+    tried: tuple[TrialResult, ...]  # in the order of the trials
 
     def takes(self, aspect: str, what: str = "") -> bool:
-        """Return whether it takes ``what`` of an aspect; empty for anything of it."""
+        """Return whether it takes the value ``what`` of an aspect; if empty, any value."""
         return any(
             one.aspect == aspect and what in {"", one.what} and one.verdict == "takes"
             for one in self.tried
@@ -302,27 +302,27 @@ def detect_capabilities(
     advance: Callable[[str], None],
     executor: Executor | None = None,
 ) -> DetectedCapabilities:
-    """Try a kernel on some seventy Problems of at most 256 keys.
+    """Try a kernel on some seventy Problems of at most 256 keys, and return its capabilities.
 
     Args:
-        conventions: Those that it may have: the first by which it is right, else by which it gives
-            an answer at all.
-        advance: Called with a word before each question; what it raises ends the probe.
-        executor: How to call the kernel; in this process by default.
+        conventions: Conventions to try; the first by which it is right is used, else one by which
+            it answers.
+        advance: Called with a name before each question; an exception in it ends the detection.
+        executor: How to call the kernel; by default in this process.
     """
     detection = Detection(make, options, device, advance, executor)
     base = detection.choose_base(conventions)
     if base is None:
         return detection.result(None)
     detection.lse(base)
-    # Before the trials, whose causal masks would be judged at the wrong alignment.
+    # Before the trials, so that their causal masks are judged at the right alignment.
     detection.causal(base)
     trials = all_trials(base, device)
     for each in (*trials, *length_trials(base.query)):
         detection.ask(each.aspect, each.what, each.of(base))
     detection.rectangular(base)
     detection.empty_rows(base)
-    # Last: relations need problems that are known to be taken.
+    # Last, because relations need problems that the kernel takes.
     detection.strides()
     for promise in PROMISES:
         detection.promise(promise)
@@ -330,12 +330,12 @@ def detect_capabilities(
 
 
 class Detection:
-    """A kernel while it is being tried.
+    """The trials of one kernel, and their results so far.
 
     Args:
-        make: As of ``detect_capabilities``, as are the next four.
+        make: As in ``detect_capabilities``, as are the next four.
         advance: Called before each question.
-        brief: Whether verdicts alone are needed: half the time.
+        brief: Whether only verdicts are needed, which takes half the time.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ class Detection:
         self._taken: list[Problem] = []
 
     def result(self, base: Problem | None) -> DetectedCapabilities:
-        """Return everything so far."""
+        """Return the capabilities detected so far."""
         return DetectedCapabilities(
             convention=self._convention,
             options=self._options,
@@ -368,12 +368,12 @@ class Detection:
         )
 
     def choose_base(self, conventions: Sequence[str]) -> Problem | None:
-        """Settle the convention, LSE's base and the Problem to begin with; None: it takes none."""
+        """Choose the convention and LSE's base, and return the base Problem; None if none works."""
         answers: list[tuple[str, Problem]] = []
         for convention in conventions:
             self._load(convention, self._options)
             base, verdict = self._first_taken_problem(convention)
-            # Right by one convention settles it; wrong numbers may come of another's reading.
+            # Only a right answer decides: a wrong one may be right by another convention.
             if base is not None and verdict == "takes":
                 return base
             if base is not None:
@@ -382,17 +382,17 @@ class Detection:
                 break
         if not answers:
             return None
-        # Right by none: who has read its axes as they are takes sizes that all differ.
+        # Right by none: by the convention with its order of axes it takes the most unequal sizes.
         convention, base = min(answers, key=self._misfit) if len(answers) > 1 else answers[0]
         self._load(convention, self._options)
-        # What was said to its first Problem stands last, as where it is the only one.
-        own = next(one for one in self._results if one.what == convention)
-        self._results.remove(own)
-        self._results.append(own)
+        # The chosen convention's result goes last, as if it were the only one.
+        chosen = next(one for one in self._results if one.what == convention)
+        self._results.remove(chosen)
+        self._results.append(chosen)
         return base
 
     def _misfit(self, answer: tuple[str, Problem]) -> int:
-        """Return how many of the widest Problems, by a convention, got no answer at all."""
+        """Return how many of the ``_WIDE`` changes fail before one is answered, by a convention."""
         convention, base = answer
         self._load(convention, self._options)
         for count, changes in enumerate(_WIDE):
@@ -402,7 +402,7 @@ class Detection:
         return len(_WIDE)
 
     def _first_taken_problem(self, convention: str) -> tuple[Problem | None, Verdict]:
-        """Return the first Problem that gets an answer; else what was said to the first of all."""
+        """Return the first Problem that is answered, or None, and the verdict; store the result."""
         first: TrialResult | None = None
         assert self._subject is not None, "a convention comes first"
         candidates = [
@@ -410,8 +410,8 @@ class Detection:
         ]
         wrong: tuple[Problem, TrialResult] | None = None
         for problem in itertools.chain.from_iterable(candidates):
-            # Wrong at one head_dim it is so at the others: of those it may be another dtype, or
-            # a length that is no multiple of its tiles.
+            # After a wrong answer only other dtypes and lengths of its head_dim are tried: another
+            # head_dim would be wrong too.
             if wrong and problem.head_dim != wrong[0].head_dim:
                 continue
             answer = self._refusal(convention, problem) or self._first_answer(convention, problem)
@@ -420,7 +420,7 @@ class Detection:
                 return problem, answer.verdict
             if answer.verdict == "wrong" and wrong is None:
                 wrong = problem, answer
-            if answer.fatal:  # each further call may take as long, or another process
+            if answer.fatal:  # Each further call may take as long, or another process.
                 first = answer
                 break
             first = first or answer
@@ -429,7 +429,7 @@ class Detection:
         return wrong[0] if wrong else None, self._results[-1].verdict
 
     def others_right_on(self, base: Problem, conventions: Sequence[str]) -> tuple[str, ...]:
-        """Return those of ``conventions`` by which it is right too."""
+        """Return those of the other ``conventions`` by which it is right too."""
         chosen, options = self._convention, self._options
         right = []
         for convention in conventions:
@@ -449,7 +449,7 @@ class Detection:
         return trial_result("convention", convention, record, problem)
 
     def _refusal(self, convention: str, problem: Problem) -> TrialResult | None:
-        """Return the answer of a kernel that refuses; the exact result is not computed."""
+        """Return the result if the kernel refuses or fails, without computing the exact result."""
         subject, executor = self._subject, self._executor
         assert subject is not None, "a convention comes first"
         self._advance("base")
@@ -461,7 +461,7 @@ class Detection:
         return None if answer is None else refused_result(convention, answer, problem)
 
     def lse(self, base: Problem) -> None:
-        """Keep whether it gives LSE, as the first answer has shown."""
+        """Store whether it returns LSE, as the first answer showed."""
         base_of = self._options.lse or "natural"
         self._results.append(
             TrialResult(
@@ -474,7 +474,7 @@ class Detection:
         )
 
     def ask(self, aspect: str, what: str, problem: Problem, question: str = "") -> Verdict:
-        """Try one Problem, by the relation ``question`` or else by what it gives."""
+        """Try one Problem by the relation ``question``, or by comparison if that is empty."""
         answer = trial_result(aspect, what, self._record(problem, question or what), problem)
         self._results.append(answer)
         if answer.verdict == "takes":
@@ -482,46 +482,46 @@ class Detection:
         return answer.verdict
 
     def expect(self, problem: Problem) -> None:
-        """Have the kernel called on the Problem that is asked after the next, meanwhile."""
+        """Have the kernel called ahead on the Problem that is asked after the next."""
         if isinstance(self._executor, IsolatedExecutor) and self._subject is not None:
             self._executor.expect(self._subject, Case(problem=problem))
 
     def verdict(self, problem: Problem) -> Verdict:
-        """Return what it does with a Problem, which is no trial of its own."""
+        """Return the verdict on a Problem without storing a result."""
         return trial_verdict(self._record(problem, str(problem)))
 
     def causal(self, base: Problem) -> None:
-        """Find how the causal flag is aligned where lengths differ: if wrong, try the other way."""
+        """Try causal masks at unequal lengths; if one is wrong, try the other alignment."""
         for other, trial in zip(reversed(ALIGNMENTS), causal_trials(base), strict=True):
             wrong = self.ask(trial.aspect, trial.what, trial.of(base)) == "wrong"
             if wrong and not self._options.causal:
                 self.other_diagonal(other, base)
 
     def other_diagonal(self, alignment: str, base: Problem) -> None:
-        """Try the causal mask aligned the other way, after the convention's was wrong."""
+        """Try the causal mask at ``alignment``, after the convention's alignment was wrong."""
         trial = dict(zip(ALIGNMENTS, causal_trials(base), strict=True))[alignment]
         self._try_again("causal", (alignment,), trial.of(base))
 
     def rectangular(self, base: Problem) -> None:
-        """Try lengths that differ; a single query where a length of 1 is taken at all."""
+        """Try unequal lengths; a single query only if a length of 1 is taken."""
         one = self.result(base).takes("lengths", "1")
         for each in rectangular_trials(base):
             if one or each.changes["query"] > 1:
                 self.ask(each.aspect, each.what, each.of(base))
 
     def empty_rows(self, base: Problem) -> None:
-        """Find what rows that see no key give: 0, or what else is known of kernels."""
+        """Try rows that see no key: their output is 0, or another usual value."""
         for each in empty_row_trials(base):
             problem = each.of(base)
             verdict = self.ask(each.aspect, each.what, problem)
             if verdict == "wrong" and not self._options.empty_row:
                 self._try_again("empty_row", EMPTY_ROWS[:-1], problem)
-            # One way to make such rows is enough; only who refuses it is asked in another.
+            # One mask is enough, unless the kernel refuses it.
             if verdict != "refuses":
                 return
 
     def promise(self, promise: str) -> None:
-        """Check a promise where it was tried, to the last bit."""
+        """Try the relations of a promise, comparing bits."""
         subject = self._subject
         assert subject is not None, "promises come last"
         table = Capabilities(entry=subject.name, promises=PROMISES)
@@ -532,12 +532,12 @@ class Detection:
         for relation, problem in self._relations(promise):
             record = self._record(problem, relation, promising)
             answers.append(trial_result("promises", promise, record, f"{relation} of {problem}"))
-        # One answer a promise: the first that breaks it, or one that shows it kept.
+        # One result per promise: the first that breaks it, else one in which it held.
         broken = [one for one in answers if one.verdict != "takes"]
         self._results += (broken or answers)[:1]
 
     def strides(self) -> None:
-        """Try inputs that are no contiguous tensors: the same numbers, not the same bits."""
+        """Try inputs that are not contiguous, compared within bounds, not by bits."""
         for relation, problem in self._relations("layout"):
             record = self._record(problem, relation)
             self._results.append(
@@ -546,9 +546,9 @@ class Detection:
 
     def _relations(self, promise: str) -> Iterator[tuple[str, Problem]]:
         """Yield relations that a promise makes exact, each with a Problem that fits."""
-        # Not the shortest, of which there is one tile.
+        # Without short problems, which have a single tile.
         long = [p for p in self._taken if min(p.query, p.kv) >= min(LENGTHS)]
-        # The cheapest of them: each relation runs a problem several times.
+        # The cheapest first, because each relation runs a problem several times.
         long.sort(key=_work)
         for relation in RELATIONS.values():
             fitting = (p for p in long if relation.unfit(p) is None)
@@ -557,7 +557,7 @@ class Detection:
                 yield relation.name, problem
 
     def _try_again(self, option: str, values: Iterable[str], problem: Problem) -> None:
-        """Replace the last answer, which was wrong, where another option makes it right."""
+        """Replace the last result, which was wrong, if another option makes it right."""
         record = self._try_options(option, values, problem)
         if record is not None:
             last = self._results.pop()
@@ -565,13 +565,13 @@ class Detection:
             self._results.append(trial_result(last.aspect, what, record, problem))
 
     def _try_options(self, option: str, values: Iterable[str], problem: Problem) -> Record | None:
-        """Return the answer by the first of ``values`` that is right; None where none is."""
+        """Return the Record by the first of ``values`` that is right; None if none is."""
         before = self._options
         for value in values:
             changed: dict[str, Any] = {option: value}
             try:
                 self._load(self._convention, dataclasses.replace(before, **changed))
-            except UsageError:  # a Subject says itself what it gives
+            except UsageError:  # A Subject, unlike a plain function, has no options.
                 break
             record = self._record(problem, f'{option} = "{value}"')
             if trial_verdict(record) == "takes":
@@ -592,7 +592,7 @@ class Detection:
         case = Case(
             problem=problem,
             question=relation.name if relation else "compare",
-            # Any of its values would do: detection asks whether, not where it breaks.
+            # Any value will do: detection only asks whether the relation holds.
             parameters={name: values[0] for name, values in numbers},
         )
         return run_case(
@@ -601,7 +601,7 @@ class Detection:
 
 
 def _work(problem: Problem) -> int:
-    """Count the products of a call: what an interpreter's time goes with."""
+    """Return the number of products in a call, to which an interpreter's time is proportional."""
     pairs = problem.batch * problem.heads * problem.query * problem.kv
     return pairs * (problem.head_dim + problem.value_dim)
 

@@ -1,9 +1,9 @@
-"""What a plain function is asked: nobody has declared what it takes, so that is found by trying.
+"""Determines by trials what a plain function claims to take, since it declares nothing.
 
-A function of somebody's takes a few sizes and dtypes, and says so nowhere. What its callers would
-not all expect of it (``NOT_CLAIMED``) is tried first, a tiny problem each. Where it refuses or
-raises it is asked nothing of the kind. Where it is silently wrong that is one finding, and every
-other question is asked within what is right: a fault is not hidden behind sizes that nobody meant.
+A user's function takes some sizes and dtypes, and does not say which. Aspects that not all callers
+would expect (``NOT_CLAIMED``) are tried first, on a tiny problem each. If it refuses or raises, no
+question about that aspect is asked. If it is silently wrong, that is one finding, and all other
+questions stay within what it gets right, so that sizes it was not written for hide no fault.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ CLAIMED = {
     "batch": "a call has as many sequences as it has",
     "masks": "a parameter is a promise: a causal flag, a mask, a score mod, a scale",
 }
-"""Aspects of a problem that any attention function claims, with the reason: what it raises there is
-a failure, unless it is a clean refusal."""
+"""Aspects of a problem that any attention function claims, with the reason: an exception there is a
+failure, unless it is a clean refusal."""
 
 NOT_CLAIMED = {
     "dtypes": "most kernels are written for one or two formats",
@@ -72,32 +72,32 @@ NOT_CLAIMED = {
     "slopes": "most have a slope for each head, the same in all sequences",
     "strides": "most callers have contiguous tensors",
 }
-"""Aspects that a function claims only where it is right: what it raises there is no failure, and
-what it gets wrong without a word is one finding."""
+"""Aspects that a function claims only where it is right: an exception there is no failure, and a
+silently wrong answer is one finding."""
 
-CLAIM_TRIALS = 40  # about so many questions are asked: how far it is
+CLAIM_TRIALS = 40  # Approximate number of trials, for progress bars.
 
-_FORM = 6  # of what is kept: another number forgets what an older version kept
-_SHOWN_LENGTH = 77  # no multiple of any tile
-_SHOWN = f"lengths-{_SHOWN_LENGTH}"
+_CACHE_FORMAT = 6  # Part of the cache key: a new number invalidates what older versions stored.
+_ODD_LENGTH = 77  # No multiple of any tile.
+_ODD_TRIAL = f"lengths-{_ODD_LENGTH}"
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
 
 
 class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was found of a function."""
+    """Results of the trials of a plain function."""
 
-    conventions: tuple[str, ...]  # those that were tried, the likeliest first
+    conventions: tuple[str, ...]  # conventions that were tried, the likeliest first
     convention: str  # the one by which it was right; else the likeliest
-    others: tuple[str, ...] = ()  # those of the others by which it was right too
-    lse: str = ""  # logarithm of its LSE, where it is not the convention's
-    causal: str = ""  # where its diagonal ends at other lengths, where it is not the convention's
-    # The Problem that all trials were changes of, as JSON; None where it takes none.
+    others: tuple[str, ...] = ()  # further conventions by which it was right
+    lse: str = ""  # base of its LSE's logarithm, if not the convention's
+    causal: str = ""  # causal alignment at unequal lengths, if not the convention's
+    # The Problem that all trials are changes of, as JSON; None if it takes none.
     base: dict[str, Any] | None = None
-    right: bool = False  # whether it was right on that
-    tried: tuple[TrialResult, ...] = ()  # in the order of asking
-    # By more than one convention, of which none is right: what it answered by each.
+    right: bool = False  # whether it was right on ``base``
+    tried: tuple[TrialResult, ...] = ()  # in the order of the trials
+    # If it is right by none of several conventions, the result by each.
     readings: tuple[TrialResult, ...] = ()
-    timeout: str = ""  # of a kernel that did not answer even the first Problem, what was said of it
+    timeout: str = ""  # the message if a kernel did not answer even the first Problem
 
     def terms(
         self,
@@ -106,13 +106,13 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         names: Iterable[str] = (),
         problems: Iterable[Problem] = (),
     ) -> Terms:
-        """Return the terms on which it is asked.
+        """Return the terms on which the function is asked.
 
         Args:
-            dtypes: Those that somebody asks for by name, and so claims.
-            head_dims: The same.
-            names: Of questions beyond its claims, the same.
-            problems: What somebody asks as a whole, and what is so never refused for its claims.
+            dtypes: Dtypes that the user requests by name, and so claims.
+            head_dims: Head dims that the user requests, and so claims.
+            names: Names of questions beyond its claims that the user requests.
+            problems: Problems that the user requests; they are never refused for its claims.
         """
         table, limits = self._table(), self.limits()
         terms = Terms(convention=self.convention, causal=self.causal)
@@ -136,13 +136,13 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
     def dtypes(self) -> tuple[str, ...]:
-        """Return those of fp32, fp16 and bf16 that it is right in; all where nothing is known."""
+        """Return those of fp32, fp16 and bf16 that it is right in; all if it was not tried."""
         table = self._table()
         right = table.dtypes if table and table.dtypes else _USUAL_DTYPES
         return tuple(name for name in right if name in _USUAL_DTYPES)
 
     def within(self, problem: Problem) -> bool:
-        """Return whether it was right on such a loss and such slopes, if there are any."""
+        """Return whether it was right on any gradients and ALiBi slopes that ``problem`` has."""
         accepted = {(one.aspect, one.what) for one in self.tried if one.verdict == "takes"}
         needed = set()
         if problem.backward:
@@ -154,14 +154,14 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return needed <= accepted
 
     def head_dims(self) -> tuple[int, ...]:
-        """Return the head_dims of keys and values alike that it is right in; empty for any."""
+        """Return the head_dims, common to keys and values, that it is right in; empty for any."""
         table = self._table()
         if table is None or not isinstance(table.head_dims, tuple):
             return ()
         return tuple(dim for dim in table.head_dims if isinstance(dim, int))
 
     def limits(self) -> str:
-        """Return what it takes, where that is not all that was tried; empty where it is."""
+        """Return what it takes, in one line; empty if it takes all that was tried."""
         table = self._table()
         if table is None:
             return ""
@@ -187,7 +187,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return "; ".join([*parts, *(fact for fact, holds in facts.items() if holds)])
 
     def lines(self) -> list[str]:
-        """Return what its author is told before anything is asked; nothing where all is taken."""
+        """Return messages for its author about the terms it is asked on; none if it takes all."""
         lines = []
         if self.others:
             names = " and as ".join((self.convention, *self.others))
@@ -215,12 +215,12 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"where lengths differ its causal mask gives the {corner} row the {corner} key, "
                 f"unlike the {self.convention} convention's: asked so everywhere"
             )
-        broke = [one for one in self.tried if one.aspect == "backward" and one.verdict == "raises"]
-        if broke and broke[0].what == "out":  # a forward that says nothing of gradients is one too
-            lines.append(f"asked for no gradients: it raises {broke[0].reason}")
+        raises = [one for one in self.tried if one.aspect == "backward" and one.verdict == "raises"]
+        if raises and raises[0].what == "out":  # A forward alone is a kernel too.
+            lines.append(f"asked for no gradients: it raises {raises[0].reason}")
         if limits := self.limits():
             broken = {one.reason.partition(":")[0] for one in self.tried if one.verdict == "raises"}
-            # A result of another shape or dtype is no exception, and has no name.
+            # A result of another shape or dtype is no exception, and its reason no name.
             raised = sorted(name for name in broken if " " not in name)
             beyond = [f"it raises {', '.join(raised)}"] if raised else []
             beyond += sorted(one.rstrip(".") for one in broken.difference(raised))
@@ -231,9 +231,9 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return lines
 
     def unclaimed(self, names: Iterable[str] = ()) -> Iterator[CheckCase]:
-        """Yield what it got wrong, or died of; nothing where it is wrong everywhere.
+        """Yield the trials that it got wrong, or died of, as questions; none if it is never right.
 
-        Those of ``names`` too, whatever it did: who mends a kernel asks them again.
+        Trials in ``names`` are included whatever their result, to ask a mended kernel again.
         """
         named = {name.removeprefix("decode-") for name in names}
         base = self._base()
@@ -245,7 +245,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             claimed = trial.aspect in CLAIMED
             name = f"{trial.aspect}-{trial.what}".replace(" ", "-").replace("<", "below")
             name = name.replace(">", "above").replace(",", "")
-            # Slopes of one more axis than it has it may well read as those of its heads.
+            # It may well read slopes with an additional axis as one slope for each head.
             wrong = one and ((one.verdict == "wrong" and one.aspect != "slopes") or one.fatal)
             if wrong or name in named or (one and claimed and one.verdict == "raises"):
                 question = CheckCase(
@@ -255,21 +255,21 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                     unclaimed=Unclaimed(aspect=trial.aspect, what=trial.what),
                 )
                 yield question
-                if question.name == _SHOWN:
-                    # Of a tile that is not masked it names the keys.
+                if question.name == _ODD_TRIAL:
+                    # The probe ``decode`` names the keys of a last tile that is not masked.
                     problem = question_problem("decode", question.case.problem)
                     case = Case(problem=problem, question="decode", parameters={"round": 0})
-                    yield dataclasses.replace(question, name=f"decode-{_SHOWN}", case=case)
+                    yield dataclasses.replace(question, name=f"decode-{_ODD_TRIAL}", case=case)
 
     def _base(self) -> Problem | None:
         return None if self.base is None else Problem.from_json(self.base)
 
     def _table(self) -> Capabilities | None:
-        """Return what it is right on, as a table; None where it takes nothing."""
+        """Return the table of what it is right on; None if it takes nothing."""
         base = self._base()
         if base is None:
             return None
-        # Wrong is as good as refused: it is asked apart. Who is wrong everywhere is asked it all.
+        # What it gets wrong counts as refused, and is asked apart; unless it is wrong everywhere.
         tried = tuple(
             replace(one, verdict="raises") if one.verdict == "wrong" and self.right else one
             for one in self.tried
@@ -282,40 +282,40 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             tried=tried,
         )
         table, _ = propose_table(detected, "")
-        # One key head for all may be no more than broadcasting.
+        # Taking one key head for all heads may be mere broadcasting.
         heads = [one for one in tried if one.aspect == "gqa"]
-        few = [one for one in heads if one.what.endswith(_ONE_ROW)]
-        shared = all(one.verdict == "takes" for one in few or heads)
+        one_row = [one for one in heads if one.what.endswith(_ONE_ROW)]
+        shared = all(one.verdict == "takes" for one in one_row or heads)
         causal = [one for one in tried if one.aspect == "causal"]
         square = Override(when=When(mask=("causal", "causal_bottom_right")), rectangular=False)
-        # Who takes any short length and refuses all longer ones is not in need of multiples.
+        # One that takes any short length and refuses longer ones does not need multiples.
         lengths = {int(o.what): o.verdict == "takes" for o in tried if o.aspect == "lengths"}
         short = [n for n in (*lengths, base.query) if lengths.get(n, True)]
         wide = any(o.what == "query < kv" and o.verdict == "takes" for o in tried)
-        if wide and max(short) < _SHOWN_LENGTH and all(lengths.get(n, True) for n in (1, 16, 32)):
+        if wide and max(short) < _ODD_LENGTH and all(lengths.get(n, True) for n in (1, 16, 32)):
             table = replace(table, length_multiple=None, max_query=max(short))
-        lost = causal and causal[-1].verdict != "takes" and table.rectangular is not False
+        square_only = causal and causal[-1].verdict != "takes" and table.rectangular is not False
         return replace(
             table,
             gqa=shared if heads else None,
-            max_query=None if few and shared else table.max_query,
-            max_rows=(table.max_query or base.query) if few and shared else None,
+            max_query=None if one_row and shared else table.max_query,
+            max_rows=(table.max_query or base.query) if one_row and shared else None,
             lse=None,
             empty_row=None,
             promises=None,
-            override=(square,) if lost else (),
+            override=(square,) if square_only else (),
             backward=False if self._is_forward_alone() else None,
         )
 
     def _is_forward_alone(self) -> bool:
-        """Return whether it says that it has no gradients; what raises may have been meant to."""
+        """Return whether it refuses gradients; one that raises may be meant to have them."""
         return any(
             (one.aspect, one.what, one.verdict) == ("backward", "out", "refuses")
             for one in self.tried
         )
 
 
-# ------------------------------------------------------------------ found
+# ------------------------------------------------------------------ trials
 
 
 def hold_to_claims(
@@ -328,20 +328,20 @@ def hold_to_claims(
     asks_beyond: bool = False,
     **options: Any,
 ) -> Claims | None:
-    """Try a host's kernel where it is a plain function; it is asked within what it takes then.
+    """Try a host's kernel if it is a plain function, and put it on terms within its claims.
 
     Args:
-        host: Of the kernel; its subject is another then.
-        kernel: As of ``find_claims``, as are the next two and what comes back.
+        host: The kernel's host, whose subject is replaced.
+        kernel: As in ``find_claims``, whose result is returned.
         device: ``cpu`` or ``cuda``.
         advance: Called before each question.
-        expect: Called with what will be tried, and on which terms.
-        asks_beyond: Whether what it gets wrong beyond its claims is asked, and reported. Who does
-            not ask it holds a kernel that has any to nothing: else it would pass in silence.
-        options: What is asked for by name, as of ``Claims.terms``.
+        expect: Called with the Problems that will be tried, and their terms.
+        asks_beyond: Whether the caller also asks, and reports, what it gets wrong beyond its
+            claims. If not, a kernel with such faults is put on no limits, lest it pass in silence.
+        options: What the user requests by name, as in ``Claims.terms``.
     """
     claims = find_claims(host.subject, kernel=kernel, device=device, advance=advance, expect=expect)
-    # Who did not answer would not answer this either.
+    # A kernel that timed out would not answer this either.
     if claims is not None and not claims.timeout:
         if not asks_beyond and next(claims.unclaimed(), None) is not None:
             claims = replace(claims, base=None, tried=())
@@ -350,12 +350,12 @@ def hold_to_claims(
 
 
 def hold_to_convention(host: KernelHost, *, kernel: str, device: str) -> str:
-    """Have a plain function asked by the convention that it is found to follow, and no more.
+    """Put a plain function on the convention that it follows, without limits to its claims.
 
-    For who asks what nobody was found to claim; arguments as of ``hold_to_claims``.
+    This is for callers that ask beyond claims; arguments are as in ``hold_to_claims``.
 
     Returns:
-        The convention; empty of any other kernel, and where it did not answer.
+        The convention; empty for any other kernel, and if it did not answer.
     """
     claims = find_claims(host.subject, kernel=kernel, device=device)
     if claims is None or claims.timeout:
@@ -373,21 +373,21 @@ def find_claims(
     advance: Callable[[str], None] = lambda _: None,
     expect: Callable[[Sequence[Problem], Terms], None] = lambda *_: None,
 ) -> Claims | None:
-    """Try a plain function on some thirty tiny Problems, or return what is known of its files.
+    """Try a plain function on some thirty tiny Problems, or return the cached claims of its files.
 
-    None of any other kernel, which says itself what it takes.
+    None for any other kernel, which declares its capabilities.
 
     Args:
-        subject: The kernel; by which convention it is called afterwards, ``on_terms`` says.
-        advance: Called before each question; what it raises ends the search.
-        expect: As of ``hold_to_claims``.
+        subject: The kernel; call ``on_terms`` afterwards to choose its convention.
+        advance: Called before each question; an exception in it ends the search.
+        expect: As in ``hold_to_claims``.
     """
     if not subject.conventions:
         return None
     path = _cache_file(kernel, subject.conventions, device)
-    kept = _kept_claims(path)
-    if kept is not None:
-        return kept
+    cached = _load_claims(path)
+    if cached is not None:
+        return cached
     detection = Detection(
         lambda convention, options: on_terms(
             subject, Terms(convention=convention, lse=options.lse, causal=options.causal)
@@ -428,7 +428,7 @@ def find_claims(
     files = loaded_files()
     if isinstance(subject, RemoteSubject):
         files = subject.ask("files", None, device)
-    _keep_claims(claims, path, kernel, files)
+    _store_claims(claims, path, kernel, files)
     return claims
 
 
@@ -438,39 +438,39 @@ def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
     for trial, following in itertools.zip_longest(trials, trials[1:]):
         problem = trial.of(base)
         result = detection.result(base)
-        # One row is a length of 1, which may be no multiple of what it takes.
+        # One query is a length of 1, which the kernel may not take.
         if trial.what == "one query" and not result.takes("lengths", "1"):
             continue
-        # Nothing is new in it where lengths must be equal, or the mask is wrong where they are.
+        # Skipped if lengths must be equal, or if the mask is wrong even at equal lengths.
         if trial.aspect == "causal" and not (
             result.takes("rectangular")
             and detection.verdict(problem.replace(kv=base.kv)) == "takes"
         ):
             continue
-        # Of who has no gradients nobody asks for those of another layout.
+        # Without gradients, those of another layout are skipped.
         if trial.aspect == "strides" and problem.backward and not result.takes("backward"):
             continue
-        # What of these is asked next does not hang on the answers.
+        # In these aspects, the next trial does not depend on the result of this one.
         if following and trial.aspect == following.aspect in {"dtypes", "head_dims", "lengths"}:
             detection.expect(following.of(base))
         detection.ask(trial.aspect, trial.what, problem, trial.question)
         last = detection.result(base).tried[-1]
-        # A kernel for decoding counts the rows of all heads that share keys.
+        # A kernel for decoding may limit the total rows of all heads that share a key head.
         if trial.aspect == "gqa" and last.verdict == "refuses":
             detection.ask("gqa", f"{trial.what}{_ONE_ROW}", problem.replace(query=1))
         if trial.aspect == "causal" and last.verdict == "wrong":
-            detection.other_diagonal(_OTHER[trial.changes["mask"].name], base)
+            detection.other_diagonal(_OTHER_ALIGNMENT[trial.changes["mask"].name], base)
         deaths += bool(last.fatal)
         if deaths >= MOST_DEATHS:
             return
 
 
-_ONE_ROW = ", one query"  # behind what is tried
-_OTHER = {"causal": "bottom_right", "causal_bottom_right": "top_left"}
+_ONE_ROW = ", one query"  # Suffix of ``what`` in a trial.
+_OTHER_ALIGNMENT = {"causal": "bottom_right", "causal_bottom_right": "top_left"}
 
 
 def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
-    """Yield what is tried: the likeliest to be taken first, since a process may die of the rest."""
+    """Yield trials, the likeliest to be taken first, since the process may die of others."""
     chosen = CONVENTIONS[convention]
     flagged = isinstance(chosen, Convention) and "enable_gqa" in chosen.bound
     for trial in all_trials(base, device):
@@ -478,7 +478,7 @@ def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
             yield trial
     yield from length_trials(base.query)
     yield from rectangular_trials(base)
-    paged = base.paging is not None  # there are no gradients of pages
+    paged = base.paging is not None  # Paged keys have no gradients.
     yield from () if paged else gradient_trials()
     yield from (each for each in stride_trials() if not (paged and "backward" in each.changes))
     slopes = {"batch": 2, "mask": Spec.of("causal"), "score": Spec.of("alibi_by_sequence")}
@@ -489,16 +489,16 @@ def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
 _USUAL_HEAD_DIMS = (64, 80, 96, 128)
 
 
-def _names_crossed(names: Sequence[str]) -> bool:
-    """Return whether crossed questions may be among those that were asked for; none: all."""
+def _includes_crossed(names: Sequence[str]) -> bool:
+    """Return whether ``names`` may include crossed questions; empty ``names`` mean all."""
     return not names or any(name.startswith(("crossed-", "alone-")) for name in names)
 
 
 def subject_takes(subject: Subject, device: str) -> Callable[[Problem], bool]:
-    """Return whether a kernel takes a Problem, as it is or in pages, as far as it says so."""
+    """Return a function: whether the kernel does not refuse a Problem, as it is or paged."""
     executor = executor_of(subject)
 
-    @functools.cache  # the nearest Problem is looked for again and again
+    @functools.cache  # Searches for the nearest Problem ask repeatedly.
     def takes(problem: Problem) -> bool:
         return taken_problem(subject, problem, executor, device) is not None
 
@@ -515,29 +515,29 @@ def claimed_questions(
     names: Sequence[str] = (),
     calls: bool = True,
 ) -> list[CheckCase]:
-    """Return the questions of a quick check within claims, and what lies wrongly beyond them.
+    """Return the questions of a quick check within claims, and those it gets wrong beyond them.
 
     Args:
         subject: The kernel on the terms of these claims.
-        dtypes: Those that were asked for; none: bf16, or the first that it is right in.
-        head_dims: Those that were asked for.
-        names: Of questions, those that were asked for; none: all.
-        calls: Whether also those of what a call does beside its result.
+        dtypes: Requested dtypes; if empty, bf16, or the first that it is right in.
+        head_dims: Requested head dims.
+        names: Names of requested questions; empty for all.
+        calls: Whether to include checks of calls beside the accuracy of outputs.
     """
-    able = subject_takes(subject, device)
+    takes = subject_takes(subject, device)
     right = claims.dtypes()
     dtypes = dtypes or (("bf16",) if "bf16" in right else right[:1])
     dims = claims.head_dims()
     usual = head_dims or [dim for dim in dims if dim in _USUAL_HEAD_DIMS] or dims
-    questions = call_cases(dtypes[0], usual, takes=able, names=names) if calls else []
+    questions = call_cases(dtypes[0], usual, takes=takes, names=names) if calls else []
     for dtype in dict.fromkeys(dtypes):
-        questions += check_cases(dtype, usual, takes=able, names=names)
-        if _names_crossed(names):
+        questions += check_cases(dtype, usual, takes=takes, names=names)
+        if _includes_crossed(names):
             questions += crossed_cases(
-                dtype, head_dims, lambda problem: claims.within(problem) and able(problem)
+                dtype, head_dims, lambda problem: claims.within(problem) and takes(problem)
             )
     beyond = list(claims.unclaimed(names))
-    # What is admitted beyond its claims is asked under its own name alone.
+    # A question beyond its claims is asked once, under its own name.
     admitted = {one.case.id for one in beyond}
     questions = [one for one in questions if one.case.id not in admitted] + beyond
     return [question for question in questions if not names or question.name in names]
@@ -552,35 +552,35 @@ def subject_questions(
     head_dims: Sequence[int] = (),
     names: Sequence[str] = (),
 ) -> list[CheckCase]:
-    """Return a quick check's questions to a Subject, and those of the axes that it takes.
+    """Return the questions of a quick check of a Subject, with crossed ones for what it takes.
 
     Args:
-        subject: A kernel that says itself what it takes.
-        questions: Those that any kernel is asked.
+        subject: A kernel that declares its capabilities.
+        questions: Questions that any kernel is asked.
         device: ``cpu`` or ``cuda``.
-        dtypes: As of ``claimed_questions``, as are the next two.
-        head_dims: Those that were asked for.
-        names: Of questions.
+        dtypes: Requested dtypes; if empty, bf16.
+        head_dims: Requested head dims.
+        names: Names of requested questions; empty for all.
     """
     able = subject_takes(subject, device)
-    crossed = _names_crossed(names)
+    crossed = _includes_crossed(names)
     more = (each for dtype in dtypes or ("bf16",) for each in crossed_cases(dtype, head_dims, able))
     every = (*questions, *(more if crossed else ()))
     return [each for each in every if not names or each.name in names]
 
 
-# ------------------------------------------------------------------ kept
+# ------------------------------------------------------------------ cache
 
 
-class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Claims, and the files that they were found of, with the SHA-256 of each."""
+class _CachedClaims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Claims, with the SHA-256 of each file that the function was loaded from."""
 
     claims: Claims
     files: dict[str, str]
 
 
 def cache_folder() -> Path:
-    """Return the folder in which findings are kept: ``ATTNCHECK_CACHE_DIR``, or the platform's."""
+    """Return the folder of cached results: ``ATTNCHECK_CACHE_DIR``, or the platform's."""
     if chosen := os.environ.get("ATTNCHECK_CACHE_DIR"):
         return Path(chosen)
     if sys.platform == "win32":
@@ -592,34 +592,34 @@ def cache_folder() -> Path:
     return Path(base).expanduser() / "attncheck"
 
 
-def _kept_claims(path: Path) -> Claims | None:
-    """Return what was found, if the files that it was found of are the same; else None."""
+def _load_claims(path: Path) -> Claims | None:
+    """Return the cached claims if the function's files have not changed; else None."""
     with suppress(OSError, msgspec.DecodeError, UnicodeError):
-        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
-        if all(_digest(Path(name)) == known for name, known in kept.files.items()):
-            return kept.claims
+        cached = msgspec.json.decode(path.read_bytes(), type=_CachedClaims)
+        if all(_digest(Path(name)) == digest for name, digest in cached.files.items()):
+            return cached.claims
     return None
 
 
-def _keep_claims(claims: Claims, path: Path, kernel: str, files: Iterable[str]) -> None:
-    """Keep what was found of a kernel; not of an installed one, whose files nobody names."""
+def _store_claims(claims: Claims, path: Path, kernel: str, files: Iterable[str]) -> None:
+    """Store the claims of a kernel; not of an installed one, whose files are not tracked."""
     file, colons, _ = kernel.partition("::")
     module = kernel.partition(":")[0].replace(".", "/")
     own = (os.path.abspath(file),) if colons else (f"/{module}.py", f"/{module}/__init__.py")  # noqa: PTH100  # no link is followed, as by import
-    # Packages of another environment are installed ones too; what is imported otherwise is no file.
-    mine = (name for name in files if "site-packages" not in Path(name).parts)
-    files = [name for name in mine if Path(name).is_file()]
+    # Packages of other environments count as installed; some imported modules have no file.
+    uninstalled = (name for name in files if "site-packages" not in Path(name).parts)
+    files = [name for name in uninstalled if Path(name).is_file()]
     if not any(name.replace(os.sep, "/").endswith(own) for name in files):
         return
-    # A folder that cannot be written to costs a few seconds next time.
+    # If the folder cannot be written to, the trials are repeated next time.
     with suppress(OSError, UsageError):
-        kept = _Kept(claims=claims, files={name: _digest(Path(name)) for name in files})
-        write_texts({path.name: msgspec.json.encode(kept).decode()}, path.parent)
+        cached = _CachedClaims(claims=claims, files={name: _digest(Path(name)) for name in files})
+        write_texts({path.name: msgspec.json.encode(cached).decode()}, path.parent)
 
 
 def _cache_file(kernel: str, conventions: Sequence[str], device: str) -> Path:
-    # Where its files are, how it is called, and where it runs.
-    parts = (_FORM, str(Path.cwd()), kernel, conventions, environment(device).id)
+    # The location of its files, the way it is called, and the machine.
+    parts = (_CACHE_FORMAT, str(Path.cwd()), kernel, conventions, environment(device).id)
     name = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
     return cache_folder() / "claims" / f"{name}.json"
 

@@ -1,13 +1,12 @@
-"""Compiling ahead: processes that call attncheck's own kernels on zeros, to fill compilers' caches.
+"""Compiles attncheck's own kernels ahead, in processes that call them on zeros to fill caches.
 
-What Triton and torch.compile make of a kernel they keep in folders that all processes of a user
-share. While one cell is judged, other processes make what the next cells will ask for; they compare
-nothing, and what becomes of them is no matter of a measurement's. Somebody's own kernel is never
-called so: it would run where nobody watches it.
+Triton and torch.compile cache compiled kernels in folders that all processes of a user share. While
+one cell is judged, other processes compile for the next cells; they judge nothing, and may fail
+without affecting measurements. A user's kernel is never called so: it would not be isolated.
 
-They import what compilers need while this process imports torch too (``start_compilers``), and the
-driver makes its context. What each process has to load for itself, a thread of this one loads, or
-this one while a GPU is at work.
+The processes import compilers while this process imports torch (``start_compilers``) and a thread
+has the driver make its context. Modules and libraries that every process needs are loaded here by a
+thread, or while the GPU works.
 """
 
 from __future__ import annotations
@@ -37,31 +36,31 @@ SERVER = "attncheck.verify.compile_ahead:Compiler"
 
 _DRIVER = "libcuda.so.1"
 _MOST_WORKERS = 8
-_MEMORY = 4 << 30  # bytes of a GPU that one of them may need
-_SECONDS = 5.0  # to take a request, and to end
-_LONGEST = 600.0  # seconds that one may be at work
-# Each compiles by itself: pools of theirs would be more processes than there are cores. Nor does
-# this process start a pool beside them, which takes a second.
+_MEMORY = 4 << 30  # Bytes of GPU memory that a process may need.
+_SECONDS = 5.0  # Time limit for a process to take a request, and to end.
+_LONGEST = 600.0  # Seconds that a process may go on after its last request.
+# Each process compiles by itself: pools of their own would be more processes than cores. This
+# process starts no pool either, which takes a second.
 _POOLS = "TORCHINDUCTOR_COMPILE_THREADS"
-_ALONE = {_POOLS: "1"}
-# What compiling a Triton kernel on a GPU needs. Torch's compiler, by which most masks are traced,
-# takes two seconds more: the first kernels, whose mask hides nothing, would wait for it.
+_NO_POOL = {_POOLS: "1"}
+# Modules that compiling a Triton kernel needs. Torch's compiler, which traces most masks, takes two
+# seconds more, and is left out: the first kernels, whose mask hides nothing, would wait for it.
 _MODULES = (
     "triton.compiler",
     "attncheck.kernels.flash3_forward",
     "attncheck.subjects.triton_flash",
 )
-_BY_TRITON = ("triton", "torch")  # compilers whose kernels Triton compiles
-_OF_TORCH = 4  # one process in as many compiles what torch does, and nothing else
+_BY_TRITON = ("triton", "torch")  # Compilers whose kernels Triton compiles in the end.
+_TORCH_SHARE = 4  # One process in this many is only for kernels of torch.compile.
 
 
 class Compiler:
-    """The inside of such a process: it calls kernels, once each, whatever comes of it."""
+    """The server in a compiling process, which calls each kernel once."""
 
     def answer(self, request: Frame) -> Frame:
-        """Call a kernel of ours on zeros of a Problem; say what became of it.
+        """Call one of attncheck's kernels on zeros of a Problem, and return whether that worked.
 
-        A request of kind ``load`` imports what compilers on a GPU need, and calls nothing.
+        A request of kind ``load`` only imports the modules that compiling for a GPU needs.
         """
         if request.kind == "load":
             try:
@@ -70,7 +69,7 @@ class Compiler:
                     for module in _MODULES:
                         import_module(module)
                 _hash_triton()
-            except Exception as error:  # noqa: BLE001  # who compiles says so again
+            except Exception as error:  # noqa: BLE001  # Compiling will raise it again.
                 return Frame(kind="failed", words={"reason": type(error).__name__})
             return Frame(kind="done", words={})
         import torch
@@ -86,31 +85,31 @@ class Compiler:
             if refused:
                 return Frame(kind="refused", words={"reason": refused})
             subject.run(zero_inputs(problem, device))
-        except Exception as error:  # noqa: BLE001  # it says so again where somebody asks it
+        except Exception as error:  # noqa: BLE001  # The judged call will raise it again.
             return Frame(kind="failed", words={"reason": type(error).__name__})
         if device == "cuda":
-            torch.cuda.empty_cache()  # the memory is that of who measures
+            torch.cuda.empty_cache()  # Measurements need the memory.
         return Frame(kind="done", words={})
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is nothing to end."""
 
 
 def start_compilers(kernels: Collection[str], device: str | None) -> list[Worker]:
-    """Start processes for ``compiling_ahead``, if kernels of ours may be compiled for a GPU.
+    """Start processes for ``compiling_ahead``, if attncheck's kernels may be compiled for a GPU.
 
-    To be called before this process imports torch, which would know whether there is a GPU: they
-    start where its driver can be loaded. None has memory of a GPU before it is asked to compile.
+    It is called before this process imports torch, so it is not yet known whether there is a GPU:
+    they start if the driver can be loaded. They use no GPU memory until they are asked to compile.
 
     Args:
-        kernels: As typed; none for all of ours.
-        device: The same; ``cpu``, ``cuda``, or None for a GPU where there is one.
+        kernels: Names as the user typed them; empty for all of attncheck's.
+        device: ``cpu`` or ``cuda`` as the user typed it; None for a GPU if there is one.
     """
     ours = BUILTIN.keys() & (kernels or BUILTIN)
     if device == "cpu" or not any(BUILTIN[name].compiler for name in ours):
         return []
     workers: list[Worker] = []
-    # There may be no driver, and then nothing is compiled; or no thread or process to be had.
+    # Without a driver nothing is compiled; nor if no thread or process can be started.
     with suppress(HostError, OSError, RuntimeError):
         driver = ctypes.CDLL(_DRIVER)
         threading.Thread(target=_make_context, args=(driver,), daemon=True).start()
@@ -123,18 +122,18 @@ def start_compilers(kernels: Collection[str], device: str | None) -> list[Worker
 def _make_context(driver: ctypes.CDLL) -> None:
     """Have the driver make this process's context on the first GPU, while torch is imported.
 
-    Torch takes it as its own, and would wait for it: a quarter of a second. Of code it loads what
-    is called, as torch would have it.
+    Torch uses this context, and would otherwise wait a quarter of a second for its own. Code is
+    loaded lazily, as torch sets it.
     """
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    with suppress(AttributeError):  # it is no driver
+    with suppress(AttributeError):  # The library is not a driver.
         if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def _new_compiler() -> Worker:
-    return Worker(SERVER, environment=_ALONE, grace=_LONGEST)
+    return Worker(SERVER, environment=_NO_POOL, grace=_LONGEST)
 
 
 @contextmanager
@@ -143,19 +142,19 @@ def compiling_ahead(
     device: str,
     started: Sequence[Worker] = (),
 ) -> Iterator[list[Worker]]:
-    """Compile in other processes what is asked within; on a GPU, where there is room for them.
+    """Compile in other processes for the cells run in this context, if the GPU has room for them.
 
     Args:
         cells: Problems in their order, each with the kernels that it concerns.
         device: ``cpu`` or ``cuda``.
-        started: Of ``start_compilers``; those for which there is no room or no work end.
+        started: Processes of ``start_compilers``; those without room or work are ended.
 
     Yields:
-        The processes, which end with it.
+        The processes, which end with the context.
     """
     workers: list[Worker] = []
     pools = os.environ.get(_POOLS)
-    # Seeds and distributions compile to the same.
+    # Compiled code does not depend on seed and distribution.
     calls: dict[tuple[str, Problem], CompilerName] = {
         (subject.name, problem.replace(seed=0, distribution="normal")): subject.compiler
         for problem, subjects in cells
@@ -163,32 +162,32 @@ def compiling_ahead(
         if subject.compiler and subject.name in BUILTIN
     }
     try:
-        count = min(free_places(device), len(calls) - 1)  # one alone is no quicker elsewhere
+        count = min(free_places(device), len(calls) - 1)  # A single call is not quicker elsewhere.
         for worker in started:
-            # One may have died by now, of want of memory.
+            # It may have died by now, for lack of memory.
             if worker.ended is None and len(workers) < count:
                 workers.append(worker)
             else:
                 worker.kill(_SECONDS)
         workers.extend(_new_compiler() for _ in range(count - len(workers)))
-        # With processes enough no other kernel waits until torch's compiler is imported.
-        few = len(workers) // _OF_TORCH if {*calls.values()} > {"torch"} else 0
-        others = cycle(workers[few:])
-        of_torch = cycle(workers[:few]) if few else others
+        # With enough processes, only some import torch's compiler, and other kernels need not wait.
+        torch_count = len(workers) // _TORCH_SHARE if {*calls.values()} > {"torch"} else 0
+        other_workers = cycle(workers[torch_count:])
+        torch_workers = cycle(workers[:torch_count]) if torch_count else other_workers
         for (kernel, problem), compiler in calls.items() if workers else ():
             words = {"kernel": kernel, "problem": problem.to_json(), "device": device}
-            # Answers are left in the pipe, where there is room for thousands.
+            # Answers are not read: the pipe has room for thousands.
             request = Frame(kind="compile", words=words)
-            with suppress(HostError):  # what is not compiled there is compiled here
-                worker = next(of_torch if compiler == "torch" else others)
+            with suppress(HostError):  # If it is not compiled there, it is compiled here.
+                worker = next(torch_workers if compiler == "torch" else other_workers)
                 worker.send(request, seconds=_SECONDS)
     except (HostError, OSError):
-        pass  # no more of them are to be had
+        pass  # No further process can be started.
     for worker in workers:
-        worker.stop()  # when it has done all it ends, and frees its memory
+        worker.stop()  # It ends after its last request, and frees its memory.
     try:
         if workers:
-            os.environ.setdefault(_POOLS, _ALONE[_POOLS])
+            os.environ.setdefault(_POOLS, _NO_POOL[_POOLS])
         yield workers
     finally:
         if workers and pools is None:
@@ -200,21 +199,21 @@ def compiling_ahead(
 def load_ahead(
     problems: Collection[Problem], kernels: Collection[str], device: str
 ) -> threading.Thread | None:
-    """Load in a thread what ``problems`` and ``kernels`` of ours will need here; on a GPU.
+    """Load in a thread what ``problems`` and attncheck's ``kernels`` will need here on a GPU.
 
-    The oracle's kernel, cuDNN and Triton's hash of itself: half a second each and more, outside
-    Python's lock. No modules, for which whoever launches kernels would wait. What fails here is
-    loaded by who needs it.
+    That is the oracle's kernel, cuDNN and Triton's hash of itself, which take half a second or more
+    each without holding Python's lock. Modules are not loaded, since kernel launches would wait for
+    them. If loading fails, the first use repeats it.
 
     Returns:
         The thread; None on a CPU.
     """
     if device != "cuda":
         return None
-    # Here, because two threads that import packages beside each other may wait for one another.
+    # Imported in this thread, because two threads that import packages may deadlock.
     import torch
 
-    with suppress(ImportError):  # there may be none: its kernels are absent then
+    with suppress(ImportError):  # Without Triton its kernels are absent.
         import_module("triton.runtime")
     from attncheck.oracles.fused_tiles import takes
     from attncheck.subjects.torch_kernels import load_cudnn
@@ -238,7 +237,7 @@ def load_ahead(
 def _hash_triton() -> None:
     """Compute the part of every key of Triton's cache that is a hash of its 400 MB library.
 
-    Triton keeps it in the process, where the first kernel would wait for it.
+    Triton caches it per process; otherwise the first kernel would wait for it.
     """
     from triton.runtime.cache import triton_key
 
@@ -246,20 +245,19 @@ def _hash_triton() -> None:
 
 
 def load_compilers(subjects: Iterable[Subject], device: str) -> None:
-    """Import here what the first calls of ``subjects`` on a GPU wait for: torch's compiler.
+    """Import torch's compiler, if the first calls of ``subjects`` on a GPU need it.
 
-    It takes two seconds of this process alone: to be called while the GPU is at work, and other
-    processes compile.
+    It takes this process two seconds: call it while the GPU works and other processes compile.
     """
     if device == "cuda" and any(
         each.compiler == "torch" and each.name in BUILTIN for each in subjects
     ):
-        with suppress(Exception), no_garbage_collection():  # who compiles says so again
+        with suppress(Exception), no_garbage_collection():  # Compiling will raise it again.
             import_module("torch._inductor.compile_fx")
 
 
 def free_places(device: str) -> int:
-    """Return how many processes there are cores and memory for beside this one, on a GPU."""
+    """Return for how many further processes there are cores and GPU memory; 0 on a CPU."""
     if device == "cpu":
         return 0
     import torch

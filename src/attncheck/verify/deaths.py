@@ -1,4 +1,4 @@
-"""A kernel whose process died: asked once more, and what it died of."""
+"""Confirms and explains the death of a kernel's process."""
 
 from __future__ import annotations
 
@@ -20,74 +20,72 @@ from attncheck.verify.run_case import blank_record
 from attncheck.workers.process import Died
 
 DEATHS: frozenset[Status] = frozenset({"crash", "timeout", "oom"})
-"""Statuses of a kernel whose process gave no answer."""
+"""Statuses of a kernel whose process died, hung or ran out of memory."""
 
 MOST_DEATHS = 2
-"""Of a kernel's process, after which it is asked no more: each further one costs another."""
+"""Deaths after which a kernel is asked no more, because each costs another process."""
 
-_BROKEN = ("SIGABRT", "SIGSEGV", "SIGBUS")  # what a process may die of whose heap is broken
-_MOST_ASKED = 64  # problems that are asked between guard bands
+_SIGNALS = ("SIGABRT", "SIGSEGV", "SIGBUS")  # Signals that end a process with a broken heap.
+_MOST_GUARDED = 64  # Problems that are run between guard bands to find a wild write.
 
 
 def confirm_death(
     subject: Subject, ask: Callable[[], Record], *, slow: bool = False
 ) -> tuple[Record, int]:
-    """Return the Record that ``ask`` gives, and how often it was asked.
+    """Return the Record of ``ask``, asked once more if the process died, and the number of calls.
 
-    A kernel that dies in this process takes it along: nothing is left to confirm. One that had no
-    memory left on a GPU of which others hold much, and answers when it is asked once more, is
-    judged by that answer.
+    Only kernels in a process of their own can be asked again. One that ran out of memory on a GPU
+    much of which other processes hold is judged by its second answer.
 
     Args:
-        slow: Whether a timeout is confirmed too, which takes as long again.
+        slow: Whether to confirm a timeout too, which takes as long again.
     """
     first = ask()
-    died = first.status in DEATHS and (slow or first.status != "timeout")
-    if not died or not isinstance(subject, RemoteSubject):
+    is_death = first.status in DEATHS and (slow or first.status != "timeout")
+    if not is_death or not isinstance(subject, RemoteSubject):
         return first, 1
     problems, device = tuple(subject.connection.problems), subject.connection.device
-    # In a new process, since an earlier call may have left the first one broken.
+    # In a new process, because an earlier call may have corrupted the first one.
     subject.fresh()
     crowded = first.status == "oom" and others_hold_memory(device)
-    if culprit := _with_wild_write(first, subject, problems):
+    if culprit := _find_wild_write(first, subject, problems):
         return culprit, 2
     second = ask()
     if second.status == first.status:
         return second, 2
-    again = f"asked once more, alone in a new process: {_describe_outcome(second)}"
-    # It fails either way: that it does so differently is no excuse.
+    outcome = f"asked once more, alone in a new process: {_describe_outcome(second)}"
+    # It fails in both, though differently: that is not flaky.
     if second.status in FAILED_STATUSES:
-        return replace(first, reason=f"{first.reason}; {again}"), 2
-    if crowded:  # by others, now that the kernel's own process is gone
-        return replace(second, reason=second.reason or f"oom: {first.reason}; {again}"), 2
-    return replace(first, status="flaky", reason=f"{first.status}: {first.reason}; {again}"), 2
+        return replace(first, reason=f"{first.reason}; {outcome}"), 2
+    if crowded:  # By other processes, as the kernel's own had ended.
+        return replace(second, reason=second.reason or f"oom: {first.reason}; {outcome}"), 2
+    return replace(first, status="flaky", reason=f"{first.status}: {first.reason}; {outcome}"), 2
 
 
-def _with_wild_write(
+def _find_wild_write(
     record: Record, subject: RemoteSubject, problems: tuple[Problem, ...]
 ) -> Record | None:
-    """Return the Record of a crash as a failure of the call that wrote past its tensors.
+    """Return the Record of a crash as the failure of a call that wrote past its tensors.
 
-    None where none did, as far as guard bands show. What such a call breaks is the heap, which ends
-    the process in whatever comes later: problems are asked that the process had been asked before.
+    None if guard bands show no such call. A corrupted heap often ends the process in a later call,
+    so the problems that the process ran before are run again between guard bands.
 
     Args:
-        problems: Those that its process had been asked, the first ones first.
+        problems: Problems that its process had been asked, in order.
     """
-    # A GPU has no heap of the host's; and a kernel may leave, or be killed, with all its memory in
-    # order.
-    if subject.connection.device != "cpu" or not any(each in record.reason for each in _BROKEN):
+    # On a GPU there is no heap to corrupt, and other signals and exits do not suggest it.
+    if subject.connection.device != "cpu" or not any(each in record.reason for each in _SIGNALS):
         return None
     if isinstance(subject.executor, IsolatedExecutor):
-        subject.executor.expect(subject, None)  # without guard bands it would break this process
-    own = Case.from_json(record.case).problem
-    for problem in dict.fromkeys((own, *problems[:_MOST_ASKED])):
+        subject.executor.expect(subject, None)  # A call ahead would have no guard bands.
+    own_problem = Case.from_json(record.case).problem
+    for problem in dict.fromkeys((own_problem, *problems[:_MOST_GUARDED])):
         case = Case(problem=problem, question="guards")
         judgement = judge_call(subject, case, subject.executor, device="cpu")
         if isinstance(judgement, Failure) and judgement.kind == "crash":
-            return None  # for another reason, or by memory that torch did not allocate
+            return None  # Another cause, or memory that torch did not allocate.
         if isinstance(judgement, Judgement) and judgement.rule == "memory":
-            earlier = "" if problem == own else f"; it was asked {problem}"
+            earlier = "" if problem == own_problem else f"; it was asked {problem}"
             reason = f"{judgement.reason}{earlier}; without guard bands {record.reason}"
             judgement = replace(judgement, reason=reason)
             return replace(record, status="fail", judgement=judgement, reason="")
@@ -108,12 +106,12 @@ def death_record(
     environment: str = "",
     loading: bool = True,
 ) -> Record:
-    """Return the Record of a kernel whose process died, or broke, before it could be called.
+    """Return the Record of a kernel whose process died or failed before a call.
 
     Args:
-        case: What it was to be asked.
-        kernel: What was typed: it died before it could say its name.
-        loading: Whether it died as the kernel was loaded, which is said then.
+        case: The Case that was to be run.
+        kernel: What the user typed, because the kernel's name is not known.
+        loading: Whether it died while the kernel was loaded, which the reason then mentions.
     """
     statuses: dict[str, Status] = {"oom": "oom", "timeout": "timeout", "error": "error"}
     return blank_record(

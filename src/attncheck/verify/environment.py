@@ -13,14 +13,14 @@ from attncheck.records.record import Environment
 
 
 def default_device() -> str:
-    """``cuda`` where torch sees a GPU, else ``cpu``."""
+    """Return ``cuda`` if torch sees a GPU, else ``cpu``."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def require_device(device: str) -> None:
-    """Raise UsageError when ``device`` is ``cuda`` and torch sees no GPU."""
+    """Raise UsageError if ``device`` is ``cuda`` and torch sees no GPU."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -45,8 +45,8 @@ def prepare(device: str) -> None:
 
 
 def replacement_assembler(device: str) -> str | None:
-    """Return the ptxas that our kernels get on ``device`` in place of one that is not sound."""
-    if device == "cpu" or not find_spec("triton"):  # nothing is assembled there
+    """Return the ptxas that replaces a faulty one for our kernels on ``device``; None if none."""
+    if device == "cpu" or not find_spec("triton"):  # Nothing is assembled.
         return None
     from attncheck.kernels import compilation
 
@@ -54,8 +54,8 @@ def replacement_assembler(device: str) -> str | None:
 
 
 def environment(device: str) -> Environment:
-    """This process on ``device`` (``cpu`` or ``cuda``)."""
-    # Late, because the command line imports this module at its start.
+    """Return the machine and versions of this process on ``device`` (``cpu`` or ``cuda``)."""
+    # Imported here, because the command line imports this module at its start.
     import numpy as np
     import torch
 
@@ -66,18 +66,18 @@ def environment(device: str) -> Environment:
         machine=platform.machine(),
         python=".".join(map(str, sys.version_info[:3])),
         torch=str(torch.__version__),
-        # From its metadata: to import it would settle whether kernels are interpreted.
+        # From its metadata, because importing it fixes whether kernels are interpreted.
         triton=package_version("triton"),
         numpy=np.__version__,
         attncheck=VERSION,
         cuda=(torch.version.cuda or "") if gpu else "",
-        # Repairs change what interpreted kernels compute: results with others are of another place.
+        # Repairs change the results of interpreted kernels, so they are part of the environment.
         interpreter=_repairs(),
     )
 
 
 def package_version(package: str) -> str:
-    """Return the version of an installed package; empty where it is not here."""
+    """Return the version of an installed package; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

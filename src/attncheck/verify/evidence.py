@@ -1,4 +1,4 @@
-"""The evidence on a Case: what is known of it whatever the kernel, as arrays; frozen, once made."""
+"""The evidence on a Case: the inputs and exact result that do not depend on a kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attncheck.probes import PROBES
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Evidence:
-    """The facts that a kernel's outputs on a Case are held against."""
+    """The inputs and exact result that a kernel's outputs on a Case are judged by."""
 
     case: Case
     device: str  # ``cpu`` or ``cuda``, where the truth was computed
@@ -44,8 +44,8 @@ class Evidence:
 
     @property
     def generic(self) -> bool:
-        """True where inputs are drawn without structure, so that roundings are independent."""
-        # A probe's inputs are all structure, so that its right answer is an integer.
+        """True if inputs are drawn without structure, so that roundings are independent."""
+        # A probe's inputs are structured so that its right answer is an integer.
         if self.case.question in PROBES:
             return False
         return distribution_named(self.case.problem.distribution).generic
@@ -54,7 +54,7 @@ class Evidence:
     def reads(self) -> tuple[CapturedRead, ...]:
         """The reads of captured tensors by the score mod.
 
-        Empty where their gradients are not asked for, or the score mod cannot be traced.
+        Empty if their gradients are not requested, or the score mod cannot be traced.
         """
         problem = self.case.problem
         return _traced_reads(problem, self.device) if problem.dcaptured else ()
@@ -65,24 +65,24 @@ class Evidence:
         return None if traced is None else score_analysis(traced, arithmetic)
 
     def slope_error(self, arithmetic: Arithmetic) -> RunningError | None:
-        """Return the same of the score mod's derivative."""
+        """Return the error analysis of the score mod's derivative; None if it cannot be traced."""
         traced = _traced_slope(self.case.problem, self.device)
         return None if traced is None else score_analysis(traced, arithmetic)
 
 
 def score_analysis(expression: Expression, arithmetic: Arithmetic) -> RunningError:
-    """Return the error analysis of what a kernel of this arithmetic evaluates of scores."""
+    """Return the error analysis of an expression of scores in a kernel's arithmetic."""
     from attncheck.mods.operation_errors import KERNEL_FP32, TORCH_FP64
     from attncheck.mods.running_error import RunningError
 
-    # In float64 it is an oracle, which calls torch's own functions.
+    # Only oracles compute in float64, and they call torch's functions.
     fp64 = arithmetic.computes.name == "fp64"
     return RunningError(
         expression, arithmetic.tanh_error, arithmetic=TORCH_FP64 if fp64 else KERNEL_FP32
     )
 
 
-# Asked of one Problem over and over; few are kept, since what a mod captures may be large.
+# The caches are small, because a mod may capture large tensors. Most calls repeat one Problem.
 
 
 @functools.lru_cache(maxsize=2)

@@ -1,4 +1,4 @@
-"""The evidence on a Case: each costly part made once, when first needed, for all kernels."""
+"""Builds the evidence on a Case: computes each costly part once, on first use, for all kernels."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ if TYPE_CHECKING:
     from attncheck.judge.allowance import Allowance
     from attncheck.judge.blind_spot import CutSums
 
-# Of a lazy maximum, in log2 units: FlashAttention-4's.
+# A lazy maximum is raised only if a score exceeds it by this, in log2 units (FlashAttention-4's).
 _LAZY = 8.0
 
-# Of q and k, whose float64 numbers are kept: 768 MiB of 128 dims, and on a GPU 1.5 GiB.
-_MOST_KEPT_ROWS = {"cpu": 1 << 18, "cuda": 1 << 19}
+# Rows of q and k up to which float64 numbers are cached: 768 MiB at 128 dims, 1.5 GiB on a GPU.
+_MOST_CACHED_ROWS = {"cpu": 1 << 18, "cuda": 1 << 19}
 
 
 class EvidenceBuilder:
-    """Draws and computes what is known of a Case, and keeps it.
+    """Computes inputs, exact result and error allowances of a Case on first use, and caches them.
 
     Args:
-        case: The Case; of a probe's the inputs are the probe's.
+        case: The Case; a probe's has the probe's inputs.
         device: ``cpu`` or ``cuda``, where kernels run.
-        place: The same of the truth and the judge; by default where kernels run.
-        inputs: What is read, where it is not drawn: tensors of a user's, or a relation's.
-        truth: The exact result, where it is known already.
-        expected: Arithmetics of kernels that will be judged by it: bounds of several at once cost
-            little more than of one.
-        tilings: Of such kernels, whose errors are compared with those of the ideal kernel there.
-        meanwhile: What else there is to do before kernels run, while a GPU is at work on that.
+        place: ``cpu`` or ``cuda``, for the exact result and the judge; by default ``device``.
+        inputs: A user's or a relation's tensors, in place of drawn ones.
+        truth: The exact result, if it is already known.
+        expected: Arithmetics of the kernels to be judged: bounds for several at once cost little
+            more than for one.
+        tilings: Tilings of those kernels, at which the ideal kernel is compared with them.
+        meanwhile: Called before kernels run, while a GPU works on the evidence.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class EvidenceBuilder:
     ) -> None:
         self.case, self.device, self.expected, self.tilings = case, device, expected, tilings
         self._place, self._meanwhile = place or device, meanwhile
-        # Where a cached_property keeps its value: what is there is never computed.
+        # A cached_property stores its value in __dict__; a value set here is never computed.
         if inputs is not None:
             self.__dict__["inputs"] = inputs
         if truth is not None:
             self.__dict__["truth"] = truth
-        # Kept by what they depend on: kernels of one arithmetic or tiling share them.
+        # Cached by arithmetic or tiling, and shared by kernels that have the same.
         self._allowances: dict[Arithmetic, Allowance] = {}
         self._blind_spots: dict[tuple[Arithmetic, bool], BlindSpot | None] = {}
         self._cut_sums: CutSums = {}
@@ -92,19 +92,19 @@ class EvidenceBuilder:
 
     @cached_property
     def evidence(self) -> Evidence:
-        """The facts that any kernel's outputs are held against, frozen."""
+        """The inputs and exact result against which any kernel's outputs are judged."""
         return Evidence(case=self.case, device=self._place, inputs=self.inputs, truth=self.truth)
 
     def establish(self, *, reference_errors: bool = True) -> None:
         """Compute inputs and truth now, so that nothing a kernel does can change them.
 
-        With ``reference_errors`` also what its errors are compared with.
+        With ``reference_errors`` compute the errors that the kernel's are compared with, too.
         """
         _ = self.evidence
         if reference_errors:
             _ = self.floor_rmse, self.input_rmse, self.gradient_floors
-        self.__dict__.pop("_originals", None)  # many gigabytes, and needed no more
-        # A GPU is at work on them while the first kernel is compiled.
+        self.__dict__.pop("_originals", None)  # It takes gigabytes and is not needed again.
+        # A GPU computes these while the first kernel is compiled.
         if reference_errors and self.device == "cuda":
             for tiling in self.tilings:
                 self.ideal_outputs(tiling)
@@ -116,17 +116,17 @@ class EvidenceBuilder:
     def _originals(self) -> Inputs:
         problem = self.case.problem
         exact = problem.replace(dtype="fp64")
-        # Masks, score mods and dtypes read the same numbers, and to draw them takes a second.
+        # Numbers do not depend on mask, score mod and dtype, and drawing them takes a second.
         plain = exact.replace(mask=FULL, score=NONE, dcaptured=False)
         rows = problem.batch * problem.heads * (problem.query + problem.kv)
-        kept = problem.operation == "attention" and rows <= _MOST_KEPT_ROWS[self._place]
-        draw = _draw_kept if kept else _draw_kept.__wrapped__
+        is_cached = problem.operation == "attention" and rows <= _MOST_CACHED_ROWS[self._place]
+        draw = _draw_cached if is_cached else _draw_cached.__wrapped__
         numbers = draw(plain, distribution_named(problem.distribution), self._place)
         return numbers.replace(problem=exact)
 
     @cached_property
     def inputs(self) -> Inputs:
-        """The tensors that the kernel and the oracle read."""
+        """The input tensors of the kernel and the oracle."""
         if self.case.question in probes.PROBES:
             return probes.inputs(self.case, self._place)
         return input_tensors.round_inputs(self._originals, self.case.problem)
@@ -140,12 +140,12 @@ class EvidenceBuilder:
     def input_rmse(self) -> float:
         """RMSE between the exact results on the inputs as stored and as drawn.
 
-        What rounding the inputs costs, whatever the kernel. The mask is the same in both, so the
-        same rows see a key. A probe's inputs are numbers of its dtype: nothing.
+        This is the error due to rounding the inputs, for any kernel. The mask is the same in both,
+        so the same rows see a key. It is 0 for probes, whose inputs are numbers of the dtype.
         """
         if self.case.question in probes.PROBES:
             return 0.0
-        # Without gradients, of which the rounding of inputs is not reported.
+        # Gradients are left out, because their input error is not reported.
         unrounded = oracles.truth(self._originals.forward()).out
         return measure_errors(self.truth.out, unrounded, self.alive[..., None]).rmse
 
@@ -162,7 +162,7 @@ class EvidenceBuilder:
 
     @cached_property
     def gradient_floors(self) -> dict[TensorName, float]:
-        """RMSE of each exact gradient correctly rounded to its format; none without a backward."""
+        """RMSE of each exact gradient correctly rounded to its format; empty without a backward."""
         storage, fp32 = self.case.problem.formats.storage, FORMATS["fp32"]
         of_keys = ("dq", "dk", "dv")
         return {
@@ -173,8 +173,8 @@ class EvidenceBuilder:
     def touched(self, gradient: TensorName) -> Tensor:
         """Return where ``gradient`` is not 0 by definition, bool, broadcastable to its shape.
 
-        Of dq in rows that see a key, of dk and dv of keys that some row sees, of dcaptured of
-        numbers that are read there.
+        These are for dq the rows that see a key, for dk and dv the keys that some row sees, and for
+        dcaptured the numbers that are read for a visible score.
         """
         if gradient == "dcaptured":
             return self._numbers_read
@@ -198,20 +198,20 @@ class EvidenceBuilder:
         return seen.view(problem.batch, problem.kv_heads, problem.group, problem.kv).any(2)
 
     def allowance(self, arithmetic: Arithmetic, outputs: Outputs | None = None) -> Allowance:
-        """Return what ``allowances.allowances`` allows a kernel of this arithmetic.
+        """Return the error bounds of a kernel of this arithmetic, as in ``allowances.allowances``.
 
-        With ``outputs`` so much of it as a verdict on them needs: see ``allowances.settle``.
+        With ``outputs``, only as exact as a verdict on them needs: see ``allowances.settle``.
         """
         allowance = self._allowance(arithmetic)
         settle(allowance, self.evidence, arithmetic, outputs)
         return allowance
 
     def _allowance(self, arithmetic: Arithmetic) -> Allowance:
-        """Of the sampled rows, and of others what is known so far."""
+        """Return the cached allowance, in which rows that are not sampled may have floors."""
         if arithmetic not in self._allowances:
             arithmetics = dict.fromkeys([arithmetic, *self.expected])
             new = [each for each in arithmetics if each not in self._allowances]
-            allowed = allowances(self.evidence, new, self._totals, self._sampled)
+            allowed = allowances(self.evidence, new, self._totals, self._sampled_rows)
             self._allowances.update(zip(new, allowed, strict=True))
         return self._allowances[arithmetic]
 
@@ -220,13 +220,13 @@ class EvidenceBuilder:
         return totals_of_rows(self.evidence)
 
     def blind_spot(self, arithmetic: Arithmetic, *, exposes_lse: bool) -> BlindSpot | None:
-        """Return what this Case could not have shown of a kernel of this arithmetic."""
+        """Return the faults that this Case would not show in a kernel of this arithmetic."""
         key = arithmetic, exposes_lse
         if key not in self._blind_spots:
-            # One by one, because the conditions of rows are large.
+            # A generator, because the conditions of rows are large.
             rows = (
-                (known, score_slopes(self.inputs, known) if known.has_score_mod else None)
-                for known in self.sampled_conditions()
+                (each, score_slopes(self.inputs, each) if each.has_score_mod else None)
+                for each in self.sampled_conditions()
             )
             self._blind_spots[key] = blind_spot(
                 rows,
@@ -238,24 +238,24 @@ class EvidenceBuilder:
         return self._blind_spots[key]
 
     @cached_property
-    def _sampled(self) -> list[Rows]:
+    def _sampled_rows(self) -> list[Rows]:
         return sampled_rows(self.case.problem, self.inputs.device)
 
     def sampled_conditions(self) -> Iterator[Conditions]:
-        """Yield conditions of the rows that are examined more closely, computed one by one.
+        """Yield the conditions of the sampled rows, in the order of an Allowance's samples.
 
-        In the order of an Allowance's samples. They are large: hold one at a time.
+        They are large: hold one at a time.
         """
-        for rows in self._sampled:
+        for rows in self._sampled_rows:
             yield compute_conditions(self.inputs, self.truth, rows)
 
     def ideal_outputs(self, tiling: Tiling, *, truncates: bool = False) -> Outputs:
-        """Return what the ideal kernel gives at ``tiling``.
+        """Return the outputs of the ideal kernel at ``tiling``.
 
         Args:
             truncates: Whether it truncates tf32 operands, as tensor cores do.
         """
-        # Other operands have no bits to truncate: both ideal kernels would be one.
+        # Only tf32 operands have bits to truncate; others share one cache entry.
         truncates = truncates and self.case.problem.formats.products.name == "tf32"
         key = tiling, truncates
         if key not in self._ideals:
@@ -264,9 +264,9 @@ class EvidenceBuilder:
         return self._ideals[key]
 
     def other_orders(self, tiling: Tiling, *, truncates: bool) -> Iterator[Outputs]:
-        """Yield what the ideal kernel at ``tiling`` gives with its operations in other orders.
+        """Yield the outputs of the ideal kernel at ``tiling`` with its operations in other orders.
 
-        ``truncates`` is as of ``ideal_outputs``. Nothing is kept: few verdicts need it.
+        ``truncates`` is as in ``ideal_outputs``. Not cached, because few verdicts need them.
         """
         tf32: Literal["truncate", "nearest"] = "truncate" if truncates else "nearest"
         for sums, scale in ((True, True), (True, False), (False, True)):
@@ -274,12 +274,12 @@ class EvidenceBuilder:
             yield kernel.run(self.inputs.forward())
 
     def ensemble(self, *, truncates: bool = False) -> Iterator[Outputs]:
-        """Yield what ideal kernels of several tilings give, one after the other."""
+        """Yield the outputs of ideal kernels of several tilings."""
         for tiling in ensemble_tilings(self.case.problem):
             yield self.ideal_outputs(tiling, truncates=truncates)
 
     def ideal_rmse(self, tiling: Tiling) -> float:
-        """RMSE of the ideal kernel at ``tiling``."""
+        """Return the RMSE of the ideal kernel at ``tiling``."""
         if tiling not in self._ideal_rmse:
             out = self.ideal_outputs(tiling).out
             rmse = measure_errors(out, self.truth.out, self.alive[..., None]).rmse
@@ -287,7 +287,7 @@ class EvidenceBuilder:
         return self._ideal_rmse[tiling]
 
     def ideal_gradients(self, tiling: Tiling) -> dict[TensorName, float]:
-        """RMSE of each gradient of the ideal kernel at ``tiling``, after its own forward."""
+        """Return the RMSE of each gradient of the ideal kernel at ``tiling``, after its forward."""
         if tiling not in self._ideal_gradients:
             exact = self.truth.gradients()
             self._ideal_gradients[tiling] = {
@@ -298,21 +298,21 @@ class EvidenceBuilder:
 
 
 @functools.lru_cache(maxsize=2)
-def _draw_kept(problem: Problem, distribution: Distribution, device: str) -> Inputs:
-    """Float64 numbers on ``device``, for reading; kept, for the next Problem with the same."""
-    del distribution  # another recording's may have the same name
+def _draw_cached(problem: Problem, distribution: Distribution, device: str) -> Inputs:
+    """Return read-only float64 numbers on ``device``, cached for the next Problem."""
+    del distribution  # Part of the cache key, because two recordings may have the same name.
     return input_tensors.unrounded_inputs(problem, device)
 
 
 def forget_numbers() -> None:
-    """Forget the numbers that are kept for the next Problem: their memory is needed."""
-    _draw_kept.cache_clear()
+    """Drop the numbers cached for the next Problem, to free their memory."""
+    _draw_cached.cache_clear()
 
 
 def ensemble_tilings(problem: Problem) -> tuple[Tiling, ...]:
-    """Four tilings of right kernels: large and small tiles, from either end, a lazy maximum.
+    """Return four tilings of right kernels: large and small, from either end, with a lazy maximum.
 
-    A softmax has no tiles. In fp8 no maximum is lazy: P would lose its scale to it.
+    A softmax has no tiles, and gets one tiling. In fp8 a lazy maximum would take P out of scale.
     """
     first = Tiling(block_query=128, block_kv=64)
     if problem.operation == "softmax":

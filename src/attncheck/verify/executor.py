@@ -1,7 +1,7 @@
-"""Calls a kernel: everything that runs one goes through here.
+"""Executors, through which every kernel is called.
 
-In this process (``InProcess``) or in one of the kernel's own (``isolated.Isolated``). Whatever it
-raises or returns comes back as data.
+A kernel runs in this process (``InProcess``) or in one of its own (``isolated.IsolatedExecutor``).
+Whatever it raises or returns comes back as data.
 """
 
 from __future__ import annotations
@@ -49,39 +49,38 @@ if TYPE_CHECKING:
 class Failure:
     """The reason why there are no outputs."""
 
-    # ``error`` when the kernel raised; ``refused`` when it said, only as it was called, that it
-    # does not take its inputs (``subject.Refused``); ``contract`` when what it returned is not
-    # what was asked for, ``alias`` when that lies in the memory of its inputs, ``mutation`` when
-    # it wrote to them; ``oom`` when no memory was left; ``crash`` and ``timeout`` when its
-    # process died or did not answer in time.
+    # ``error``: the kernel raised. ``refused``: it raised ``subject.Refused``, as it does not take
+    # these inputs. ``contract``: its outputs have a wrong form. ``alias``: they share memory with
+    # the inputs. ``mutation``: it wrote to its inputs. ``oom``: no memory was left. ``crash``,
+    # ``timeout``: its process died, or did not answer in time.
     kind: str
     message: str  # one line
-    trace: str = ""  # the traceback, for who asks for it
+    trace: str = ""  # the traceback; empty if there is none
 
 
 def out_of_memory(error: Exception) -> bool:
     """Return whether ``error`` says that an allocation failed, on the host or on a GPU."""
-    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    # torch has no class of its own for a failed allocation on the CPU, nor for one by the driver.
+    has_class = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    # torch raises a bare RuntimeError if an allocation fails on the CPU or in the driver.
     text = str(error) if isinstance(error, RuntimeError) else ""
-    return known or "allocate memory" in text or "CUDA error: out of memory" in text
+    return has_class or "allocate memory" in text or "CUDA error: out of memory" in text
 
 
 LACKED = "out of memory for"
-"""Begins the reason of a Record where the judge had no memory, not the kernel."""
+"""Start of the reason of a Record if the judge ran out of memory, not the kernel."""
 
 
 def lacked_memory(error: Exception, what: str) -> Failure:
-    """Return that the judge had no memory for ``what``; an ``error`` of another kind is raised."""
+    """Return a Failure: no memory was left for ``what``; raise ``error`` if of another kind."""
     if not out_of_memory(error):
         raise error
     return Failure(kind="error", message=f"{LACKED} {what}")
 
 
 def lost_gpu() -> str:
-    """Return the error that CUDA raises in this process from now on; empty where it works.
+    """Return the error that every CUDA call in this process now raises; empty if CUDA works.
 
-    An illegal or a misaligned address, or a failed launch, ends every later call with its words.
+    After an illegal or misaligned address, or a failed launch, every later call repeats its error.
     """
     try:
         torch.cuda.synchronize()
@@ -91,11 +90,11 @@ def lost_gpu() -> str:
 
 
 ENDS_CALLER = "which no `except Exception` of its caller catches"
-"""Of a failure by what is raised to end a program, such as SystemExit."""
+"""End of the message if a kernel raised a BaseException that ends a program, as SystemExit."""
 
 
 def failure(error: BaseException) -> Failure:
-    """Return what somebody's code raised, as data."""
+    """Return what foreign code raised as a Failure."""
     line = first_line(error)
     if isinstance(error, Refused):
         return Failure(kind="refused", message=line)
@@ -105,36 +104,36 @@ def failure(error: BaseException) -> Failure:
     if not isinstance(error, Exception):
         message += f", {ENDS_CALLER}"
     trace = "".join(traceback.format_exception(error))
-    lacks = bool(line) and isinstance(error, Exception) and out_of_memory(error)
-    lacks = lacks or isinstance(error, MemoryError)  # Python's says nothing
-    return Failure(kind="oom" if lacks else "error", message=message, trace=trace)
+    is_oom = bool(line) and isinstance(error, Exception) and out_of_memory(error)
+    is_oom = is_oom or isinstance(error, MemoryError)  # Python's own has no message.
+    return Failure(kind="oom" if is_oom else "error", message=message, trace=trace)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The source of inputs, so that another process draws the same."""
+    """The source of inputs, from which another process draws equal ones."""
 
     case: Case
-    run: int = 0  # which of the runs that its question asks for; 0 where there is one
+    run: int = 0  # number of the run among those of its question; 0 if there is only one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """The outcome of a call: outputs, and what the kernel declares of them."""
+    """Outputs of a call, and the kernel's declarations about them."""
 
     outputs: Outputs
-    seconds: float | None  # median time of one call; None when it was not timed
-    tiling: Tiling | None  # what it declares of its tiles
-    arithmetic: Arithmetic  # the arithmetic that it declares, or that is assumed of it
-    notes: CallNotes = dataclasses.field(default_factory=CallNotes)  # what was seen around the call
-    # ``obligations.inputs_digest`` of what it read, afterwards; empty where nobody asked.
+    seconds: float | None  # median time of one call; None if it was not timed
+    tiling: Tiling | None  # the declared tiles
+    arithmetic: Arithmetic  # the declared arithmetic, or the one assumed
+    notes: CallNotes = dataclasses.field(default_factory=CallNotes)  # observations around the call
+    # ``obligations.inputs_digest`` of the inputs after the call; empty if not requested.
     left: str = ""
-    compiling: float = 0.0  # seconds of its calls that compilers took; 0 where nobody listened
+    compiling: float = 0.0  # seconds that compilers took in its calls; 0 if not measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One call of several kernels' that take turns."""
+    """The time of one call, where calls of several kernels take turns."""
 
     seconds: float
     clock: Clock
@@ -158,7 +157,7 @@ class Executor(Protocol):
     def launches(
         self, subject: Subject, problem: Problem, device: str
     ) -> Mapping[str, Subject] | Failure:
-        """The same kernel launched otherwise (``Subject.launches``)."""
+        """Return the kernel's other launches (``Subject.launches``)."""
         ...
 
     def run(
@@ -170,10 +169,10 @@ class Executor(Protocol):
         timed: bool = False,
         under: CallConditions = PLAIN_CALL,
     ) -> Execution | Failure:
-        """``subject`` on ``inputs``; never raises what the kernel raised.
+        """Run ``subject`` on ``inputs``; return what the kernel raises as a Failure.
 
         Args:
-            origin: Where they are from: for who draws them anew elsewhere.
+            origin: Source of the inputs, for executors that draw them in another process.
             timed: Whether it is called until its median time is known.
         """
         ...
@@ -183,7 +182,7 @@ class KeepingExecutor(Executor, Protocol):
     """An executor that keeps calls, so that those of several kernels can take turns."""
 
     def keep(self, subject: Subject, inputs: Inputs, *, graph: bool) -> Execution | Failure:
-        """As ``run``; its call is kept for ``time`` until ``forget``.
+        """Run as ``run``, and keep the call for ``time`` until ``forget``.
 
         Args:
             graph: Whether it is timed in a CUDA graph, if it can be captured.
@@ -191,11 +190,11 @@ class KeepingExecutor(Executor, Protocol):
         ...
 
     def time(self, problem: Problem) -> Turn | Failure:
-        """One more call of what is kept of ``problem``."""
+        """Time one more call of the kept call for ``problem``."""
         ...
 
     def forget(self) -> None:
-        """Keep no call any more, and nothing that it holds."""
+        """Drop all kept calls, and the memory that they hold."""
         ...
 
 
@@ -203,21 +202,21 @@ _NO_CAPTURED = "it gives no gradients of the tensors that a score mod reads"
 
 
 class InProcess:
-    """Calls the kernel in this very process: quick, and only as safe as the kernel.
+    """Calls the kernel in this process: quick, and only as safe as the kernel.
 
     Args:
-        digests: Whether Executions say what the inputs were afterwards: for who asks from another
-            process, and looks at them itself.
+        digests: Whether Executions have the digest of the inputs after the call, so that another
+            process can compare it.
     """
 
     def __init__(self, *, digests: bool = False) -> None:
         self._digests = digests
-        self._first: dict[str, State] = {}  # by device: before the first call that was made here
+        self._first: dict[str, State] = {}  # by device type: before its first call here
         self._earlier = EarlierCalls()
         self._watches: dict[Problem, Stopwatch] = {}
 
     def absence(self, subject: Subject, device: str) -> str | None:
-        """Return why ``subject`` can run nothing here; what asking raises, ``refusal`` says."""
+        """Return why ``subject`` can run nothing here; None if asking raises, as in ``refusal``."""
         try:
             return subject.absent(device)
         except KeyboardInterrupt:
@@ -226,7 +225,7 @@ class InProcess:
             return None
 
     def concerns(self, subject: Subject, problem: Problem) -> bool:
-        """Return whether to ask ``subject``; True where it cannot say, and ``refusal`` tells."""
+        """Return whether to ask ``subject``; True if that raises, which ``refusal`` will report."""
         try:
             return subject.concerns(problem)
         except KeyboardInterrupt:
@@ -247,7 +246,7 @@ class InProcess:
     def launches(
         self, subject: Subject, problem: Problem, device: str
     ) -> Mapping[str, Subject] | Failure:
-        """Its other launches; a Failure when even asking raises."""
+        """Return its other launches; a Failure if asking raises."""
         try:
             return subject.launches(problem, device)
         except KeyboardInterrupt:
@@ -264,9 +263,9 @@ class InProcess:
         timed: bool = False,
         under: CallConditions = PLAIN_CALL,
     ) -> Execution | Failure:
-        """``subject`` on a copy of ``inputs``; with ``timed``, until the median is known.
+        """Run ``subject`` on a copy of ``inputs``; with ``timed``, until the median is known.
 
-        What it warns of is no failure, also where the caller made errors of warnings.
+        Warnings are no failures, even if the caller turns warnings into errors.
         """
         del origin
 
@@ -276,16 +275,16 @@ class InProcess:
         return self._run(subject, inputs, under, time)
 
     def keep(self, subject: Subject, inputs: Inputs, *, graph: bool) -> Execution | Failure:
-        """As ``run``; its call is kept for ``time`` until ``forget``."""
+        """Run as ``run``, and keep the call for ``time`` until ``forget``."""
 
-        def kept(call: Call) -> None:
+        def keep_watch(call: Call) -> None:
             watch = Stopwatch(call, inputs.device, graph=graph)
             self._watches[inputs.problem] = watch
 
-        return self._run(subject, inputs, PLAIN_CALL, kept)
+        return self._run(subject, inputs, PLAIN_CALL, keep_watch)
 
     def time(self, problem: Problem) -> Turn | Failure:
-        """One more call of what is kept of ``problem``."""
+        """Time one more call of the kept call for ``problem``."""
         try:
             watch = self._watches[problem]
             return Turn(seconds=watch.seconds(), clock=watch.clock)
@@ -295,7 +294,7 @@ class InProcess:
             return failure(error)
 
     def forget(self) -> None:
-        """Keep no call any more, and nothing that it holds."""
+        """Drop all kept calls, and the memory that they hold."""
         self._watches.clear()
 
     def _run(
@@ -308,13 +307,13 @@ class InProcess:
         device = inputs.device
         if device.type not in self._first:
             self._first[device.type] = process_state(device)
-        first = self._first[device.type]
-        if under.turn <= 1:  # another sequence, or none
+        first_state = self._first[device.type]
+        if under.turn <= 1:  # A new sequence, or no sequence.
             self._earlier = EarlierCalls()
         try:
             with (
-                _harmless_warnings(),
-                under_conditions(under, device, first, self._earlier) as around,
+                _show_warnings(),
+                under_conditions(under, device, first_state, self._earlier) as around,
             ):
                 copies = around.copied(inputs)
                 call = subject.prepare(copies)
@@ -323,7 +322,7 @@ class InProcess:
                 broken = _output_failure(outputs, inputs, copies)
                 if not broken:
                     around.returned(outputs)
-                    # In memory of their own, because further calls may use the kernel's anew.
+                    # Copied, because further calls may reuse the memory that the kernel returned.
                     tensors = outputs.tensors().items()
                     outputs = Outputs(**{name: tensor.clone() for name, tensor in tensors})
                     outputs = around.again(subject, call, inputs, outputs)
@@ -334,7 +333,7 @@ class InProcess:
             raise
         except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
             return failure(error)
-        # Last of all, because further calls may write to the inputs too.
+        # Checked last, because further calls may write to the inputs too.
         broken = broken or _input_failure(copies, inputs, arithmetic)
         return broken or Execution(
             outputs=outputs,
@@ -347,37 +346,37 @@ class InProcess:
 
 
 def _output_failure(outputs: Outputs, inputs: Inputs, copies: Inputs) -> Failure | None:
-    """Return the Failure of what came of a call on ``copies``, a copy of ``inputs``."""
-    unlike = output_error(outputs, inputs)
-    if unlike:
-        return Failure(kind="contract", message=unlike)
-    shared = aliased_input(outputs, copies)
-    return Failure(kind="alias", message=shared) if shared else None
+    """Return the Failure if outputs have a wrong form or share memory with ``copies``."""
+    wrong_form = output_error(outputs, inputs)
+    if wrong_form:
+        return Failure(kind="contract", message=wrong_form)
+    alias = aliased_input(outputs, copies)
+    return Failure(kind="alias", message=alias) if alias else None
 
 
 def _input_failure(copies: Inputs, inputs: Inputs, arithmetic: object) -> Failure | None:
-    """Return the Failure of what a kernel left of its inputs, or declares."""
-    changed = written_input(copies, inputs)
-    if changed:
-        return Failure(kind="mutation", message=changed)
-    undeclared = arithmetic_error(arithmetic, inputs)
-    return Failure(kind="contract", message=undeclared) if undeclared else None
+    """Return the Failure if the kernel changed its inputs or declares a wrong arithmetic."""
+    mutation = written_input(copies, inputs)
+    if mutation:
+        return Failure(kind="mutation", message=mutation)
+    wrong_arithmetic = arithmetic_error(arithmetic, inputs)
+    return Failure(kind="contract", message=wrong_arithmetic) if wrong_arithmetic else None
 
 
 @contextlib.contextmanager
-def _harmless_warnings() -> Iterator[None]:
-    """Show warnings that the caller makes errors of: within, they raise nothing.
+def _show_warnings() -> Iterator[None]:
+    """Show warnings within the context, even if the caller turns them into errors.
 
-    torch's own come from any of its threads, once in a process: cuBLAS says in the first backward
-    that its thread had no CUDA context (torch 2.11), in whichever test that happens to be.
+    torch's come from any of its threads, once per process: in the first backward, for example,
+    cuBLAS warns that its thread had no CUDA context (torch 2.11), whichever test that is in.
     """
     filters = list(warnings.filters)
     if all(action != "error" for action, *_ in filters):
-        yield  # to enter and leave forgets which warnings were shown once
+        yield  # catch_warnings would forget which warnings were shown already.
         return
     with warnings.catch_warnings():
-        warnings.resetwarnings()  # and nothing is remembered of the filters there were
+        warnings.resetwarnings()  # It also invalidates caches of earlier filters.
         for action, *rest in reversed(filters):
-            shown = "default" if action == "error" else action
-            warnings.filters.insert(0, (shown, *rest))  # type: ignore[attr-defined]  # it is a list
+            shown_action = "default" if action == "error" else action
+            warnings.filters.insert(0, (shown_action, *rest))  # type: ignore[attr-defined]  # it is a list
         yield

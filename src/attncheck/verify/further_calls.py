@@ -1,4 +1,4 @@
-"""The same call again: as it was, elsewhere in memory, or on a stream of its own."""
+"""Repeats a call: unchanged, elsewhere in memory, or on a stream of its own."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ from attncheck.inputs.input_tensors import Inputs
 from attncheck.subjects.capabilities.subject import Call, Subject
 from attncheck.verify.memory_patterns import QuietMode, fill_free
 
-_LATE = 40_000_000  # cycles of a GPU, 13 ms or more: far longer than a launch
-_STILL = 0.004  # seconds of this process during which a stream that waits surely does so still
-_OF_INPUTS = 3  # waits before inputs are written: a kernel may not read them at once
-_MOST = 200  # waits of one call: one that synchronises at every step ends, too
+_WAIT_CYCLES = 40_000_000  # GPU cycles of a wait, 13 ms or more: far longer than a launch.
+_SURELY_WAITING = 0.004  # Seconds since a wait was queued, within which it has surely not ended.
+_INPUT_WAITS = 3  # Waits before inputs are written, because a kernel may not read them at once.
+_MOST_WAITS = 200  # Waits of one call, so that one that synchronises at every step ends.
 
 
 def late_call(subject: Subject, inputs: Inputs, turn: int) -> Outputs:
-    """Return what ``subject`` gives on a stream of its own, which alone orders the call.
+    """Return the outputs of ``subject`` called on a stream of its own, with no other ordering.
 
-    In odd turns that stream is late: its inputs hold other numbers until it has waited, and it
-    waits anew wherever torch's operators come after that. Who launches on another stream, and does
-    not wait for this one, reads the other numbers, and writes to what is filled afterwards.
+    In odd turns that stream is delayed: its inputs hold other numbers until it has waited, and it
+    waits again before later torch operators. A kernel that launches on another stream, and does not
+    wait for this one, reads the other numbers, and writes to memory that is filled afterwards.
 
-    In even turns all other streams are late, as soon as they are switched to. Who launches on one
-    for which this stream does not wait has written nothing when its outputs are read.
+    In even turns all other streams are delayed, as soon as they are switched to. A kernel that
+    launches on one for which this stream does not wait has written nothing when outputs are read.
 
     Args:
-        inputs: What it is to read; they are there when this is called.
-        turn: Which further call it is, from 1 on.
+        inputs: Inputs, complete before this is called.
+        turn: Number of the further call, from 1 on.
     """
     device, others = inputs.device, turn % 2 == 0
     stream = _stream(device, turn)
     torch.cuda.synchronize(device)
     with torch.cuda.stream(stream):
-        # From here on no memory has to be asked of the driver, which may wait for the GPU.
+        # Afterwards no memory is requested from the driver, which may wait for the GPU.
         fill_free(device, "pattern")
-        copies, late = inputs.clone(), _Late(stream, others=others)
+        copies, delay = inputs.clone(), _Late(stream, others=others)
         if not others:
-            _written_late(copies, inputs)
-        with late:
+            _write_late(copies, inputs)
+        with delay:
             call = subject.prepare(copies)
         if not others:
-            torch.cuda.synchronize(device)  # what was prepared elsewhere may be joined by the call
-            _written_late(copies, inputs)
-        with late:
-            made = call()
+            torch.cuda.synchronize(device)  # Streams of the preparation may be joined in the call.
+            _write_late(copies, inputs)
+        with delay:
+            outputs = call()
         with _disable_current_modes():
-            tensors = {name: tensor.clone() for name, tensor in made.tensors().items()}
+            tensors = {name: tensor.clone() for name, tensor in outputs.tensors().items()}
     torch.cuda.synchronize(device)
-    return type(made)(**tensors)
+    return type(outputs)(**tensors)
 
 
 class _Late(QuietMode):
-    """While it is on, some streams are made to wait before what is queued on them.
+    """A dispatch mode that delays streams: they wait before work is queued on them.
 
-    Seen are torch's operators, and that a stream is switched to (``torch.cuda.stream``). A host
-    that synchronises sees a wait end; the next operator begins another.
+    Waits are queued before torch's operators, and when a stream is switched to
+    (``torch.cuda.stream``). If the host synchronises, the next operator queues another wait.
 
     Args:
-        others: Whether all others are made to wait, and not this one.
+        others: Whether to delay all streams but ``stream``, in place of ``stream``.
     """
 
     def __init__(self, stream: torch.cuda.Stream, *, others: bool) -> None:
@@ -75,40 +75,40 @@ class _Late(QuietMode):
         self._stream, self._others = stream, others
         self._since: dict[int, float] = {}
         self._waits = 0
-        self._switched = contextlib.ExitStack()
+        self._observation = contextlib.ExitStack()
 
     def __enter__(self) -> Any:
-        """Also notice streams that are switched to."""
-        self._switched.enter_context(self._noticed())
+        """Also observe switches of the stream."""
+        self._observation.enter_context(self._observe_switches())
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
 
     def __exit__(self, *about: Any) -> None:
-        """Notice no more."""
+        """Stop observing."""
         super().__exit__(*about)  # type: ignore[no-untyped-call]  # torch's
-        self._switched.close()
+        self._observation.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operator's result; its stream waits first, if it is one that shall."""
+        """Return the operator's result; its stream waits first, if it is to be delayed."""
         del types
         self.wait()
         return func(*args, **(kwargs or {}))
 
     def wait(self) -> None:
-        """Make the current stream wait, if it is one that shall, and does not do so still."""
+        """Make the current stream wait, if it is to be delayed and is not surely waiting still."""
         stream = torch.cuda.current_stream(self._stream.device)
-        if (stream == self._stream) == self._others or self._waits == _MOST:
+        if (stream == self._stream) == self._others or self._waits == _MOST_WAITS:
             return
         if torch.cuda.is_current_stream_capturing():
-            return  # a graph would wait in every replay
+            return  # The graph would wait in every replay.
         now = time.monotonic()
-        if now - self._since.get(stream.cuda_stream, -math.inf) > _STILL:
+        if now - self._since.get(stream.cuda_stream, -math.inf) > _SURELY_WAITING:
             self._since[stream.cuda_stream] = now
             self._waits += 1
             _wait()
 
     @contextlib.contextmanager
-    def _noticed(self) -> Iterator[None]:
-        """Within, ``torch.cuda.set_stream`` tells of it; ``torch.cuda.stream`` calls that."""
+    def _observe_switches(self) -> Iterator[None]:
+        """Wrap ``torch.cuda.set_stream``, which ``torch.cuda.stream`` calls, in the context."""
         before = torch.cuda.set_stream
 
         def set_stream(stream: torch.cuda.Stream) -> None:
@@ -123,30 +123,31 @@ class _Late(QuietMode):
 
 
 def _stream(device: torch.device, turn: int) -> torch.cuda.Stream:
-    """Another one each turn, and not in step with a kernel that makes one in each call.
+    """Return the last of ``turn`` new streams.
 
-    Streams that share one of a GPU's few queues wait for each other.
+    Streams that share one of a GPU's few queues wait for each other. The number varies, so that the
+    queue is not in step with a kernel that creates one stream in each call.
     """
-    made = [
+    streams = [
         torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]  # torch's
         for _ in range(turn)
     ]
-    return made[-1]
+    return streams[-1]
 
 
-def _written_late(copies: Inputs, inputs: Inputs) -> None:
-    """Other numbers at once, and after a while those of ``inputs``."""
+def _write_late(copies: Inputs, inputs: Inputs) -> None:
+    """Overwrite ``copies`` at once, and queue the numbers of ``inputs`` behind some waits."""
     for tensor in copies.tensors().values():
         _spoil(tensor)
     torch.cuda.synchronize(inputs.device)
-    for _ in range(_OF_INPUTS):
+    for _ in range(_INPUT_WAITS):
         _wait()
     for name, tensor in copies.tensors().items():
         tensor.copy_(inputs.tensors()[name])
 
 
 def _spoil(tensor: torch.Tensor) -> None:
-    """NaN, or zeros: integers may be addresses, and that of page 0 is one."""
+    """Fill with NaN, or integers with zeros, since they may be page numbers and page 0 exists."""
     if tensor.is_floating_point() and tensor.dim() and tensor.stride(-1) == 1:
         tensor.view(torch.uint8).fill_(0xFF)  # NaN in every format
     else:
@@ -154,27 +155,27 @@ def _spoil(tensor: torch.Tensor) -> None:
 
 
 def _wait() -> None:
-    # torch's own tests make a stream wait by it.
-    torch.cuda._sleep(_LATE)  # type: ignore[no-untyped-call]
+    # torch's own tests use it to delay a stream.
+    torch.cuda._sleep(_WAIT_CYCLES)  # type: ignore[no-untyped-call]
 
 
 _FORWARD = ("out", "lse")
-_SPACER = 4_099  # bytes, a prime: addresses move by other amounts each time
-_BUSY = 2_048  # side of the matrices that keep a GPU busy
+_SPACER = 4_099  # Bytes; a prime, so that addresses move by a different amount each time.
+_BUSY_SIDE = 2_048  # Rows and columns of the matrices whose products keep a GPU busy.
 _PRODUCTS = 24
 
-# Bound before any kernel is loaded, which might bind the name to something else.
+# Bound before any kernel is loaded, since a kernel may replace ``torch.equal``.
 _equal = torch.equal
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatedCall:
-    """One further call."""
+    """A further call, compared with the first."""
 
-    outputs: Outputs  # what it gave
-    forward: bool = False  # whether out or LSE had other bits than the first call's
-    gradients: bool = False  # whether a gradient had; dcaptured aside
-    where: str = ""
+    outputs: Outputs
+    forward: bool = False  # whether bits of out or LSE differ from the first call's
+    gradients: bool = False  # whether bits of a gradient other than dcaptured differ
+    where: str = ""  # the first element that differs
 
 
 def repeat_calls(
@@ -187,38 +188,38 @@ def repeat_calls(
     elsewhere: bool = False,
     late: bool = False,
 ) -> Iterator[RepeatedCall]:
-    """Each further call compared with the first.
+    """Yield each further call, compared with the first.
 
     Args:
-        call: As prepared for the first call.
-        inputs: What it was prepared on, or what that is a copy of.
-        calls: How many there are, the first included.
-        elsewhere: Whether each is prepared anew, on a copy at other addresses, with other work on
-            the GPU or another number of torch's threads.
+        call: The call prepared for the first time.
+        inputs: The inputs it was prepared on, or the originals of a copy.
+        calls: Number of calls, the first included.
+        elsewhere: Whether each is prepared again, on a copy at other addresses, with other work on
+            the GPU or another number of torch threads.
         late: Whether each is on a stream of its own (``late_call``).
     """
-    spacers = []  # held, so that no address comes again
+    spacers = []  # Kept, so that no address is reused.
     for turn in range(1, calls):
         if late:
-            made = late_call(subject, inputs, turn)
+            outputs = late_call(subject, inputs, turn)
         elif elsewhere:
             spacers.append(torch.empty(turn * _SPACER, dtype=torch.uint8, device=inputs.device))
             copies = inputs.clone()
-            with _others_busy(inputs.device, turn):
-                made = subject.prepare(copies)()
+            with _other_work(inputs.device, turn):
+                outputs = subject.prepare(copies)()
                 synchronize(inputs.device)
             spacers.extend(copies.tensors().values())
         else:
-            made = call()
+            outputs = call()
         synchronize(inputs.device)
-        yield compare_bits(made, first, turn)
+        yield compare_bits(outputs, first, turn)
 
 
 def compare_bits(made: Outputs, first: Outputs, turn: int) -> RepeatedCall:
-    """Return where call ``turn`` gave other bits than the first.
+    """Return the outputs of further call ``turn``, with where their bits differ from the first's.
 
     Raises:
-        ValueError: where it gave no tensors of the same kind at all.
+        ValueError: if an output is missing or has another shape or dtype.
     """
     tensors = made.tensors()
     for name, tensor in first.tensors().items():
@@ -242,7 +243,7 @@ def compare_bits(made: Outputs, first: Outputs, turn: int) -> RepeatedCall:
 
 
 def _where(other: torch.Tensor, tensor: torch.Tensor) -> str:
-    """The first element that is other than it was."""
+    """Describe the first element that differs."""
     at = (element_bytes(other) != element_bytes(tensor)).any(-1).nonzero()[0, 0]
     index = ", ".join(str(int(i)) for i in np.unravel_index(int(at), tensor.shape))
     was, now = (float(each.flatten()[at]) for each in (tensor, other))
@@ -250,14 +251,14 @@ def _where(other: torch.Tensor, tensor: torch.Tensor) -> str:
 
 
 def element_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of each element, ``(elements, bytes)``; as numbers NaN is not itself."""
+    """Return the bytes of each element, ``(elements, bytes)``, in which NaNs compare equal."""
     bits = tensor.detach().contiguous().flatten().view(torch.uint8)
     return bits.view(-1, tensor.element_size())
 
 
 @contextlib.contextmanager
-def _others_busy(device: torch.device, turn: int) -> Iterator[None]:
-    """Within, other work is on the GPU; on the CPU torch has another number of threads."""
+def _other_work(device: torch.device, turn: int) -> Iterator[None]:
+    """Keep the GPU busy in the context; on a CPU change the number of torch threads."""
     if device.type == "cuda":
         _multiply(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # torch's
         yield
@@ -271,14 +272,14 @@ def _others_busy(device: torch.device, turn: int) -> Iterator[None]:
 
 
 def _multiply(device: torch.device, stream: torch.cuda.Stream) -> None:
-    """Products on ``stream`` that nobody reads: what else a GPU has to do."""
+    """Queue products of matrices on ``stream``, as unrelated work of the GPU."""
     with torch.cuda.stream(stream):
-        side = torch.ones((_BUSY, _BUSY), dtype=torch.float16, device=device)
+        side = torch.ones((_BUSY_SIDE, _BUSY_SIDE), dtype=torch.float16, device=device)
         for _ in range(_PRODUCTS):
             side = side @ side
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU to have done what it was asked."""
+    """Wait until a GPU has completed all queued work; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,16 +1,16 @@
-"""A kernel in a process of its own: it may crash, hang and scribble there.
+"""Calls a kernel in a process of its own, where it may crash, hang and corrupt memory.
 
-This process never imports the kernel. It sends a Case; the other one draws the inputs anew, calls
-the kernel, and sends bytes, of which shapes and dtypes are looked at again here. Inputs have the
-same SHA-256 in both before a call, and in the other one after it.
+This process never imports the kernel. It sends a Case; the kernel's process draws the inputs again,
+calls the kernel, and sends bytes, whose shapes and dtypes are checked again here. The SHA-256 of
+the inputs must agree in both processes before a call, and in the kernel's after it.
 
-This is no sandbox. It holds against faults, and against code that puts its own functions in the
-place of torch's. Code that means to deceive runs as the same user: it can look for the key in its
-own memory and answer in its process's name, give back a digest that it computed beforehand, or
-attach to this process. Nothing here says of such a kernel that it is right.
+This is no sandbox. It protects against faults, and against code that replaces functions of torch.
+Malicious code runs as the same user: it can search its memory for the key and answer in its
+process's name, return a digest that it computed beforehand, or attach to this process. No verdict
+on such a kernel can be trusted.
 
-What a process dies of may be the fault of an earlier call in it, or of the machine. Twice wrong is
-the kernel's; once is ``flaky``, and says so.
+A process may die through the fault of an earlier call in it, or of the machine. A death that is
+repeated is the kernel's fault; one that is not is reported as ``flaky``.
 """
 
 from __future__ import annotations
@@ -44,50 +44,50 @@ if TYPE_CHECKING:
     from attncheck.workers.transport import Frame
 
 
-_MOST_CALLS = 10  # that a question which makes more has time for: most are not as long as allowed
-_FATAL = {"crash", "timeout", "oom"}  # whatever a process says then, the next question has another
+_MOST_CALLS = 10  # A run of more calls gets the time of 10: most calls take less than their limit.
+_FATAL = {"crash", "timeout", "oom"}  # After these kinds the next question gets a new process.
 
 
 class IsolatedExecutor:
-    """Calls a ``Remote`` where it is; an ``executor.Executor``."""
+    """An ``executor.Executor`` that calls a ``RemoteSubject`` in its process."""
 
     def __init__(self, connection: KernelConnection) -> None:
         self._connection = connection
         self._compiled: set[str] = set()
-        self._unheard: Failure | None = None
+        self._unreported: Failure | None = None
         self._next: tuple[Subject, Case] | None = None
         self._answers: dict[tuple[int | None, Subject, str, Problem | None], Any] = {}
         self.compiling = 0.0  # seconds of all calls so far that compilers took
 
     def expect(self, subject: Subject, case: Case | None) -> None:
-        """Call ``subject`` on ``case`` too, once the question that comes first is answered.
+        """Have ``subject`` called on ``case`` right after the next question is answered.
 
-        Its process does so while this one judges that answer; the next question receives what it
-        gave. None where what comes next is not known, or is more than one call.
+        Its process does so while this one judges that answer, and the question on ``case`` then
+        receives the result. None if the case is not known, or takes more than one call.
         """
         self._next = None if case is None else (subject, case)
 
     def absence(self, subject: Subject, device: str) -> str | None:
-        """Return why ``subject`` can run nothing there; what asking breaks, ``refusal`` tells."""
+        """Return why ``subject`` can run nothing there; None if asking fails, as in ``refusal``."""
         reason = self._ask(subject, "absence", None, device)
         return reason if isinstance(reason, str) else None
 
     def concerns(self, subject: Subject, problem: Problem) -> bool:
-        """Return whether to ask ``subject``; also where its process cannot say so."""
+        """Return whether to ask ``subject``; True if its process does not answer."""
         answer = self._ask(subject, "wanted", problem, self._connection.device)
         return answer if isinstance(answer, bool) else True
 
     def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
-        """Return why ``subject`` does not take ``problem``; a Failure where even asking fails."""
-        # Asked again, a new process would know nothing of what the last one died of.
-        answer = self._unheard or self._ask(subject, "refusal", problem, device)
-        self._unheard = None
+        """Return why ``subject`` does not take ``problem``; a Failure if asking fails."""
+        # A death in the last question is reported now: a new process would know nothing of it.
+        answer = self._unreported or self._ask(subject, "refusal", problem, device)
+        self._unreported = None
         return answer if isinstance(answer, str | Failure) else None
 
     def launches(
         self, subject: Subject, problem: Problem, device: str
     ) -> Mapping[str, Subject] | Failure:
-        """Its other launches; a Failure where even asking fails."""
+        """Return its other launches; a Failure if asking fails."""
         try:
             return subject.launches(problem, device)
         except (Died, RemoteError) as error:
@@ -102,31 +102,31 @@ class IsolatedExecutor:
         timed: bool = False,
         under: CallConditions = PLAIN_CALL,
     ) -> Execution | Failure:
-        """``subject`` on inputs that its process draws from ``origin``, and that are ``inputs``.
+        """Run ``subject`` on ``inputs``, which its process draws again from ``origin``.
 
-        Without an origin the tensors travel, each contiguous; raises HostError where no process can
-        be had.
+        Without an origin the tensors are sent, each contiguous. Raise HostError if no process can
+        be started.
         """
         words, new = _run_words(subject, origin, under, timed=timed), self._connection.new
         calls = under.calls + under.window + timed
         result = self._run(subject, inputs, dict(words), calls=calls)
         if isinstance(result, Failure):
-            final = result.kind in _FATAL  # who asks starts a new one itself
+            is_final = result.kind in _FATAL  # The next question starts a new process.
         else:
-            final = not (result.notes.wrong or result.notes.remark)
-        if final or new or not under.state:
+            is_final = not (result.notes.wrong or result.notes.remark)
+        if is_final or new or not under.state:
             return result
-        # What earlier calls changed there, nobody can surely put right: it may be no fault of this.
+        # An earlier call's lasting change may be the cause: run it again in a new process.
         self._connection.end()
         return self._run(subject, inputs, words, calls=calls)
 
     def keep(self, subject: Subject, inputs: Inputs, *, graph: bool) -> Execution | Failure:
-        """As ``run`` without an origin; its process keeps the call, and is not replaced by then."""
+        """Run without an origin, and keep the call; its process is not replaced while it does."""
         words = _run_words(subject, None, PLAIN_CALL) | {"kept": True, "graph": graph}
         return self._run(subject, inputs, words, calls=2)
 
     def time(self, problem: Problem) -> Turn | Failure:
-        """One more call there, by its own clock."""
+        """Time one more call of the kept call for ``problem``, by its process's clock."""
         words, limit = {"problem": problem.to_json()}, self._connection.deadlines.call
         try:
             answer = self._connection.ask("time", words, seconds=limit, answered="timed")
@@ -141,7 +141,7 @@ class IsolatedExecutor:
         return Failure(kind="crash", message="what its process sent is no time")
 
     def forget(self) -> None:
-        """Let its process forget what it keeps; one that died has."""
+        """Have its process drop kept calls; a process that died has none."""
         if self._connection.pid is not None:
             with suppress(Died):
                 self._connection.ask("forget", {}, seconds=self._connection.deadlines.call)
@@ -160,36 +160,36 @@ class IsolatedExecutor:
         except Died as error:
             return _failure(error, f" ({limit})" if limit and error.kind == "timeout" else "")
         try:
-            result = self._checked_answer(answer, inputs)
+            result = self._check_answer(answer, inputs)
         except HostError as error:
-            # Nobody knows where its stream is: the next question needs a new process.
+            # The position in its stream is unknown: the next question needs a new process.
             self._connection.kill()
             return Failure(kind="crash", message=f"what its process sent is no answer: {error}")
-        # A process that has lost its GPU or its memory would fail the next question for it.
+        # A process that lost its GPU or memory would fail the next question too.
         if isinstance(result, Failure) and result.kind in _FATAL:
             self._connection.kill()
-        if "kept" not in words:  # else a process that has done enough would end with what it keeps
+        if "kept" not in words:  # A process that keeps calls must not be replaced.
             self._connection.count_case()
         if isinstance(result, Execution):
             self.compiling += result.compiling
-            # It came with the outputs: asked later it would cost a round trip.
+            # The tiling came with the outputs; asking for it later would take a round trip.
             device = self._connection.device
             _remote(subject).remember_tiling(inputs.problem, device, result.tiling)
         self._call_next()
         return result
 
     def _call_next(self) -> None:
-        """Send what is expected next, if the kernel takes it."""
+        """Send the call of the expected case, if the kernel takes it."""
         expected, self._next = self._next, None
         self._answers.clear()
         if expected is None or self._connection.new:
             return
         subject, case = expected
         device = self._connection.device
-        # Remembered: the question that comes asks them again.
+        # The answers are cached, because the question on the case asks them again.
         for what in ("wanted", "refusal"):
             answer = self._ask(subject, what, case.problem, device)
-            if self._connection.pid is None:  # it died: the question is to start another
+            if self._connection.pid is None:  # It died: the question starts a new process.
                 return
             self._answers[self._connection.pid, subject, what, case.problem] = answer
             if answer not in (True, None):
@@ -199,10 +199,10 @@ class IsolatedExecutor:
         self._connection.send("run", words, seconds=self._connection.deadlines.call)
 
     def _seconds(self, subject: Subject, inputs: Inputs, calls: int) -> tuple[float, str]:
-        """As ``Deadlines.of_run``; of what is compiled already the process remembers."""
-        if self._connection.new:  # what was compiled is gone with the process that did
+        """Return ``Deadlines.of_run``, given what the process has compiled already."""
+        if self._connection.new:  # A new process has compiled nothing.
             self._compiled.clear()
-        # Other numbers of the same shapes and mods run what is compiled already.
+        # Compiled code depends on shapes and mods, not on the numbers.
         structure = inputs.problem.replace(seed=0, distribution="normal").id
         unseen = structure not in self._compiled
         self._compiled.add(structure)
@@ -214,48 +214,48 @@ class IsolatedExecutor:
             compiles=_remote(subject).compiles or self.compiling > 0,
         )
 
-    def _checked_answer(self, answer: Frame, inputs: Inputs) -> Execution | Failure:
-        """Return what came, checked; raises HostError for what is no answer."""
+    def _check_answer(self, answer: Frame, inputs: Inputs) -> Execution | Failure:
+        """Return the checked result of a run; raise HostError for an invalid answer."""
         if answer.kind != "ran":
             return _failure(remote_error(answer))
-        report, mine = read(CallReport, answer.words.get("report")), inputs_digest(inputs)
-        # Both processes draw the inputs, and digests alone travel: neither has to trust the other.
-        if report.drawn != mine:
+        report, digest = read(CallReport, answer.words.get("report")), inputs_digest(inputs)
+        # Each process draws the inputs itself and only digests are sent: neither trusts the other.
+        if report.drawn != digest:
             return Failure(kind="contract", message="in its process the Case has other inputs.")
-        if report.left != mine:
+        if report.left != digest:
             return Failure(kind="mutation", message="wrote to its inputs.")
-        # Checked here too, because the kernel shares its process with the checks over there.
+        # Checked again here, because the kernel could tamper with the checks in its own process.
         outputs = unpack_outputs(answer.words.get("outputs"), answer.data, inputs.device)
-        unlike = output_error(outputs, inputs) or arithmetic_error(report.arithmetic, inputs)
-        if unlike:
-            return Failure(kind="contract", message=unlike)
+        error = output_error(outputs, inputs) or arithmetic_error(report.arithmetic, inputs)
+        if error:
+            return Failure(kind="contract", message=error)
         return Execution(
             outputs=outputs,
             seconds=report.seconds,
             tiling=report.tiling,
             arithmetic=report.arithmetic,
             notes=report.notes,
-            left=mine,
+            left=digest,
             compiling=report.compiling,
         )
 
     def _ask(self, subject: Subject, what: str, problem: Problem | None, device: str) -> Any:
-        if (known := (self._connection.pid, subject, what, problem)) in self._answers:
-            return self._answers[known]
+        if (key := (self._connection.pid, subject, what, problem)) in self._answers:
+            return self._answers[key]
         try:
             return _remote(subject).ask(what, problem, device)
         except (Died, RemoteError) as error:
-            failed = _failure(error)
-        self._unheard = failed if failed.kind in _FATAL else None
-        return failed
+            failure = _failure(error)
+        self._unreported = failure if failure.kind in _FATAL else None
+        return failure
 
 
 class IsolatedKernel(KernelConnection):
-    """One kernel in one process of its own, and who calls it there; a context manager.
+    """A kernel in a process of its own with its executor; a context manager.
 
     Attributes:
-        subject: The kernel, for every function here that takes one.
-        executor: How those call it.
+        subject: The kernel, for every function that takes a Subject.
+        executor: The executor that calls it.
     """
 
     def __init__(self, kernel: str, **where: Any) -> None:
@@ -264,14 +264,14 @@ class IsolatedKernel(KernelConnection):
         self.subject: Subject = RemoteSubject(self, self.description, self.executor)
 
     def entry(self) -> Entry:
-        """Return what is known of the kernel before it is tried; raises HostError as ``files``."""
+        """Return the facts about the kernel before any trial; raise HostError as ``files``."""
         return read(Entry, _remote(self.subject).ask("entry", None, self.device))
 
     def files(self) -> tuple[str, ...]:
-        """Of which files its process has modules, but for Python's own and installed ones.
+        """Return the files of modules in its process, except Python's own and installed ones.
 
         Raises:
-            HostError: when it does not say so.
+            HostError: if the process does not answer.
         """
         names = _remote(self.subject).ask("files", None, self.device)
         return tuple(map(str, names)) if isinstance(names, list) else ()

@@ -1,4 +1,4 @@
-"""The judge's verdict on a kernel's outputs, and the map of where they are wrong."""
+"""Judges a kernel's outputs, and maps their errors."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def judge_outputs(
     ideal: bool = True,
     brief: bool = False,
 ) -> Judgement:
-    """The verdict on what a kernel gave on the Case of ``evidence``.
+    """Return the verdict on a kernel's outputs on the Case of ``evidence``.
 
     Args:
-        result: What it gave, and the arithmetic and tiling that it declares.
-        evidence: The Case. What is costly is kept in it, once per arithmetic or tiling.
-        structure: What an exact probe found wrong, in one line; empty where nothing.
-        ideal: Whether it is compared with ideal kernels too; of a probe it is not.
-        brief: Whether nobody asks what a pass rests on: then only a failure says what its allowance
-            is made of, and nothing what the Case could not have shown.
+        result: The outputs, and the arithmetic and tiling that the kernel declares.
+        evidence: The evidence on the Case, which caches costly parts by arithmetic or tiling.
+        structure: The fault found by an exact probe, in one line; empty if none.
+        ideal: Whether to compare with ideal kernels too; not for a probe.
+        brief: Whether to leave out the details of a pass: the parts of its allowance, and the blind
+            spot of the Case.
     """
     arithmetic, outputs, tiling = result.arithmetic, result.outputs, result.tiling
     allowance = evidence.allowance(arithmetic, outputs)
@@ -79,30 +79,30 @@ def judge_outputs(
     if judgement.status != "fail":
         if brief:
             return judgement
-        # What a pass rests on; a problem that has shown a fault need not say which it would show.
+        # Details of a pass. A Case that has shown a fault has no blind spot.
         spot = evidence.blind_spot(arithmetic, exposes_lse=outputs.lse is not None)
         judgement = replace_struct(judgement, blind_spot=spot)
-    # What follows explains a failure, and costs as much as finding it.
+    # The rest explains the verdict, and costs as much as finding it.
     worst = judgement.worst
-    # Of an allowance that is 0 or infinite there are no parts to name.
+    # An allowance that is 0 or infinite has no parts.
     if worst is not None and math.isfinite(worst.allowance) and worst.allowance > 0:
         if gradients is not None and worst.tensor in gradients.bounds:
             terms = gradients.budget(worst.tensor, worst.at)
         else:
-            terms = budget(evidence.evidence, arithmetic, worst.at)  # dim −1 says which
+            terms = budget(evidence.evidence, arithmetic, worst.at)  # dim −1 means LSE.
         worst = replace_struct(worst, budget=terms)
-    # LSE tells fp32 sums from the shorter ones that may be assumed.
-    other = replace(arithmetic, scores=FP32, values=FP32)
+    # LSE can show that sums are in fp32 where shorter ones are assumed.
+    fp32_sums = replace(arithmetic, scores=FP32, values=FP32)
     tighter = {}
-    if other != arithmetic and outputs.lse is not None:
-        tighter[str(other)] = evidence.allowance(other, outputs).lse
+    if fp32_sums != arithmetic and outputs.lse is not None:
+        tighter[str(fp32_sums)] = evidence.allowance(fp32_sums, outputs).lse
     return replace_struct(
         judgement, worst=worst, lse_also_within=first_tighter_profile(kernel, tighter)
     )
 
 
 def _decide(kernel: KernelResult, at: Tiling | None, evidence: EvidenceBuilder) -> Judgement:
-    """The verdict, with as many further ideal kernels as it depends on: each costs a forward."""
+    """Return the verdict, running only as many further ideal kernels as it depends on."""
     truncates, heads = kernel.arithmetic.truncates, judge_heads(kernel)
     if at is not None and heads.needs_ensemble:
         outs = (one.out for one in evidence.ensemble(truncates=truncates))
@@ -120,34 +120,34 @@ def _decide(kernel: KernelResult, at: Tiling | None, evidence: EvidenceBuilder) 
 def _ideal_tiling(
     evidence: EvidenceBuilder, arithmetic: Arithmetic, tiling: Tiling | None
 ) -> Tiling | None:
-    """Tiling of the ideal kernel of this arithmetic; None where it rounds what they do not."""
-    problem, own = evidence.case.problem, Ideal(tiling)
-    same = ("products", "weights", "weights_scale", "sums_rounded_weights", "scaled_query")
-    theirs = own.arithmetic(problem, evidence.device)
-    if any(getattr(arithmetic, name) != getattr(theirs, name) for name in same):
+    """Return the ideal kernel's tiling; None if it rounds other intermediates than the kernel."""
+    problem, kernel = evidence.case.problem, Ideal(tiling)
+    fields = ("products", "weights", "weights_scale", "sums_rounded_weights", "scaled_query")
+    ideal = kernel.arithmetic(problem, evidence.device)
+    if any(getattr(arithmetic, name) != getattr(ideal, name) for name in fields):
         return None
-    return own.tiling(problem, evidence.device)
+    return kernel.tiling(problem, evidence.device)
 
 
-MOST_HEADS, MOST_ROWS = 32, 64  # cells of a map, down and to the right
+MOST_HEADS, MOST_ROWS = 32, 64  # Most cells of a map, vertically and horizontally.
 
 
 def with_error_map(record: Record, result: Execution, evidence: EvidenceBuilder) -> Record:
-    """``record`` with the map of its errors where it fails.
+    """Return ``record``, with the map of its errors if it fails.
 
     Args:
-        result: What the kernel gave, and the tiling that it declares: cells are whole tiles of it
-            where there are several, and else as few rows as fit.
-        evidence: The Case, its exact result and what is allowed.
+        result: The kernel's outputs and declared tiling: cells are whole tiles if there are
+            several, else as few rows as fit.
+        evidence: The Case, its exact result and the allowance.
     """
     if record.status != "fail":
         return record
     allowed = evidence.allowance(result.arithmetic).out
     error = result.outputs.out.to(torch.float64) - evidence.truth.out
-    # Nothing is asked where nothing finite is allowed.
+    # An error without a finite bound counts as 0.
     ratio = torch.where(allowed.isfinite(), shares(error, allowed), 0.0)
     largest = ratio.amax(dim=(0, 3))  # (heads, query)
-    # Whole tiles, so that a fault of one tile does not smear over two cells.
+    # Whole tiles, so that a fault in one tile shows in one cell.
     tile = result.tiling.block_query if result.tiling else 1
     heads = _step(largest.shape[0], 1, MOST_HEADS)
     rows = _step(largest.shape[1], tile, MOST_ROWS)
@@ -157,13 +157,13 @@ def with_error_map(record: Record, result: Execution, evidence: EvidenceBuilder)
 
 
 def _step(size: int, tile: int, most: int) -> int:
-    """The fewest whole tiles, at most ``most`` of which make up ``size``; a single row of one."""
+    """Return a cell's size in whole tiles, or rows if there is one tile, for ``most`` cells."""
     tile = tile if tile < size else 1
     return tile * math.ceil(math.ceil(size / tile) / most)
 
 
 def _cells(largest: torch.Tensor, heads: int, rows: int) -> tuple[tuple[float, ...], ...]:
-    """The largest of each cell, in three digits: a map is to be looked at."""
+    """Return the largest value of each cell, in three digits, which is enough to look at."""
     lines = []
     for head in range(0, largest.shape[0], heads):
         line = largest[head : head + heads].amax(dim=0)

@@ -1,9 +1,9 @@
-"""A kernel and the process that it runs in: one of its own, or this one.
+"""Hosts of kernels: the process that a kernel runs in is one of its own, or this one.
 
-Somebody's file is loaded and called in another process, so that nothing it does there can end the
-judge, change it, or speak in its name. attncheck's own kernels are called here, which is quicker:
-they are as trusted as the judge. A gate isolates those too, since it asks thousands of questions
-of a GPU, and a kernel that loses it would take every later answer along.
+A user's file is loaded and called in another process, so that it cannot end the judge, change it,
+or report in its name. attncheck's own kernels, which are as trusted as the judge, are called in
+this process, which is quicker. A gate isolates them too: it asks a GPU thousands of questions, and
+a kernel that loses the GPU would invalidate all later answers.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ if TYPE_CHECKING:
 class KernelHost(Protocol):
     """A kernel, and how to call it."""
 
-    subject: Subject  # the kernel; who settles on which terms it is asked replaces it
+    subject: Subject  # the kernel; replaced when it is put on other terms
 
     @property
     def executor(self) -> Executor:
-        """Return what calls it."""
+        """Return the executor that calls it."""
         ...
 
     def entry(self) -> Entry:
-        """Return what is known of the kernel before it is tried."""
+        """Return the facts about the kernel before any trial."""
         ...
 
     def close(self) -> None:
-        """End its process, where it has one of its own."""
+        """End its process, if it has one of its own."""
 
 
 class _LocalKernel:
-    """A kernel in this very process: a debugger stops in it, and what it breaks is ours."""
+    """A kernel in this process, where a debugger can stop in it, and where it may do damage."""
 
     def __init__(self, kernel: str, convention: str, executor: Executor | None) -> None:
         self._candidate, self.subject = load_kernel(kernel, convention or None)
         self.executor = executor or InProcess()
 
     def entry(self) -> Entry:
-        """Return what is known of the kernel before it is tried."""
+        """Return the facts about the kernel before any trial."""
         return self._candidate.facts()
 
     def close(self) -> None:
@@ -70,20 +70,20 @@ def open_kernel(
     here: Executor | None = None,
     mods: Mapping[str, str] | None = None,
 ) -> KernelHost:
-    """Return the host of a kernel, which is loaded; ``close`` it in the end.
+    """Load a kernel and return its host, which the caller must ``close``.
 
     Args:
         kernel: As ``subjects.load.load_subject`` takes it.
-        convention: A name of a calling convention; empty for the first that fits.
+        convention: Name of a calling convention; empty for the first that fits.
         isolated: Whether it has a process of its own; by default all but attncheck's own have.
-        deadlines: How long that may take.
-        worker: A process that was started for it ahead of time; it is ended where it is not needed.
-        here: Calls a kernel of this process; a new ``InProcess`` by default.
-        mods: As of ``IsolatedKernel``.
+        deadlines: Time limits of that process.
+        worker: A process started for it ahead of time; it is ended if it is not needed.
+        here: The executor of a kernel in this process; by default a new ``InProcess``.
+        mods: As in ``IsolatedKernel``.
 
     Raises:
-        UsageError: where there is no such kernel.
-        HostError: where it cannot be loaded for another reason: ``Died`` where its process crashed.
+        UsageError: if there is no such kernel.
+        HostError: if it cannot be loaded for another reason; ``Died`` if its process crashed.
     """
     if kernel not in BUILTIN if isolated is None else isolated:
         return IsolatedKernel(
@@ -108,18 +108,18 @@ def on_terms(subject: Subject, terms: Terms) -> Subject:
 
 
 def try_mods(mods: Mapping[str, str], worker: Worker, *, device: str) -> None:
-    """Load mods in a process of its own, which ends then, before they are loaded in this one.
+    """Load mods in a process of its own, which is ended, before they are loaded in this one.
 
-    What they raise, and that they exit, is said better by who loads them: that is no end of it.
+    Exceptions and exits in it are ignored: loading the mods here will report them better.
 
     Args:
-        mods: The ``mask``, the ``score``, or all of a ``file``.
+        mods: The ``mask``, the ``score``, or all mods of a ``file``.
         worker: The process.
         device: ``cpu`` or ``cuda``.
 
     Raises:
-        UsageError: where that process is killed, or does not answer.
-        HostError: where the process cannot be had.
+        UsageError: if that process is killed, or does not answer.
+        HostError: if the process cannot be started.
     """
     limits = Deadlines()
     try:
@@ -128,7 +128,7 @@ def try_mods(mods: Mapping[str, str], worker: Worker, *, device: str) -> None:
         )
         load_mods(worker, mods, device, limits.load)
     except Died as error:
-        if worker.ended is None or worker.ended < 0:  # it was killed, or killed itself
+        if worker.ended is None or worker.ended < 0:  # It was killed by a signal.
             named = " and ".join(map(repr, mods.values()))
             raise UsageError(f"{named}: as it was loaded, {error}") from None
     except UsageError:
@@ -138,5 +138,5 @@ def try_mods(mods: Mapping[str, str], worker: Worker, *, device: str) -> None:
 
 
 def executor_of(subject: Subject) -> KeepingExecutor:
-    """Return what calls ``subject`` where it is: in its process, or in this one."""
+    """Return the executor of ``subject`` in its own process, or else in this one."""
     return subject.executor if isinstance(subject, RemoteSubject) else InProcess()

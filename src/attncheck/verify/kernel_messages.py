@@ -1,7 +1,7 @@
-"""What a kernel's process and its owner tell each other, as JSON and bytes, strictly read back.
+"""Messages between a kernel's process and its owner, as JSON and bytes, read strictly.
 
-Outputs are bytes: names, dtypes and shapes in words, and the bits one after another. What a kernel
-declares is JSON: every field by its name, and nothing besides. Nothing is unpickled.
+Tensors are JSON with names, dtypes and shapes, followed by their concatenated bytes. A kernel's
+declarations are JSON with exactly the fields of their class. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 _FLAGS = ("triton", "sinks", "backward", "captured", "promises_gradients", "has_launches")
 _Message = TypeVar("_Message")
-_COMPILERS = ("torch._dynamo", "torch.utils.cpp_extension")  # who imports them means to compile
+_COMPILERS = ("torch._dynamo", "torch.utils.cpp_extension")  # Imported by kernels that compile.
 _INPUTS = (*"qkv", "q_descale", "k_descale", "v_descale", "x", "sink", "dout", "dlse")
 
 
 def to_fields(value: Any) -> Any:
-    """A dataclass as a JSON object, formats by their names.
+    """Return a dataclass as a JSON object, with formats by their names.
 
     Raises:
-        UsageError: for what JSON cannot say, and for a format that is none of attncheck's.
+        UsageError: for a value that JSON cannot represent, and for an unknown format.
     """
     if isinstance(value, Format):
-        # It travels by its name, which must mean the same on the other side.
+        # Only the name is sent, which must mean the same format on the other side.
         if FORMATS.get(value.name) != value:
             raise UsageError(f"{value.name!r} is no format of attncheck's.")
         return value.name
@@ -59,14 +59,14 @@ def to_fields(value: Any) -> Any:
 
 
 def from_fields(kind: type[_Message], words: Any) -> _Message:
-    """Return what ``to_fields`` wrote of a dataclass of this kind.
+    """Return the dataclass of this kind from a JSON object by ``to_fields``.
 
     Raises:
-        UsageError: for anything else: a field too many or too few, or of another type.
+        UsageError: for anything else: a missing or additional field, or one of another type.
     """
     assert dataclasses.is_dataclass(kind)
     names = [field.name for field in dataclasses.fields(kind)]
-    # Strict, because the process that wrote it runs foreign code.
+    # Strict, because the sending process runs foreign code.
     if not isinstance(words, dict) or sorted(words) != sorted(names):
         raise UsageError(f"what came is no {kind.__name__}.")
     types_of = _types(kind)
@@ -79,7 +79,7 @@ def from_fields(kind: type[_Message], words: Any) -> _Message:
 
 @functools.cache
 def _types(kind: type) -> dict[str, Any]:
-    """The types of its fields; to look them up takes longer than to read it."""
+    """Return the types of a dataclass's fields; looking them up is slow."""
     return get_type_hints(kind)
 
 
@@ -97,7 +97,7 @@ def _value(kind: Any, value: Any, name: str) -> Any:
             return FORMATS[value]
     elif dataclasses.is_dataclass(kind):
         return from_fields(kind, value)  # type: ignore[arg-type]  # it is a class
-    # Somebody may declare 1 where the field says float.
+    # A kernel may declare an int in a float field.
     elif type(value) is kind or (kind is float and type(value) is int):
         return value
     raise UsageError(f"{name} is of no type that it may be of.")
@@ -107,7 +107,7 @@ _DTYPES = {str(fmt.torch_dtype): fmt.torch_dtype for fmt in FORMATS.values()}
 
 
 def pack_tensors(tensors: Mapping[Any, torch.Tensor]) -> tuple[list[list[Any]], bytes]:
-    """``[name, dtype, shape]`` of each tensor, and the bits of all, row-major."""
+    """Return ``[name, dtype, shape]`` of each tensor, and the bytes of all, row-major."""
     about: list[list[Any]] = []
     parts = []
     for name, tensor in tensors.items():
@@ -120,12 +120,12 @@ def pack_tensors(tensors: Mapping[Any, torch.Tensor]) -> tuple[list[list[Any]], 
 def unpack_tensors(
     about: Any, data: bytes | bytearray, device: torch.device, names: Collection[str] = AXES
 ) -> dict[str, torch.Tensor]:
-    """Return what ``pack_tensors`` was given, on ``device``; raises HostError for anything else."""
+    """Return the tensors packed by ``pack_tensors``, on ``device``; raise HostError if invalid."""
     tensors: dict[str, torch.Tensor] = {}
     at = 0
     for name, dtype, shape in _each(about, names):
         count = math.prod(shape) * dtype.itemsize
-        # Before anything is allocated: the sizes are only what the other side claims.
+        # Checked before allocating, because the other side may claim any size.
         if name in tensors or at + count > len(data):
             raise HostError("tensors of more bytes than came.")
         # frombuffer refuses an empty buffer: a tensor without elements is cut from one byte.
@@ -138,7 +138,7 @@ def unpack_tensors(
 
 
 def unpack_outputs(about: Any, data: bytes | bytearray, device: torch.device) -> Outputs:
-    """Return the Outputs that came, on ``device``; raises HostError for what are none."""
+    """Return the received Outputs, on ``device``; raise HostError if they are invalid."""
     tensors = unpack_tensors(about, data, device)
     if "out" not in tensors:
         raise HostError("what came has no out.")
@@ -146,13 +146,13 @@ def unpack_outputs(about: Any, data: bytes | bytearray, device: torch.device) ->
 
 
 def pack_inputs(inputs: Inputs) -> tuple[dict[str, Any], bytes]:
-    """Return Inputs that no Case draws: their Problem and tensors as JSON, and bits."""
+    """Return Inputs that are not drawn from a Case as JSON and bytes."""
     about, data = pack_tensors(inputs.tensors())
     return {"problem": inputs.problem.to_json(), "tensors": about}, data
 
 
 def unpack_inputs(words: dict[str, Any], data: bytes | bytearray, device: str) -> Inputs:
-    """Return what ``pack_inputs`` was given, on ``device``, each tensor contiguous."""
+    """Return the Inputs that ``pack_inputs`` packed, on ``device``, each tensor contiguous."""
     problem, where = Problem.from_json(words["problem"]), torch.device(device)
     return Inputs.of(problem, unpack_tensors(words["tensors"], data, where, _INPUTS))
 
@@ -177,10 +177,10 @@ def _is_shape(shape: Any) -> bool:
 
 
 class RemoteError(HostError):
-    """An error that a kernel raised when it was asked something in its process.
+    """An error that a kernel raised in its process when it was asked something.
 
     Attributes:
-        kind: As of ``executor.Failure``.
+        kind: As in ``executor.Failure``.
     """
 
     def __init__(self, kind: str, message: str, trace: str = "") -> None:
@@ -189,7 +189,7 @@ class RemoteError(HostError):
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a kernel's process says of it, as its Subject does."""
+    """Attributes of a kernel's Subject, as its process describes it."""
 
     name: str
     summary: str
@@ -201,11 +201,11 @@ class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     captured: bool
     promises_gradients: bool
     has_launches: bool
-    compiles: bool  # whether it is of Triton, or something that compiles was imported with it
+    compiles: bool  # whether it uses Triton, or a compiler was imported with it
 
 
 def describe_subject(subject: Subject) -> dict[str, Any]:
-    """Return a Description as JSON has it."""
+    """Return the fields of a Description of ``subject``, as JSON."""
     flags = {name: bool(getattr(subject, name)) for name in _FLAGS}
     flags["compiles"] = subject.triton or any(name in sys.modules for name in _COMPILERS)
     promises = sorted(str(promise) for promise in subject.promises)
@@ -215,15 +215,15 @@ def describe_subject(subject: Subject) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallReport:
-    """What a kernel's process says of a call, beside its outputs; fields as of ``Execution``."""
+    """A kernel's process's report on a call, beside its outputs; fields as in ``Execution``."""
 
     seconds: float | None
     tiling: Tiling | None
     arithmetic: Arithmetic
     notes: CallNotes
     compiling: float
-    drawn: str  # ``obligations.inputs_digest`` of the inputs, before the call
-    left: str  # the same after it
+    drawn: str  # ``obligations.inputs_digest`` of the inputs before the call
+    left: str  # the digest of the inputs after the call
 
 
 def run_words(
@@ -233,19 +233,19 @@ def run_words(
     timed: bool = False,
     launch: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the request of a run, of inputs that ``origin`` names, or that travel with it."""
-    drawn = {} if origin is None else {"case": origin.case.to_json(), "run": origin.run}
-    return {**drawn, "under": to_fields(under), "timed": timed, "launch": launch}
+    """Return the request of a run on the inputs of ``origin``; if None, they are sent with it."""
+    source = {} if origin is None else {"case": origin.case.to_json(), "run": origin.run}
+    return {**source, "under": to_fields(under), "timed": timed, "launch": launch}
 
 
 def remote_error(answer: Frame) -> RemoteError:
-    """An answer that is none."""
+    """Return the error in an answer."""
     words = {name: str(answer.words.get(name, "")) for name in ("kind", "message", "trace")}
     return RemoteError(words["kind"], words["message"], words["trace"])
 
 
 def read(kind: type[_Message], words: Any) -> _Message:
-    """Return what came as a message of this kind; raises HostError for what is none."""
+    """Return received JSON as a message of this kind; raise HostError if it is invalid."""
     try:
         if issubclass(kind, msgspec.Struct):
             return msgspec.convert(words, kind)

@@ -1,4 +1,4 @@
-"""Requests to a kernel's process, and its answers, whatever the kernel raises."""
+"""Answers requests in a kernel's process, whatever the kernel raises."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ _MICROSECONDS = 1e-6
 
 
 class Compiling:
-    """A clock that runs while Triton or torch.compile compiles; started once a process.
+    """A clock that runs while Triton or torch.compile compiles; one per process.
 
-    Triton tells afterwards how long it took (``knobs.compilation.listener``, from 3.6 on);
-    torch.compile when it starts and ends. Triton within torch.compile counts once. A cache hit
-    costs what it costs: reading it. Interpreted kernels compile nothing.
+    Triton reports the time afterwards (``knobs.compilation.listener``, from 3.6 on), torch.compile
+    when it starts and ends. Triton within torch.compile counts once. A cache hit counts the time of
+    reading it. Interpreted kernels compile nothing.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0  # so far
         self._since: float | None = None
-        self._before: Any = None
+        self._previous_listener: Any = None
         self._triton = self._torch = False
 
     def listen(self) -> None:
-        """Start listening to what has been imported by now; again for what was imported since."""
+        """Listen to the compilers imported by now; call it again after further imports."""
         if "triton" in sys.modules and not self._triton:
             self._triton = True
             self._listen_to_triton()
@@ -70,43 +70,43 @@ class Compiling:
             self._torch = True
             from torch._dynamo.callback import callback_handler
 
-            callback_handler.register_start_callback(self._started)
-            callback_handler.register_end_callback(self._ended)
+            callback_handler.register_start_callback(self._torch_starts)
+            callback_handler.register_end_callback(self._torch_ends)
 
     def _listen_to_triton(self) -> None:
         from triton import knobs
 
-        self._before = knobs.compilation.listener
-        knobs.compilation.listener = self._compiled
+        self._previous_listener = knobs.compilation.listener
+        knobs.compilation.listener = self._add_triton
 
-    def _compiled(self, *, times: Any, **more: Any) -> None:
-        if self._since is None:  # else it is part of what torch.compile does
+    def _add_triton(self, *, times: Any, **more: Any) -> None:
+        if self._since is None:  # Otherwise torch.compile's clock includes it.
             self.seconds += times.total * _MICROSECONDS
-        if self._before is not None:
-            self._before(times=times, **more)
+        if self._previous_listener is not None:
+            self._previous_listener(times=times, **more)
 
-    def _started(self, _: object) -> None:
+    def _torch_starts(self, _: object) -> None:
         self._since = time.perf_counter()
 
-    def _ended(self, _: object) -> None:
+    def _torch_ends(self, _: object) -> None:
         if self._since is not None:
             self.seconds += time.perf_counter() - self._since
         self._since = None
 
 
-_LONGEST = LARGEST_WORDS // 32  # characters of a message, or a traceback: JSON has 12 bytes for one
+_LONGEST = LARGEST_WORDS // 32  # Characters of a message or traceback; each is ≤ 12 bytes of JSON.
 
 
 class KernelServer:
-    """The kernel of this process."""
+    """Answers requests to the kernel of this process."""
 
     def __init__(self) -> None:
         self._subject: Subject | None = None
         self._candidate: Candidate | None = None
         self._device = "cpu"
-        self._state: State = {}  # as it was loaded
-        self._left: dict[str, None] = {}  # what calls have changed of it
-        # Whoever asks compares them with the digests of its own inputs.
+        self._state: State = {}  # after the kernel was loaded
+        self._changed_parts: dict[str, None] = {}  # parts of that state that calls have changed
+        # The asking process compares digests with those of its own inputs.
         self._executor = InProcess(digests=True)
         self._compiling = Compiling()
         self._answers = {
@@ -121,23 +121,23 @@ class KernelServer:
         }
 
     def close(self) -> None:
-        """There is nothing to end: what the kernel started is killed with this process."""
+        """Do nothing: processes that the kernel started are killed with this one."""
 
     def answer(self, request: Frame) -> Frame:
-        """The answer to ``request``; whatever is raised on the way is one too."""
+        """Return the answer to ``request``; an exception is answered as a failure."""
         try:
             if request.data:
                 return self._run(request.words, request.data)
             return self._answers[request.kind](request.words)
         except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
-            return _failed(failure(error))
+            return _error(failure(error))
 
     def _start(self, words: dict[str, Any]) -> Frame:
         del words
         return Frame(kind="started", words={})
 
     def _load_mods(self, words: dict[str, Any]) -> Frame:
-        """Load a ``mask``, ``score`` or ``recording``, or all of a ``file``: Problems name them."""
+        """Load a ``mask``, ``score`` or ``recording``, or all mods of a ``file``, for Problems."""
         try:
             prepare(words["device"])
             if "recording" in words:
@@ -146,7 +146,7 @@ class KernelServer:
                 if name in words:
                     load(words[name])
             if "file" in words:
-                # Whoever asks looks at them itself: here they may end the process.
+                # Loading may end this process; the asking process checks the mods itself.
                 with torch.device(words["device"]):
                     mods = mods_in(import_file(Path(words["file"]), "mods"))
                 for name, mod in mods.items():
@@ -161,7 +161,7 @@ class KernelServer:
         self._device = words["device"]
         torch.set_num_threads(words["threads"])
         if not sys.warnoptions:
-            warnings.simplefilter("ignore")  # of somebody's code, as in the command line's process
+            warnings.simplefilter("ignore")  # As in the command line's process.
         try:
             require_device(self._device)
             prepare(self._device)
@@ -189,7 +189,7 @@ class KernelServer:
         return msgspec.to_builtins(self._candidate.facts())
 
     def _ask(self, words: dict[str, Any]) -> Frame:
-        kernel, device = self._one(words["launch"]), words["device"]
+        kernel, device = self._kernel_of(words["launch"]), words["device"]
         problem = words["problem"] and Problem.from_json(words["problem"])
         answers: dict[str, Callable[[], Any]] = {
             "absence": lambda: self._executor.absence(kernel, device),
@@ -210,22 +210,22 @@ class KernelServer:
         }
         value = answers[words["what"]]()
         if isinstance(value, Failure):
-            return _failed(value)
+            return _error(value)
         return Frame(kind="answer", words={"value": value})
 
     def _run(self, words: dict[str, Any], data: bytes | bytearray = b"") -> Frame:
         """Call the kernel on what a Case draws, or on the inputs that ``data`` holds."""
-        kernel, origin = self._one(words["launch"]), None
-        # Else what an earlier call has left, such as a default device, would break our drawing.
-        # Not its random numbers: a kernel that draws some is to draw others in each call.
-        left = restore_process(self._state, torch.device(self._device), generators=False)
-        self._left.update(dict.fromkeys(left))
+        kernel, origin = self._kernel_of(words["launch"]), None
+        # Otherwise changes by an earlier call, such as a default device, would break the drawing of
+        # inputs. Generators stay: a kernel that draws random numbers draws others in each call.
+        changed = restore_process(self._state, torch.device(self._device), generators=False)
+        self._changed_parts.update(dict.fromkeys(changed))
         if data:
             inputs = unpack_inputs(words["inputs"], data, self._device)
         else:
             origin = Origin(case=Case.from_json(words["case"]), run=words["run"])
             inputs = draw_case_inputs(origin, self._device)
-        # Before the call, which may write to them.
+        # Before the call, which may write to the inputs.
         before, compiled = inputs_digest(inputs), self._compiling.seconds
         if words.get("kept"):
             result = self._executor.keep(kernel, inputs, graph=words["graph"])
@@ -234,30 +234,30 @@ class KernelServer:
             result = self._executor.run(
                 kernel, inputs, origin=origin, timed=words["timed"], under=under
             )
-        stir_heap()  # what this call broke is to end it here, and not after its answer
-        # Before anything else is asked of it: whatever is would raise, as an error of no crash.
-        if lost := lost_gpu() if self._device == "cuda" else "":
-            message = result.message if isinstance(result, Failure) else lost
-            return _failed(Failure(kind="crash", message=f"its process lost the GPU: {message}"))
+        stir_heap()  # A heap that this call corrupted ends the process here, not after the answer.
+        # Checked first: any other use of a lost GPU would raise an error that is not a crash.
+        if gpu_error := lost_gpu() if self._device == "cuda" else "":
+            message = result.message if isinstance(result, Failure) else gpu_error
+            return _error(Failure(kind="crash", message=f"its process lost the GPU: {message}"))
         problem = inputs.problem
         far = any(map(strided_alloc.has_far_rows, inputs.tensors().values()))
-        del inputs  # perhaps gibibytes, which the next question of another process may need
+        del inputs  # It may be gibibytes, which another process may need.
         if far:
             strided_alloc.release_cached_memory(self._device)
-        elif not words.get("kept"):  # else its next call, which is timed, would pay for it
+        elif not words.get("kept"):  # The next call of a kept call is timed.
             strided_alloc.release_scarce_memory(self._device)
-        self._compiling.listen()  # to what the call imported
+        self._compiling.listen()  # The call may have imported a compiler.
         if isinstance(result, Failure):
-            return _failed(result)
-        if words.get("under", {}).get("state") and self._left:
-            result.notes.remark = f"an earlier call changed {', '.join(self._left)}"
+            return _error(result)
+        if words.get("under", {}).get("state") and self._changed_parts:
+            result.notes.remark = f"an earlier call changed {', '.join(self._changed_parts)}"
         compiling = self._compiling.seconds - compiled
-        return _ran(result, problem, drawn=before, compiling=compiling)
+        return _success_frame(result, problem, drawn=before, compiling=compiling)
 
     def _time(self, words: dict[str, Any]) -> Frame:
         turn = self._executor.time(Problem.from_json(words["problem"]))
         if isinstance(turn, Failure):
-            return _failed(turn)
+            return _error(turn)
         return Frame(kind="timed", words=to_fields(turn))
 
     def _forget(self, words: dict[str, Any]) -> Frame:
@@ -266,8 +266,8 @@ class KernelServer:
         strided_alloc.release_cached_memory(self._device)
         return Frame(kind="forgot", words={})
 
-    def _one(self, launch: dict[str, Any] | None) -> Subject:
-        """The kernel, or a launch of it."""
+    def _kernel_of(self, launch: dict[str, Any] | None) -> Subject:
+        """Return the kernel, or the named launch of it."""
         assert self._subject is not None
         if launch is None:
             return self._subject
@@ -276,17 +276,17 @@ class KernelServer:
 
 
 def loaded_files() -> list[str]:
-    """Files of the modules that are loaded; none of Python's own and of installed packages."""
+    """Return the files of loaded modules, except Python's own and installed packages'."""
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
     installed = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in kinds)
     named = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     files = {name for name in named if isinstance(name, str)}
-    with suppress(FileNotFoundError):  # the kernel has deleted the folder that it is in
+    with suppress(FileNotFoundError):  # The kernel has deleted the working directory.
         files = {os.path.abspath(name) for name in files}  # noqa: PTH100
     return sorted(name for name in files if not name.startswith(installed))
 
 
-def _ran(result: Execution, problem: Problem, *, drawn: str, compiling: float) -> Frame:
+def _success_frame(result: Execution, problem: Problem, *, drawn: str, compiling: float) -> Frame:
     report = CallReport(
         seconds=result.seconds,
         tiling=result.tiling,
@@ -299,12 +299,12 @@ def _ran(result: Execution, problem: Problem, *, drawn: str, compiling: float) -
     try:
         words = to_fields(report)
     except UsageError as error:
-        return _failed(Failure(kind="contract", message=f"what it declares: {error}"))
+        return _error(Failure(kind="contract", message=f"what it declares: {error}"))
     about, data = pack_tensors(requested_outputs(result.outputs, problem).tensors())
     return Frame(kind="ran", words={"report": words, "outputs": about}, data=data)
 
 
-def _failed(outcome: Failure) -> Frame:
-    # The end of a traceback says what was raised.
+def _error(outcome: Failure) -> Frame:
+    # The end of a traceback has the exception.
     message, trace = outcome.message[:_LONGEST], outcome.trace[-_LONGEST:]
     return Frame(kind="failed", words={"kind": outcome.kind, "message": message, "trace": trace})

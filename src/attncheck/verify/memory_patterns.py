@@ -1,4 +1,4 @@
-"""Memory with guard bands around it, filled with one of two patterns of which no byte agrees."""
+"""Memory between guard bands, filled with one of two byte patterns that differ in every byte."""
 
 from __future__ import annotations
 
@@ -22,60 +22,60 @@ from attncheck.core import strided_alloc
 from attncheck.inputs.input_tensors import Inputs
 
 Fill = Literal["", "pattern", "inverse"]
-"""Empty for whatever is there; else a pattern, or its inverse, of which every byte differs."""
+"""Empty to leave memory as it is; else a byte pattern, or its bitwise inverse."""
 
-_PERIOD = 65_521  # a prime: no row of a tensor is as long, and sees one pattern again and again
-_AT_HAND = 32  # periods that need no copy: the widest band and most tensors are shorter
-_SPREAD = 40_503  # between the patterns of two places
-_BYTE = {"pattern": 0xA5, "inverse": 0x5A}  # where memory can be given one byte alone
-_M_PERTURB = -6  # of mallopt(3)
-_TORCH_FILLS = {  # flags of torch's allocator on a CPU
+_PERIOD = 65_521  # Bytes; prime, so that the pattern does not repeat in step with a tensor's rows.
+_TABLE_PERIODS = 32  # Periods in the table: the widest band and most tensors are slices of it.
+_PLACE_STEP = 40_503  # Bytes by which the pattern of one place is shifted against the previous one.
+_BYTE = {"pattern": 0xA5, "inverse": 0x5A}  # For memory that can only be filled with one byte.
+_M_PERTURB = -6  # M_PERTURB of glibc's mallopt(3).
+_TORCH_FILLS = {  # Flags of torch's CPU allocator in libc10.so.
     "pattern": "FLAGS_caffe2_cpu_allocator_do_junk_fill",
     "inverse": "FLAGS_caffe2_cpu_allocator_do_zero_fill",
 }
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIB = 1 << 20
-# A caching allocator has one pool for what is at most a MiB and one for all else.
-_RECORDED = 1 << 16  # allocations of one call and more
+_RECORDED = 1 << 16  # Events in torch's memory history; one call makes fewer.
+# Bytes. torch's caching allocator has one pool for requests up to 1 MiB and one for larger ones.
 _PRIMED = (_MIB,) * 32 + (32 * _MIB,) * 8
 
 
 @functools.cache
 def _table(device: str, fill: Fill) -> torch.Tensor:
-    """Hashed bytes of one period, over and over."""
-    once = torch.frombuffer(
+    """Return hashed bytes of one period, repeated."""
+    period = torch.frombuffer(
         bytearray(hashlib.shake_256(b"attncheck").digest(_PERIOD)), dtype=torch.uint8
     )
-    often = once.repeat(1 + _AT_HAND)
-    return (often if fill == "pattern" else ~often).to(device)
+    repeated = period.repeat(1 + _TABLE_PERIODS)
+    return (repeated if fill == "pattern" else ~repeated).to(device)
 
 
 def pattern(place: int, size: int, device: torch.device, fill: Fill) -> torch.Tensor:
-    """``size`` bytes that are a hash of where they lie.
+    """Return ``size`` bytes of the pattern, hashed from their position.
 
     Args:
-        place: Which of many places; another one has other bytes.
+        place: A number that selects the bytes; two places have different ones.
     """
-    table, start = _table(str(device), fill), place * _SPREAD % _PERIOD
-    if size <= _AT_HAND * _PERIOD:
+    table, start = _table(str(device), fill), place * _PLACE_STEP % _PERIOD
+    if size <= _TABLE_PERIODS * _PERIOD:
         return table[start : start + size]
     return table[start : start + _PERIOD].repeat(math.ceil(size / _PERIOD))[:size]
 
 
 @contextlib.contextmanager
 def allocator_filled(fill: Fill) -> Iterator[bool]:
-    """Within, torch fills what it allocates on the CPU, whoever asks it; whether it does.
+    """Have torch fill all memory that it allocates on the CPU; yield whether this build does.
 
-    With ``pattern`` that is junk (see ``junk``), with ``inverse`` zeros. glibc fills what others
-    allocate with one byte, but where it gives a small piece that was just freed (glibc 2.38 also
-    of aligned memory): of what is not torch's nothing is certain.
+    ``pattern`` fills with junk (see ``junk``), ``inverse`` with zeros. Memory that others allocate
+    is filled by glibc with one byte, except small pieces that were just freed (in glibc 2.38 also
+    aligned memory), so nothing is certain about memory that is not torch's.
     """
     if not fill:
         yield False
         return
     mallopt, flag = _mallopt(), _torch_flag(fill)
     if mallopt is not None:
-        mallopt(_M_PERTURB, _BYTE[fill] ^ 0xFF)  # it fills with the complement of what it is told
+        mallopt(_M_PERTURB, _BYTE[fill] ^ 0xFF)  # glibc fills with the complement.
     if flag is not None:
         flag.value = True
     try:
@@ -88,37 +88,37 @@ def allocator_filled(fill: Fill) -> Iterator[bool]:
 
 
 def junk(elements: torch.Tensor) -> torch.Tensor:
-    """Return which elements, ``(elements, bytes)``, are the junk of torch's allocator."""
+    """Return which of ``elements``, ``(elements, bytes)``, hold the junk of torch's allocator."""
     if not _junk():
         return torch.zeros(len(elements), dtype=torch.bool, device=elements.device)
-    as_integer = _INTEGERS[elements.shape[1]]  # one comparison an element, not one a byte
+    as_integer = _INTEGERS[elements.shape[1]]  # One comparison per element, not per byte.
     words = torch.frombuffer(bytearray(_junk()), dtype=as_integer).to(elements.device)
     return torch.isin(elements.contiguous().view(as_integer)[:, 0], words)
 
 
 @functools.cache
 def _junk() -> bytes:
-    """Eight bytes that torch's allocator fills with over and over; empty where it does not."""
+    """Return the eight bytes that torch's allocator fills memory with; empty if it does not."""
     flag = _torch_flag("pattern")
     if flag is None:
         return b""
     before, flag.value = flag.value, True
     filling = torch.empty(8, dtype=torch.uint8).numpy().tobytes()
     flag.value = before
-    return filling if all(filling) else b""  # zeros are the other filling
+    return filling if all(filling) else b""  # Junk has no zero byte.
 
 
 def _mallopt() -> ctypes._NamedFuncPointer | None:
     try:
         function: ctypes._NamedFuncPointer = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):  # another C library, or none to ask
+    except (OSError, AttributeError, TypeError):  # The C library is not glibc.
         return None
     return function
 
 
 @functools.cache
 def _torch_flag(fill: Fill) -> ctypes.c_bool | None:
-    """The flag by which torch's allocator fills; None where this build has none."""
+    """Return the flag of torch's allocator for ``fill``; None if this build has none."""
     library = Path(torch.__file__).parent / "lib" / "libc10.so"
     try:
         return ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), _TORCH_FILLS[fill])
@@ -128,36 +128,36 @@ def _torch_flag(fill: Fill) -> ctypes.c_bool | None:
 
 @functools.cache
 def _fills(fill: Fill) -> bool:
-    """Return whether this build of torch heeds its flag, which is on: small or large."""
-    return all(_filled(size, fill) for size in (64, 480, 4096, _MIB))
+    """Return whether torch fills small and large allocations while its flag is set."""
+    return all(_fills_reused(size, fill) for size in (64, 480, 4096, _MIB))
 
 
-def _filled(size: int, fill: Fill) -> bool:
-    """Return whether memory is filled that held something else until just now."""
+def _fills_reused(size: int, fill: Fill) -> bool:
+    """Return whether an allocation of ``size`` bytes is filled that likely reuses freed memory."""
     torch.full((size,), 1, dtype=torch.uint8)
-    made = torch.empty(size, dtype=torch.uint8)
-    return bool(junk(made.view(-1, 8)).all() if fill == "pattern" else (made == 0).all())
+    reused = torch.empty(size, dtype=torch.uint8)
+    return bool(junk(reused.view(-1, 8)).all() if fill == "pattern" else (reused == 0).all())
 
 
 def fill_free(device: torch.device, fill: Fill) -> list[tuple[int, int]]:
-    """Fill what the caching allocator of a GPU has free for the current stream, and more.
+    """Fill the caching allocator's free memory for the current stream, and new memory beside it.
 
     Returns:
-        Where that memory is; what is allocated next on this stream lies in it.
+        Address ranges of the filled memory, in which the next allocations on this stream lie.
     """
     torch.cuda.empty_cache()
-    held: list[torch.Tensor] = []
-    # A mode that allocates elsewhere is not to see this, and what runs out of memory has enough.
+    blocks: list[torch.Tensor] = []
+    # Dispatch modes would allocate elsewhere. Running out of memory is fine: all free is filled.
     with _disable_current_modes(), contextlib.suppress(torch.OutOfMemoryError):
         for size in (*_free(device), *_PRIMED):
-            held.append(torch.empty(size, dtype=torch.uint8, device=device))
-            held[-1].fill_(_BYTE[fill])
+            blocks.append(torch.empty(size, dtype=torch.uint8, device=device))
+            blocks[-1].fill_(_BYTE[fill])
     torch.cuda.synchronize(device)
-    return [(each.data_ptr(), each.data_ptr() + each.numel()) for each in held]
+    return [(each.data_ptr(), each.data_ptr() + each.numel()) for each in blocks]
 
 
 def _free(device: torch.device) -> list[int]:
-    """Sizes of the free pieces between others in use, which are given away before all others."""
+    """Return the sizes of free blocks between used ones, which the allocator hands out first."""
     number = torch.cuda.current_device() if device.index is None else device.index
     stream = torch.cuda.current_stream(device).cuda_stream
     sizes: list[int] = []
@@ -174,27 +174,27 @@ def _free(device: torch.device) -> list[int]:
 
 
 class Primed:
-    """Memory of a GPU that holds a pattern, and is free: what is allocated next lies in it.
+    """Free GPU memory that holds a pattern and is handed out next by the caching allocator.
 
-    What is allocated is recorded until ``close``: a piece that was given away twice may hold, the
-    second time, what was written to it after the first.
+    Allocations are recorded until ``close``, because a piece that is allocated a second time may
+    hold what was written to it the first time.
     """
 
     def __init__(self, device: torch.device, fill: Fill) -> None:
         self._device = device
         self._ranges = fill_free(device, fill)
         torch.cuda.memory._record_memory_history("all", context=None, max_entries=_RECORDED)
-        self._before = len(self._recorded())
+        self._before = len(self._allocation_history())
 
     def close(self) -> None:
-        """Record no more."""
+        """Stop recording allocations."""
         torch.cuda.memory._record_memory_history(None)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` lies in it, and nothing else has lain there since."""
+        """Return whether ``tensor`` was the only allocation in its primed memory so far."""
         start = tensor.untyped_storage().data_ptr()
         end = start + tensor.untyped_storage().nbytes()
-        recorded = self._recorded()
+        recorded = self._allocation_history()
         since = [
             each
             for each in recorded[self._before :]
@@ -202,32 +202,32 @@ class Primed:
             and each["addr"] < end
             and start < each["addr"] + each["size"]
         ]
-        inside = any(low <= start and end <= high for low, high in self._joined())
+        inside = any(low <= start and end <= high for low, high in self._merged_ranges())
         return inside and len(since) == 1 and len(recorded) < _RECORDED
 
-    def _joined(self) -> list[tuple[int, int]]:
-        """Its ranges, those that touch as one."""
-        joined: list[tuple[int, int]] = []
+    def _merged_ranges(self) -> list[tuple[int, int]]:
+        """Return the address ranges, adjacent ones merged."""
+        merged: list[tuple[int, int]] = []
         for low, high in sorted(self._ranges):
-            touches = bool(joined) and joined[-1][1] == low
-            joined.append((joined.pop()[0] if touches else low, high))
-        return joined
+            touches = bool(merged) and merged[-1][1] == low
+            merged.append((merged.pop()[0] if touches else low, high))
+        return merged
 
-    def _recorded(self) -> list[dict[str, Any]]:
+    def _allocation_history(self) -> list[dict[str, Any]]:
         number = self._device.index
         number = torch.cuda.current_device() if number is None else number
         return list(torch.cuda.memory._snapshot()["device_traces"][number])
 
 
 def primed(device: torch.device, fill: Fill) -> Primed | None:
-    """The caching allocator of ``device`` primed with ``fill``; None where there is none."""
+    """Return free GPU memory primed with ``fill``; None on a CPU or without a fill."""
     return Primed(device, fill) if fill and device.type == "cuda" else None
 
 
-_ALIGNED = 4096  # keeps the 512 bytes of a GPU's allocator, and a page
-_NARROWEST, _WIDEST = 1 << 16, 1 << 22
+_ALIGNED = 4096  # Bytes: a page, and a multiple of the 512 bytes of the GPU's allocator.
+_NARROWEST, _WIDEST = 1 << 16, 1 << 22  # Bytes of a guard band.
 BEYOND = "out-of-bounds write"
-_MOST, _MOST_NARROW = 2 << 30, 1 << 28  # bytes under guard at a time
+_MOST, _MOST_NARROW = 2 << 30, 1 << 28  # Bytes guarded at a time, with a fill and without.
 
 aten = torch.ops.aten
 _UNWRITTEN = {
@@ -257,39 +257,39 @@ _COPIED = {
     aten.stack.default,
 }
 
-# Bound before any kernel is loaded, which might bind the name to something else.
+# Bound before any kernel is loaded, since a kernel may replace ``torch.equal``.
 _equal = torch.equal
 
 
 @dataclass(slots=True, eq=False)
 class Placed:
-    """One tensor's memory, with a band before and after it."""
+    """Memory of one tensor, with a guard band before and after it."""
 
-    buffer: torch.Tensor  # all of it, in bytes
-    # start, end: where between the bands the tensor's bytes are.
+    buffer: torch.Tensor  # the bands and the memory between them, in bytes
+    # start, end: the range of the tensor's bytes in ``buffer``.
     start: int
     end: int
-    place: int  # what the bands' bytes are hashed from
-    label: str  # what it is, for a message
-    original: torch.Tensor | None = None  # of an input what it held; None of what may be written
-    seen_by: StorageWeakRef | None = None  # the memory of the tensor in it, once there is one
-    late: bool = False  # whether an operator of torch's allocated it elsewhere, and wrote it there
+    place: int  # selects the bytes of the bands, see ``pattern``
+    label: str  # names the tensor in a message
+    original: torch.Tensor | None = None  # an input's bytes; None for memory that may be written
+    seen_by: StorageWeakRef | None = None  # storage of the tensor, once there is one
+    late: bool = False  # whether a torch operator wrote it elsewhere and it was copied here
 
     @property
     def inside(self) -> torch.Tensor:
-        """What lies between the bands."""
+        """The bytes between the bands."""
         return self.buffer[self.start : self.end]
 
     @property
     def free(self) -> bool:
-        """True once the tensor in it, and every view of that, is gone."""
+        """True once the tensor and all its views are deleted."""
         return self.seen_by is not None and gone(self.seen_by)
 
 
 class QuietMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """A mode under which a kernel is called as it always is, compiled graphs and all."""
+    """A dispatch mode that leaves compiled graphs and higher-order operators as they are."""
 
-    # FlexAttention is one; it is called as it is, and what it allocates inside is its own affair.
+    # FlexAttention is one. It is called unchanged; allocations inside it are not guarded.
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
@@ -297,25 +297,25 @@ class QuietMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """A kernel that compiles a graph does so here too: it is to be called as it always is."""
+        """Return True, so that a kernel compiles its graphs as it does without this mode."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports its compiler and Triton, and the interpreter has to be on by then."""
+        """Return False, lest torch import Triton before Triton's interpreter is switched on."""
         return False
 
 
 class GuardBands(QuietMode):  # type: ignore[no-untyped-call]  # torch's
-    """While it is on, tensors are allocated between guard bands, and poisoned.
+    """A dispatch mode that allocates tensors between guard bands and fills them with a pattern.
 
-    Both hold bytes that are a hash of the place, compared as integers: a NaN is a number like any.
-    A compiled graph allocates for itself, and so does C++: ``holds`` says which tensors lie here.
+    Without ``fill`` only bands are filled. Bytes are compared as integers, so that NaNs compare.
+    Allocations of compiled graphs and of C++ are not seen: ``place_of`` tells which tensors are.
 
     Args:
-        memory: Of earlier calls. What is free of it is given away again, first come first served,
-            as a caching allocator does: then a call finds its tensors where the last one had its
-            own. None where all memory is new.
+        memory: Memory of earlier calls. Its free pieces are reused, first come first served as in a
+            caching allocator, so that a call finds its tensors where the last call had its own.
+            None if all memory is to be new.
     """
 
     def __init__(
@@ -330,33 +330,33 @@ class GuardBands(QuietMode):  # type: ignore[no-untyped-call]  # torch's
         self._wrong = self.unchecked = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operator's result, in guarded memory where it allocated it."""
+        """Return the operator's result, moved to guarded memory if the operator allocated it."""
         del types
-        made = func(*args, **(kwargs or {}))
-        # Copies of all that is worked out on the way would take ten times as long.
+        result = func(*args, **(kwargs or {}))
+        # Copying every intermediate result would take ten times as long.
         if not self._fill and func not in _UNWRITTEN and func not in _FILLED:
-            return made
-        # What make_fx traces are steps of a mod's, and our copies would be steps of it too.
+            return result
+        # While make_fx traces a mod, our copies would become steps of the traced mod.
         traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-        # An operator of somebody's own has written where it may not by now, if it has at all.
+        # A custom operator has already run: guarding its result now would detect nothing.
         if traced or getattr(func, "namespace", "") != "aten":
-            return made
-        several = isinstance(made, tuple | list)
-        tensors = list(made) if several else [made]
-        if any(map(self._ours, tensors)):
+            return result
+        several = isinstance(result, tuple | list)
+        tensors = list(result) if several else [result]
+        if any(map(self._is_guardable, tensors)):
             read = {_memory_of(each) for each in tree_leaves((args, kwargs))}
             for i, each in enumerate(tensors):
-                if self._ours(each) and _memory_of(each) not in read:  # else it is no new memory
-                    tensors[i] = self._guarded(each, func)
-        return type(made)(tensors) if several else tensors[0]
+                if self._is_guardable(each) and _memory_of(each) not in read:  # Others are views.
+                    tensors[i] = self._move_between_bands(each, func)
+        return type(result)(tensors) if several else tensors[0]
 
     def copied(self, inputs: Inputs) -> Inputs:
-        """The same numbers between guard bands, laid out alike: strides, gaps and all."""
-        tensors = {name: self._copied(name, t) for name, t in inputs.tensors().items()}
+        """Return a copy of ``inputs`` between guard bands, with the same strides and gaps."""
+        tensors = {name: self._copy_of(name, t) for name, t in inputs.tensors().items()}
         return Inputs.of(inputs.problem, tensors)
 
     def place_of(self, name: str, tensor: torch.Tensor) -> Placed | None:
-        """Where an output lies between guard bands, called by its ``name`` from now on."""
+        """Return the guarded memory in which an output lies, labelled ``name``; None if none."""
         at = tensor.data_ptr()
         for placed in (*self._placed, *self._inputs):
             if 0 <= at - placed.buffer.data_ptr() - placed.start < placed.end - placed.start:
@@ -366,62 +366,62 @@ class GuardBands(QuietMode):  # type: ignore[no-untyped-call]  # torch's
         return None
 
     def look(self) -> str:
-        """Return what was written where nobody may; what was allocated so far is then forgotten.
+        """Return the first fault found so far, in one line, and stop guarding earlier allocations.
 
-        Empty where nothing was. The first fault that was ever found is told again.
+        Empty if nothing was written out of bounds.
         """
         for placed in (*self._inputs, *self._placed):
-            self._wrong = self._wrong or self._written(placed)
+            self._wrong = self._wrong or self._fault_in(placed)
         self._placed, self._bytes = [], 0
         return self._wrong
 
     def _look_at_free(self) -> None:
-        """Look at what nobody holds any more, and guard it no longer."""
+        """Check the memory of deleted tensors, and stop guarding it."""
         for placed in self._placed:
             if placed.free:
-                self._wrong = self._wrong or self._written(placed)
+                self._wrong = self._wrong or self._fault_in(placed)
         self._placed = [placed for placed in self._placed if not placed.free]
         self._bytes = sum(len(placed.buffer) for placed in self._placed)
 
-    def _ours(self, made: object) -> bool:
-        if type(made) is not torch.Tensor or made.layout != torch.strided:
-            return False  # a fake tensor of a compiler's, say
-        if made.device.type != self._device.type or not made.numel():
+    def _is_guardable(self, new: object) -> bool:
+        if type(new) is not torch.Tensor or new.layout != torch.strided:
+            return False  # For example a compiler's fake tensor.
+        if new.device.type != self._device.type or not new.numel():
             return False
-        if made.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if new.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self.unchecked = "what is allocated in a CUDA graph has no guard bands"
             return False
-        return made.device.type == "cuda" or not torch.cuda.is_available() or not made.is_pinned()
+        return new.device.type == "cuda" or not torch.cuda.is_available() or not new.is_pinned()
 
-    def _guarded(self, made: torch.Tensor, func: object) -> torch.Tensor:
+    def _move_between_bands(self, result: torch.Tensor, func: object) -> torch.Tensor:
         late = func not in _UNWRITTEN | _FILLED | _COPIED
-        if late and made.device.type != "cpu":  # no heap breaks there
-            return made
-        size = made.untyped_storage().nbytes()
+        if late and result.device.type != "cpu":  # Only a CPU's heap can be corrupted.
+            return result
+        size = result.untyped_storage().nbytes()
         if self._bytes + size > self._most:
             self._look_at_free()
         if self._bytes + size > self._most:
             self.unchecked = f"beyond {self._most >> 20} MiB of allocations nothing has guard bands"
-            return made
-        shape, dtype = tuple(made.shape), str(made.dtype).removeprefix("torch.")
-        placed = self._place(size, f"a tensor {shape} of {dtype} that it allocated", made.device)
+            return result
+        shape, dtype = tuple(result.shape), str(result.dtype).removeprefix("torch.")
+        placed = self._place(size, f"a tensor {shape} of {dtype} that it allocated", result.device)
         self._placed.append(placed)
         placed.late = late
         if func not in _UNWRITTEN:
-            placed.inside.copy_(placed.inside.new_empty(0).set_(made.untyped_storage()))
-            return _tensor(placed, made)
+            placed.inside.copy_(placed.inside.new_empty(0).set_(result.untyped_storage()))
+            return _tensor(placed, result)
         if self._fill:
-            inside = pattern(size, size, made.device, self._fill)
-            placed.inside.copy_(inside & 1 if made.dtype == torch.bool else inside)
-        return _tensor(placed, made)
+            inside = pattern(size, size, result.device, self._fill)
+            placed.inside.copy_(inside & 1 if result.dtype == torch.bool else inside)
+        return _tensor(placed, result)
 
-    def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         size = tensor.untyped_storage().nbytes()
         if not size:
             return tensor.clone()
         if strided_alloc.has_far_rows(
             tensor
-        ):  # gibibytes between its rows are no bands that one can fill
+        ):  # The gaps between its rows are gibibytes: too large to fill.
             return strided_alloc.copy_far_rows(tensor)
         placed = self._place(size, f"its input {name}", tensor.device)
         self._inputs.append(placed)
@@ -431,9 +431,9 @@ class GuardBands(QuietMode):  # type: ignore[no-untyped-call]  # torch's
         return _tensor(placed, tensor)
 
     def _place(self, size: int, label: str, device: torch.device) -> Placed:
-        """New or free memory for ``size`` bytes, its bands filled."""
-        band = min(max(_rounded(size), _NARROWEST), _WIDEST) if self._fill else _ALIGNED
-        whole = band + _rounded(size) + band
+        """Return new or reused memory for ``size`` bytes, its bands filled."""
+        band = min(max(_round_up(size), _NARROWEST), _WIDEST) if self._fill else _ALIGNED
+        whole = band + _round_up(size) + band
         placed = next((one for one in self._memory or () if one.place == size and one.free), None)
         if placed is None:
             buffer = torch.empty(whole + _ALIGNED, dtype=torch.uint8, device=device)
@@ -442,13 +442,13 @@ class GuardBands(QuietMode):  # type: ignore[no-untyped-call]  # torch's
                 buffer=buffer[first : first + whole],
                 start=band,
                 end=band + size,
-                place=size,  # and no address: another run with this pattern finds the same bytes
+                place=size,  # Not an address, so that runs with one pattern get the same bytes.
                 label=label,
             )
             if self._memory is not None:
                 self._memory.append(placed)
         elif placed in self._placed:
-            self._wrong = self._wrong or self._written(placed)  # its bands are filled anew
+            self._wrong = self._wrong or self._fault_in(placed)  # Its bands are refilled below.
             self._placed.remove(placed)
         placed.label, placed.original, placed.seen_by, placed.late = label, None, None, False
         for part, bytes_ in self._bands(placed):
@@ -457,14 +457,14 @@ class GuardBands(QuietMode):  # type: ignore[no-untyped-call]  # torch's
         return placed
 
     def _bands(self, placed: Placed) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """Both bands of ``placed``, the first in full and the second, with what they must hold."""
+        """Return the band before ``placed`` and the one after, each with its expected bytes."""
         bands = placed.buffer[: placed.start], placed.buffer[placed.end :]
         return [
             (band, pattern(placed.place + 1 + i, len(band), band.device, self._fill))
             for i, band in enumerate(bands)
         ]
 
-    def _written(self, placed: Placed) -> str:
+    def _fault_in(self, placed: Placed) -> str:
         before, after = self._bands(placed)
         if not _equal(*before):
             at = len(before[0]) - 1 - _first(before, lambda places: places[-1])
@@ -482,18 +482,18 @@ class GuardBands(QuietMode):  # type: ignore[no-untyped-call]  # torch's
         return ""
 
 
-def weakly(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return what says when the memory of ``tensor``, and of every view of it, is ``gone``."""
+def weak_ref(tensor: torch.Tensor) -> StorageWeakRef:
+    """Return a weak reference to the memory of ``tensor`` and its views, for ``gone``."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
 
 
 def gone(memory: StorageWeakRef) -> bool:
-    """Return whether nobody holds that memory any more."""
+    """Return whether every tensor in that memory is deleted."""
     return bool(memory.expired())  # type: ignore[no-untyped-call]  # torch's
 
 
 def _memory_of(each: object) -> int | None:
-    """What identifies the memory that a tensor lies in; None of anything else."""
+    """Return a number that identifies a tensor's storage; None for anything else."""
     if isinstance(each, torch.Tensor) and each.layout == torch.strided:
         number: int = each.untyped_storage()._cdata
         return number
@@ -501,13 +501,13 @@ def _memory_of(each: object) -> int | None:
 
 
 def _tensor(placed: Placed, like: torch.Tensor) -> torch.Tensor:
-    """The memory of ``placed`` as a tensor laid out as ``like``, which knows of no bands."""
+    """Return a tensor laid out as ``like`` in ``placed``, whose storage excludes the bands."""
     alone = from_dlpack(torch._C._to_dlpack(placed.inside))
-    placed.seen_by = weakly(alone)
+    placed.seen_by = weak_ref(alone)
     return alone.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
 
 
-def _rounded(size: int) -> int:
+def _round_up(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
@@ -518,6 +518,6 @@ def _first(
 
 
 def count_bytes(band: tuple[torch.Tensor, torch.Tensor]) -> str:
-    """Return in words how many bytes of a band differ from what they were."""
+    """Return in words how many bytes of a band changed."""
     count = int((band[0] != band[1]).sum())
     return "1 byte" if count == 1 else f"{count} bytes"

@@ -1,4 +1,4 @@
-"""What a call may leave changed, or hold, in the process it runs in."""
+"""State of the process that a call may change, and resources that it may leak."""
 
 from __future__ import annotations
 
@@ -21,29 +21,28 @@ import torch
 from attncheck.subjects.capabilities.subject import Call
 
 State = Mapping[str, Any]
-"""What each part of a process is, by a name a message can say; equal values are equal states."""
+"""Value of each part of a process's state, by a name for messages; equal values, equal states."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Something that belongs to the process."""
+    """A part of the process's state."""
 
-    read: Callable[[], Any]  # what it is now
-    write: Callable[[Any], object] | None = None  # makes it what it was; None where nothing can
+    read: Callable[[], Any]  # returns its value
+    write: Callable[[Any], object] | None = None  # restores a value; None if nothing can
 
 
 def _flag(owner: Any, name: str) -> _Part:
-    """One of torch's flags, an attribute of the module they are in."""
     return _Part(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
 
 
 def _generator(read: Callable[[], Any], write: Callable[[Any], object]) -> _Part:
-    """One of torch's generators of random numbers, its state as bytes."""
+    """Return the part for a torch random generator; its value is the state as bytes."""
 
-    def restored(value: bytes) -> object:
+    def restore(value: bytes) -> object:
         return write(torch.frombuffer(bytearray(value), dtype=torch.uint8))
 
-    return _Part(lambda: bytes(read().numpy().tobytes()), restored)
+    return _Part(lambda: bytes(read().numpy().tobytes()), restore)
 
 
 def _numpy_state() -> tuple[Any, ...]:
@@ -51,12 +50,12 @@ def _numpy_state() -> tuple[Any, ...]:
     return (name, np.asarray(keys).tobytes(), *rest)
 
 
-def _numpy_restored(value: tuple[Any, ...]) -> None:
+def _restore_numpy(value: tuple[Any, ...]) -> None:
     name, keys, *rest = value
     np.random.set_state((name, np.frombuffer(keys, np.uint32), *rest))  # noqa: NPY002  # as above
 
 
-def _environment_restored(value: dict[str, str]) -> None:
+def _restore_environment(value: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(value)
 
@@ -65,16 +64,16 @@ def _signals() -> dict[int, Any]:
     return {int(number): signal.getsignal(number) for number in signal.valid_signals()}
 
 
-def _signals_restored(value: dict[int, Any]) -> None:
+def _restore_signals(value: dict[int, Any]) -> None:
     for number, handler in value.items():
-        # None is a handler that was not set from Python, and cannot be.
+        # None stands for a handler that was not set from Python, and cannot be set from it.
         if handler is not None and signal.getsignal(number) != handler:
-            with contextlib.suppress(ValueError, OSError):  # in another thread than the first
+            with contextlib.suppress(ValueError, OSError):  # Outside the main thread.
                 signal.signal(number, handler)
 
 
 def _denormals() -> bool:
-    """Return whether the smallest numbers are numbers; if not, every float near 0 is 0."""
+    """Return whether denormal numbers exist; if not, they are flushed to 0."""
     return bool(torch.tensor(5e-324, dtype=torch.float64, device="cpu") * 1.0 != 0.0)
 
 
@@ -84,10 +83,10 @@ def _umask() -> int:
     return mask
 
 
-_ONE, _TINY = 1.0, 1e-30  # no constants of one expression, which is worked out once for ever
+_ONE, _TINY = 1.0, 1e-30  # Names, because Python folds an expression of literals only once.
 
 
-def _deterministic_restored(value: tuple[bool, bool]) -> None:
+def _restore_deterministic(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
@@ -121,7 +120,7 @@ _SDP = {
 _ANYWHERE = {
     "torch's random generator": _generator(torch.get_rng_state, torch.set_rng_state),
     "Python's random generator": _Part(random.getstate, random.setstate),
-    "numpy's random generator": _Part(_numpy_state, _numpy_restored),
+    "numpy's random generator": _Part(_numpy_state, _restore_numpy),
     "the default dtype": _Part(torch.get_default_dtype, torch.set_default_dtype),
     "the default device": _Part(lambda: str(torch.get_default_device()), torch.set_default_device),
     "the float32 matmul precision": _Part(
@@ -134,10 +133,10 @@ _ANYWHERE = {
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
-        _deterministic_restored,
+        _restore_deterministic,
     ),
     "grad mode": _Part(torch.is_grad_enabled, torch.set_grad_enabled),
-    # This and autocast can only be left by who entered them: they are told, not restored.
+    # Inference mode and autocast can only be left by who entered them: reported, not restored.
     "inference mode": _Part(torch.is_inference_mode_enabled),
     "autocast": _Part(
         lambda: (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
@@ -147,8 +146,8 @@ _ANYWHERE = {
         _denormals, lambda exist: torch.set_flush_denormal(not exist)
     ),
     "the working directory": _Part(os.getcwd, os.chdir),
-    "environment variables": _Part(lambda: dict(os.environ), _environment_restored),
-    "signal handlers": _Part(_signals, _signals_restored),
+    "environment variables": _Part(lambda: dict(os.environ), _restore_environment),
+    "signal handlers": _Part(_signals, _restore_signals),
     "sys.path": _Part(
         lambda: list(sys.path), lambda value: sys.path.__setitem__(slice(None), value)
     ),
@@ -157,7 +156,7 @@ _ANYWHERE = {
     "how often threads take turns": _Part(sys.getswitchinterval, sys.setswitchinterval),
     "garbage collection": _Part(gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     "the mask of new files": _Part(_umask, os.umask),
-    "its priority": _Part(lambda: os.nice(0)),  # nobody may raise it again
+    "its priority": _Part(lambda: os.nice(0)),  # It cannot be raised again.
     "a timer": _Part(lambda: signal.getitimer(signal.ITIMER_REAL) != (0.0, 0.0)),
     "how floating-point numbers are rounded": _Part(lambda: (_ONE + _TINY, _ONE - _TINY)),
 }
@@ -176,26 +175,26 @@ def _parts(device: torch.device) -> dict[str, _Part]:
 
 
 def process_state(device: torch.device) -> State:
-    """Return what this process is now, as far as a kernel on ``device`` may change it."""
+    """Return the present state of this process that a kernel on ``device`` may change."""
     state = {}
     for name, part in _parts(device).items():
         try:
             state[name] = part.read()
-        except (RuntimeError, OSError) as error:  # torch's two ways to say TF32 exclude each other
+        except (RuntimeError, OSError) as error:  # torch's two TF32 settings exclude each other.
             state[name] = str(error)
     return state
 
 
 def changed_parts(before: State, after: State) -> list[str]:
-    """Names of what is other than it was."""
+    """Return the names of the parts that differ."""
     return [name for name, value in before.items() if after[name] != value]
 
 
 def restore_process(before: State, device: torch.device, *, generators: bool = True) -> list[str]:
-    """Make all that has changed what it was, as far as that is possible; return its names.
+    """Restore the parts that have changed, as far as possible; return their names.
 
     Args:
-        generators: Whether also generators of random numbers.
+        generators: Whether to restore random generators too.
     """
     changed = changed_parts(before, process_state(device))
     for name in changed:
@@ -206,7 +205,7 @@ def restore_process(before: State, device: torch.device, *, generators: bool = T
 
 
 def _c_allocator() -> tuple[Callable[[int], int | None], Callable[[int | None], None]] | None:
-    """C's malloc and free, where they can be called."""
+    """Return C's malloc and free; None if they cannot be called."""
     try:
         library = ctypes.CDLL(None)
         library.malloc.argtypes, library.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
@@ -216,32 +215,32 @@ def _c_allocator() -> tuple[Callable[[int], int | None], Callable[[int | None], 
     return library.malloc, library.free
 
 
-_ALLOCATOR = _c_allocator()  # bound here, before any kernel's module is imported
-# Bytes: two blocks of each size of which glibc keeps a list, and one for which it joins free ones.
-_SMALL = (*range(8, 1024, 8), 1 << 16)
+_ALLOCATOR = _c_allocator()  # Bound before any kernel's module is imported.
+# Bytes: two sizes for each of glibc's lists of free small blocks, and one that makes it merge them.
+_BLOCK_SIZES = (*range(8, 1024, 8), 1 << 16)
 
 
 def stir_heap() -> None:
-    """Ask for C memory of every small size and give it back: a broken heap ends the process.
+    """Allocate and free C memory of every small size, which ends a process with a broken heap.
 
-    The C library looks at a block as it hands it out, takes it back or joins it to the next. What
-    a call breaks would else be noticed in a later one, or where nobody waits any more.
+    The C library checks blocks as it allocates, frees and merges them. Otherwise a corrupted heap
+    would be noticed only in a later call, or after the last answer.
     """
     if _ALLOCATOR is not None:
         allocate, free = _ALLOCATOR
-        for block in [allocate(size) for size in _SMALL]:
+        for block in [allocate(size) for size in _BLOCK_SIZES]:
             free(block)
 
 
-WINDOWS = 3  # windows of calls in each of which what leaks is more than before
+WINDOWS = 3  # Windows of calls; a resource leaks if it grows in each of them.
 
-_WARM = 2  # calls before the first window: caches fill, and what is made once is made
+_WARM = 2  # Calls before the first window, which fill caches and create what is created once.
 
 
 def resource_counts(device: torch.device) -> dict[str, int]:
-    """Count what is held of each now, garbage collected; leave out what cannot be counted.
+    """Return the counts of held resources after garbage collection, without uncountable ones.
 
-    Of tensors those that came after ``gc.freeze``.
+    Only tensors created after ``gc.freeze`` are counted.
     """
     gc.collect()
     counts = {
@@ -257,20 +256,20 @@ def resource_counts(device: torch.device) -> dict[str, int]:
 
 
 def resource_leaks(call: Call, calls: int, device: torch.device) -> tuple[str, str]:
-    """Return what ``call`` holds more of in every window, and what could not be counted.
+    """Return the resources that ``call`` leaks, and those that could not be counted.
 
-    An exact rule, and no threshold: in each of ``WINDOWS`` windows of ``calls`` calls, one after
-    the other, there is more of it than in the window before. A cache that fills stops.
+    The rule has no threshold: a resource leaks if its count grows in each of ``WINDOWS``
+    consecutive windows of ``calls`` calls. A cache stops growing once it is full.
 
     Args:
-        call: Is called, and what it gives dropped.
-        calls: In one window.
+        call: The call; its results are dropped.
+        calls: Number of calls in a window.
     """
-    _times(call, _WARM)
-    with _frozen():
+    _repeat(call, _WARM)
+    with _freeze_garbage():
         counts = [resource_counts(device)]
         for _ in range(WINDOWS):
-            _times(call, calls)
+            _repeat(call, calls)
             counts.append(resource_counts(device))
     growing = [
         f"{name} ({', '.join(str(each[name]) for each in counts)})"
@@ -282,19 +281,19 @@ def resource_leaks(call: Call, calls: int, device: torch.device) -> tuple[str, s
 
 
 @contextlib.contextmanager
-def _frozen() -> Iterator[None]:
-    """Neither collect nor count what there is so far: only what comes to it matters."""
+def _freeze_garbage() -> Iterator[None]:
+    """Exclude all present objects from garbage collection and counts, within the context."""
     before = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        if not before:  # somebody else's would thaw too
+        if not before:  # Otherwise objects that others froze would be unfrozen too.
             gc.unfreeze()
 
 
-def _times(call: Callable[[], object], calls: int) -> None:
+def _repeat(call: Callable[[], object], calls: int) -> None:
     for _ in range(calls):
         call()
 
@@ -302,28 +301,28 @@ def _times(call: Callable[[], object], calls: int) -> None:
 def _entries(folder: str) -> int | None:
     try:
         return sum(1 for _ in Path(folder).iterdir())
-    except OSError:  # no Linux
+    except OSError:  # Not on Linux.
         return None
 
 
 def _children() -> int | None:
-    """Processes that this one has started and not waited for."""
+    """Return the number of child processes not yet waited for; None if it cannot be counted."""
     try:
         threads = list(Path("/proc/self/task").iterdir())
         return sum(len((thread / "children").read_text().split()) for thread in threads)
-    except OSError:  # no Linux, or a kernel built without it
+    except OSError:  # Not on Linux, or its kernel was built without this file.
         return None
 
 
 def _tensor_bytes() -> int:
-    """Bytes of all tensors that Python knows of, each memory once."""
+    """Return the bytes of all tensors tracked by Python, each storage counted once."""
     memory = {}
     for each in gc.get_objects():
-        # Not isinstance, which asks a proxy for its class and so runs code of its own.
+        # isinstance would ask a proxy object for its class, which runs its code.
         if issubclass(type(each), torch.Tensor) and each.layout == torch.strided:
             try:
                 storage = each.untyped_storage()
                 memory[storage.data_ptr()] = storage.nbytes()
-            except (RuntimeError, NotImplementedError):  # a fake one has no memory
+            except (RuntimeError, NotImplementedError):  # A fake tensor has no memory.
                 continue
     return sum(memory.values())

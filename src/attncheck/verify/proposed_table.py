@@ -1,8 +1,8 @@
-"""The capability table that detection proposes, and what its author must know of it.
+"""Proposes a capability table from the results of detection, with comments for its author.
 
-What a kernel takes is declared whether its answer was right or wrong: a wrong number is a fault
-until the kernel is mended, refuses it, or its author takes it out. What it refuses, or raises at,
-is left out.
+Everything that a kernel answers is declared, right or wrong: a wrong answer is a fault until the
+kernel is mended or refuses the problem, or its author removes the entry. What it refuses or raises
+at is left out.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from attncheck.verify.capability_detection import HEAD_DIMS, DetectedCapabilitie
 Comments = dict[str, list[str]]
 
 _USUAL_PROMISES = ("repeat", "hidden")
-_ELSEWHERE = ("lengths", "batch", "strides")  # no field of their own
-_MOST = 90  # characters of a reason in a comment
+_ELSEWHERE = ("lengths", "batch", "strides")  # Aspects without a field in the table.
+_LONGEST_REASON = 90  # Characters of a reason in a comment.
 _LISTS = ("dtypes", "head_dims", "masks", "scores")
 _CAUSAL_MASKS = ("causal", "causal_bottom_right")
 _FLAGS = ("gqa", "rectangular", "scale")
 
 
 def propose_table(detection: DetectedCapabilities, entry: str) -> tuple[Capabilities, Comments]:
-    """Return the table of what was found, and the lines to stand above its fields.
+    """Return the table of detected capabilities, and the comment lines above its fields.
 
     Args:
-        detection: What was tried; it must take something.
-        entry: How the table is to name the kernel.
+        detection: Results of detection, in which the kernel takes something.
+        entry: The kernel's name in the table.
     """
     fields: dict[str, Any] = {"entry": entry, "convention": detection.convention or None}
     comments: Comments = {}
     for name in (*_LISTS, *_FLAGS):
         tried = [one for one in detection.tried if one.aspect == name]
-        fields[name] = _listed_values(name, tried) if name in _LISTS else _flag(tried)
+        fields[name] = _list_values(name, tried) if name in _LISTS else _flag(tried)
         comments[name] = [
             *_fault_comments(tried),
             *(_mixed_comment(tried) if name in _FLAGS else ()),
@@ -56,20 +56,20 @@ def _answers(one: TrialResult) -> bool:
     return one.verdict in {"takes", "wrong"}
 
 
-def _listed_values(name: str, tried: Sequence[TrialResult]) -> tuple[Any, ...] | str:
-    """Return what gives an answer; ``any`` where everything that was tried does."""
+def _list_values(name: str, tried: Sequence[TrialResult]) -> tuple[Any, ...] | str:
+    """Return the values that the kernel answers; ``any`` if it answers all that were tried."""
     names = [one.what for one in tried if _answers(one)]
     if name == "head_dims":
         dims_of = {"/".join(map(str, d)) if isinstance(d, tuple) else str(d): d for d in HEAD_DIMS}
         return ANY if len(names) == len(tried) else tuple(dims_of[name] for name in names)
-    # ``any`` is no dtype: a table lists those that its kernel takes.
+    # ``any`` is no dtype: a table lists its kernel's dtypes.
     if name != "dtypes" and len(names) == len(tried):
         return (ANY,)
     return tuple(names)
 
 
 def _flag(tried: Sequence[TrialResult]) -> bool | None:
-    """Return a flag, or None where it takes a part: then it may refuse the others."""
+    """Return whether the kernel answers all or none; None if some, so that it may refuse others."""
     answers = {_answers(one) for one in tried}
     return answers.pop() if len(answers) == 1 else None
 
@@ -82,19 +82,19 @@ def _mixed_comment(tried: Sequence[TrialResult]) -> list[str]:
 
 
 def _multiple(detection: DetectedCapabilities) -> int | None:
-    """Return the least length of which it takes multiples; None where it takes any."""
+    """Return the smallest length whose multiples it takes; None if it takes any length."""
     assert detection.base is not None, "it takes something"
     lengths = {int(one.what): _answers(one) for one in detection.tried if one.aspect == "lengths"}
-    # 77 is a multiple of no tile: who takes it takes any length.
+    # 77 is a multiple of no tile: a kernel that takes it takes any length.
     if lengths.get(77, True):
         return None
-    # 1 divides everything, and kernels for decoding take it beside their multiples.
-    able = [length for length, answers in lengths.items() if answers and length > 1]
-    return min((*able, detection.base.query))
+    # Length 1 is left out, because kernels for decoding take it beside their multiples.
+    multiples = [length for length, answers in lengths.items() if answers and length > 1]
+    return min((*multiples, detection.base.query))
 
 
 def _overrides(detection: DetectedCapabilities, fields: Mapping[str, Any]) -> tuple[Override, ...]:
-    """Return where the causal mask is taken for equal lengths alone."""
+    """Return an override if the causal mask is taken for equal lengths only."""
     tried = [one for one in detection.tried if one.aspect == "causal"]
     causal = tuple(name for name in _CAUSAL_MASKS if name in fields["masks"])
     if not causal or not fields["rectangular"] or any(map(_answers, tried)):
@@ -103,7 +103,7 @@ def _overrides(detection: DetectedCapabilities, fields: Mapping[str, Any]) -> tu
 
 
 def _convention_fields(detection: DetectedCapabilities) -> dict[str, Any]:
-    """Return LSE and empty rows as they were detected."""
+    """Return the fields of LSE, causal alignment and empty rows as detected."""
     options = detection.options
     rows = [one for one in detection.tried if one.aspect == "empty_row"]
     right = any(one.verdict == "takes" for one in rows)
@@ -116,12 +116,12 @@ def _convention_fields(detection: DetectedCapabilities) -> dict[str, Any]:
 
 
 def _promises(detection: DetectedCapabilities) -> tuple[tuple[str, ...] | None, list[str]]:
-    """Return the usual promises that it keeps, None for all of them; others are the author's."""
+    """Return the usual promises that it keeps, None for all of them, and comment lines."""
     tried = [one for one in detection.tried if one.aspect == "promises"]
     broken = {one.what: one for one in tried if one.verdict != "takes"}
     intact = [name for name in dict.fromkeys(one.what for one in tried) if name not in broken]
     lines = [
-        f"{name} is not promised: {_shortened_reason(one.reason)}"
+        f"{name} is not promised: {_shorten(one.reason)}"
         for name, one in broken.items()
         if name in _USUAL_PROMISES
     ]
@@ -129,18 +129,18 @@ def _promises(detection: DetectedCapabilities) -> tuple[tuple[str, ...] | None, 
     if more:
         names = " and ".join(more)
         lines.append(f"{names} held where it was tried: add what the kernel promises")
-    # What is kept beyond the usual may be luck of a few problems: its author must say it.
+    # Unusual promises may hold by chance in a few problems: only the author can declare them.
     usual = tuple(name for name in _USUAL_PROMISES if name not in broken)
     return (None if usual == _USUAL_PROMISES else usual), lines
 
 
 def is_capability(one: TrialResult) -> bool:
-    """Return whether it is a thing to take or not: no promise, and not how the kernel is called."""
+    """Return whether the result is of a capability, not of a promise, LSE or the convention."""
     return one.aspect not in {"convention", "lse", "promises"}
 
 
 def group_results(tried: Iterable[TrialResult]) -> list[list[TrialResult]]:
-    """Group by verdict and reason; wrong answers by the rule that they break."""
+    """Group results by verdict and reason; wrong answers by verdict and broken rule."""
     groups: dict[tuple[str, str], list[TrialResult]] = {}
     for one in tried:
         why = one.reason.partition(":")[0] if one.verdict == "wrong" else one.reason
@@ -149,20 +149,20 @@ def group_results(tried: Iterable[TrialResult]) -> list[list[TrialResult]]:
 
 
 def _fault_comments(tried: Iterable[TrialResult]) -> list[str]:
-    """Return a line for what was wrong or raised."""
+    """Return a line for each group of results that were wrong or raised."""
     phrases = {
         "wrong": "wrong, to be mended, refused with a ValueError, or taken out",
         "raises": "raises, and is left out",
     }
     return [
         f"{', '.join(one.what for one in group)}: {phrases[group[0].verdict]}: "
-        f"{_shortened_reason(group[0].reason)}"
+        f"{_shorten(group[0].reason)}"
         for group in group_results(tried)
         if group[0].verdict in phrases
     ]
 
 
-def _shortened_reason(reason: str) -> str:
-    # A comment of TOML has no control characters.
+def _shorten(reason: str) -> str:
+    # TOML allows no control characters in comments.
     line = " ".join("".join(c if c.isprintable() else " " for c in reason).split())
-    return line if len(line) <= _MOST else f"{line[: _MOST - 1]}…"
+    return line if len(line) <= _LONGEST_REASON else f"{line[: _LONGEST_REASON - 1]}…"

@@ -1,4 +1,4 @@
-"""What can be asked of a kernel by name, of which Problems, and what a kernel of pages is asked."""
+"""Questions by name, the Problems that they apply to, and their paged forms."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.call_checks import CHECKS, Check
 from attncheck.verify.executor import Executor
 
-COMPARE = "compare"  # the question whether every element is exact attention up to rounding
+COMPARE = "compare"  # The question whether every element is exact attention up to rounding.
 QUESTIONS = (COMPARE, *RELATIONS, *PROBES, *CHECKS)
 
-_PAGE_SIZES = (16, 64, 256)  # usual ones: a kernel may take one of them alone
+_PAGE_SIZES = (16, 64, 256)  # Usual numbers of keys in a page; a kernel may take only one of them.
 
 
 def check_question(name: str) -> None:
-    """Raise UnknownName for what is neither ``compare`` nor a relation, a probe or a check."""
+    """Raise UnknownName unless ``name`` is ``compare``, a relation, a probe or a check."""
     require_known("question", [name], QUESTIONS)
 
 
 def question_summary(question: str) -> str:
-    """Return what a question asks, in one line; raises UnknownName."""
+    """Return a question's summary in one line; raise UnknownName."""
     check_question(question)
     if question == COMPARE:
         return "every element is exact attention up to rounding"
@@ -34,18 +34,18 @@ def question_summary(question: str) -> str:
 
 
 def question_problem(question: str, problem: Problem) -> Problem:
-    """Return the Problem asked in place of ``problem``: a probe has its own inputs, and no mod."""
+    """Return ``problem`` as the question changes it: a probe has its own inputs, and no mod."""
     return PROBES[question].problem(problem) if question in PROBES else problem
 
 
 def unfit_reason(question: str, problem: Problem) -> str | None:
-    """Return why the question says nothing of ``problem``, in one line; None if it does."""
+    """Return why the question does not apply to ``problem``, in one line; None if it does."""
     check_question(question)
     return None if question == COMPARE else _definition(question).unfit(problem)
 
 
 def allowed_parameters(question: str, problem: Problem) -> Allowed:
-    """Return the numbers that the question may be asked with, by name."""
+    """Return the parameters that the question may have, by name."""
     check_question(question)
     return {} if question == COMPARE else _definition(question).allowed(problem)
 
@@ -57,7 +57,7 @@ def is_probe(question: str) -> bool:
 
 def compares_launches(questions: Iterable[str]) -> bool:
     """Return whether all of ``questions`` are about other launches of the same kernel."""
-    return all(name in RELATIONS and RELATIONS[name].relaunched for name in questions)
+    return all(name in RELATIONS and RELATIONS[name].uses_other_launch for name in questions)
 
 
 def _definition(question: str) -> Relation | Probe | Check:
@@ -67,24 +67,23 @@ def _definition(question: str) -> Relation | Probe | Check:
 
 
 def adapted_problems(subject: Subject, problem: Problem, executor: Executor) -> tuple[Problem, ...]:
-    """Return ``problem``, or the same in pages for a kernel that takes keys in pages alone.
+    """Return ``problem`` alone, or its paged forms if the kernel takes only paged keys.
 
-    In pages it is there once for each usual size, of which a kernel may take one; nothing else
-    differs, and with several sequences they share their first page. There are no gradients of
-    keys in pages: a backward stays what it is.
+    There is a paged form for each usual page size, of which a kernel may take only one. Nothing
+    else differs, and several sequences share their first page. A backward has no paged form.
     """
     if problem.operation != "attention" or problem.backward or executor.concerns(subject, problem):
         return (problem,)
     shared = int(problem.batch > 1)
     paged = tuple(problem.replace(paging=Paging(size=size, shared=shared)) for size in _PAGE_SIZES)
-    # One size stands for all: which of them a kernel takes, its refusals say.
+    # ``concerns`` is asked of one size only; a kernel refuses other sizes that it does not take.
     return paged if executor.concerns(subject, paged[0]) else (problem,)
 
 
 def taken_problem(
     subject: Subject, problem: Problem, executor: Executor, device: str
 ) -> Problem | None:
-    """Return ``problem`` as ``subject`` takes it on ``device``, as far as it says so; else None."""
+    """Return ``problem``, or its first paged form, that ``subject`` does not refuse; else None."""
     for each in adapted_problems(subject, problem, executor):
         if executor.concerns(subject, each) and executor.refusal(subject, each, device) is None:
             return each
@@ -92,19 +91,19 @@ def taken_problem(
 
 
 def adapted_cases(subject: Subject, case: Case, executor: Executor) -> Iterator[Case]:
-    """Yield ``case`` as ``subject`` may take it, the likeliest first.
+    """Yield the forms of ``case`` that ``subject`` may take, the likeliest first.
 
-    That is the case itself unless the kernel takes keys in pages alone (``adapted_problems``) and
-    the question can be asked of them.
+    That is the case itself unless the kernel takes only paged keys (``adapted_problems``) and the
+    question applies to them.
     """
     problems = adapted_problems(subject, case.problem, executor)
     if problems == (case.problem,):
         yield case
         return
     cases = [dataclasses.replace(case, problem=problem) for problem in problems]
-    able = [each for each in cases if _can_be_asked(each)]
-    # Where none fits, the case itself: its Record says why it is not supported.
-    yield from able or [case]
+    fitting = [each for each in cases if _can_be_asked(each)]
+    # If no form fits, run the case itself, whose Record gives the reason.
+    yield from fitting or [case]
 
 
 def _can_be_asked(case: Case) -> bool:
@@ -119,7 +118,7 @@ def _can_be_asked(case: Case) -> bool:
 def not_applicable_reason(subject: Subject, problem: Problem, executor: Executor) -> str:
     """Return why ``problem`` does not concern a kernel, in one line."""
     if problem.backward:
-        # A kernel that takes the same forward lacks only gradients, which is the better reason.
+        # If the kernel takes the forward, it lacks only gradients, which is the better reason.
         forward = problem.replace(backward=False, dlse=False, dcaptured=False)
         if executor.concerns(subject, forward) or adapted_problems(subject, forward, executor) != (
             forward,

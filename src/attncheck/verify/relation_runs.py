@@ -1,4 +1,4 @@
-"""The calls that a relation asks for, and whether it holds of them."""
+"""Runs the calls of a relation, and judges whether it holds between them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _OF_KEYS = ("dk", "dv", "dsink", "dcaptured")
 
 
 def relation_inputs(case: Case, device: str) -> tuple[Inputs, ...]:
-    """Return the inputs of each run that the Case's relation asks for, in order.
+    """Return the inputs of each run of the Case's relation, in order.
 
     Raises:
-        UsageError: for a question that is no relation, or that cannot be asked of the Problem.
+        UsageError: for a question that is no relation, or that does not apply to the Problem.
     """
     relation = relation_named(case.question)
     relation.check(case.problem, case.parameters)
@@ -44,20 +44,19 @@ def relation_inputs(case: Case, device: str) -> tuple[Inputs, ...]:
 def judge_relation(
     subject: Subject, case: Case, executor: Executor, *, device: str
 ) -> Judgement | Failure:
-    """Judge whether the Case's relation holds between what ``subject`` gives on its runs.
+    """Judge whether the Case's relation holds between the outputs of ``subject`` in its runs.
 
-    ``pass`` where it holds, ``fail`` by the rule ``relation`` where it does not, ``warn`` where
-    nobody promised that NaN behind the mask stays there, ``inconclusive`` where any output would be
-    within the bounds. Bits are compared where the kernel promises them;
-    else the runs may be as far apart as the judge's bounds of each allow.
+    The status is ``pass`` if it holds, ``fail`` by the rule ``relation`` if it does not, ``warn``
+    if NaN comes out from behind the mask and the kernel promises nothing about that, and
+    ``inconclusive`` if any output would be within the bounds. Bits are compared if the kernel
+    promises them; otherwise runs may differ by the judge's bounds of each.
 
     Args:
         case: A Case whose question is a name in ``relations.RELATIONS``.
 
     Returns:
-        A Failure where there are no outputs; ``refused`` for a kernel that does not take the
-        Problem of a run, does not promise what the relation is about, or has no other launches
-        where it compares those.
+        A Failure if there are no outputs: ``refused`` if the kernel does not take the Problem of a
+        run, does not make the promise that the relation tests, or has no other launches to compare.
 
     Raises:
         UsageError: as ``relation_inputs``.
@@ -67,8 +66,8 @@ def judge_relation(
         finding = check_relation(subject, case, executor, device=device)
     except (RuntimeError, MemoryError) as error:
         finding = lacked_memory(error, "the relation")
-    # torch keeps the gibibytes otherwise, and the kernel may have another process.
-    if relation_named(case.question).spacious:
+    # torch would keep the gibibytes, which a kernel's process may need.
+    if relation_named(case.question).needs_much_memory:
         strided_alloc.release_cached_memory(device)
     if isinstance(finding, Failure):
         if finding.kind != "unbounded":
@@ -77,21 +76,21 @@ def judge_relation(
     if finding is None:
         return Judgement(status="pass")
     launches = _launches(subject, case, executor, device, 1)
-    last = subject if isinstance(launches, Failure) else launches[-1]  # a finding is about it
+    last = subject if isinstance(launches, Failure) else launches[-1]  # The finding is about it.
     return _judgement(finding, last, case, device)
 
 
 def check_relation(
     subject: Subject, case: Case, executor: Executor | None = None, *, device: str = "cpu"
 ) -> Finding | Failure | None:
-    """Return what is wrong with what ``subject`` gives; arguments as of ``judge_relation``.
+    """Return where the relation does not hold; arguments are as in ``judge_relation``.
 
-    Where bits are compared, those of dcaptured are not: kernels add it up in whatever order. It is
-    compared within bounds then, in a second turn.
+    If bits are compared, those of dcaptured are not, because kernels may sum it in any order. It is
+    then compared within bounds, in a second comparison.
 
     Returns:
-        None where the relation holds. A Failure, which is not None, where there are no outputs, or
-        (kind ``unbounded``) where any output would be within the bounds.
+        None if the relation holds, else the Finding. A Failure if there are no outputs, or, of the
+        kind ``unbounded``, if any output would be within the bounds.
     """
     relation = relation_named(case.question)
     if relation.only_promised and not relation.only_promised & subject.promises:
@@ -108,47 +107,47 @@ def check_relation(
         of_bits = [dataclasses.replace(each, dcaptured=None) for each in outputs]
         finding = relation.holds(inputs, of_bits, case.parameters, None)
         if finding is None and relation.in_turn:
-            finding = _wrong_turn(inputs, executions, device)
+            finding = _second_call_fault(inputs, executions, device)
         if finding or not case.problem.dcaptured:
             return finding
-    # Of what poison does to the last run no bound speaks: it may be off by what the first may.
-    bounded = 1 if relation.only_promised else len(executions)
-    bounds = _bounds(inputs[:bounded], executions[:bounded], device)
+    # No bound is known for the last run, which has poisoned inputs: it gets that of the first.
+    bounded_runs = 1 if relation.only_promised else len(executions)
+    bounds = _bounds(inputs[:bounded_runs], executions[:bounded_runs], device)
     finding = relation.holds(inputs, outputs, case.parameters, bounds)
     if finding is None and relation.in_turn and not by_bits:
-        finding = _wrong_turn(inputs, executions, device)
-    unknown = [name for each in bounds for name in _unbounded(each)]
-    if by_bits:  # of all others every bit was compared
-        unknown = [name for name in unknown if name == "dcaptured"]
-    if finding is None and unknown:
-        return Failure(kind="unbounded", message=_UNBOUNDED.format(unknown[0]))
+        finding = _second_call_fault(inputs, executions, device)
+    unbounded = [name for each in bounds for name in _unbounded(each)]
+    if by_bits:  # Bits of all other outputs were compared.
+        unbounded = [name for name in unbounded if name == "dcaptured"]
+    if finding is None and unbounded:
+        return Failure(kind="unbounded", message=_UNBOUNDED.format(unbounded[0]))
     return finding
 
 
 def _run_all(
     subject: Subject, case: Case, executor: Executor, device: str
 ) -> tuple[tuple[Inputs, ...], list[Execution]] | Failure:
-    """Return the inputs of every run, and what came of them; a Failure where one gave nothing."""
-    spacious = relation_named(case.question).spacious
+    """Return the inputs and Executions of all runs; a Failure if one has no outputs."""
+    needs_much_memory = relation_named(case.question).needs_much_memory
     try:
         inputs = relation_inputs(case, device)
         runs = _run_each(subject, case, inputs, executor, device)
     except (MemoryError, torch.OutOfMemoryError) as error:
-        if not spacious:
+        if not needs_much_memory:
             raise
         runs = failure(error)
     if not isinstance(runs, Failure):
         return inputs, runs
-    if not spacious or runs.kind != "oom":
+    if not needs_much_memory or runs.kind != "oom":
         return runs
-    # What such a relation takes, not the kernel, is more memory than there is.
+    # The relation itself, not the kernel, needs more memory than there is.
     return Failure(kind="refused", message=f"this machine is too small for it: {runs.message}")
 
 
 def _run_each(
     subject: Subject, case: Case, inputs: Sequence[Inputs], executor: Executor, device: str
 ) -> list[Execution] | Failure:
-    # The kernel is asked for its launches only where it takes every run's Problem.
+    # The kernel is asked for its launches only if it takes every run's Problem.
     refusal = _refusal([subject] * len(inputs), inputs, executor)
     if refusal is not None:
         return refusal
@@ -162,7 +161,7 @@ def _run_each(
     for run, (launch, each) in enumerate(zip(subjects, inputs, strict=True)):
         under = CallConditions(guarded=True)
         if relation_named(case.question).in_turn:
-            # The last call finds another pattern: what it reads of memory nobody wrote differs.
+            # The last call gets another pattern, so that reads of unwritten memory differ.
             last = run + 1 == len(inputs)
             under = CallConditions(turn=run + 1, fill="inverse" if last else "pattern")
         result = executor.run(launch, each, origin=Origin(case=case, run=run), under=under)
@@ -178,7 +177,7 @@ def _run_each(
 def _refusal(
     subjects: Sequence[Subject], inputs: Sequence[Inputs], executor: Executor
 ) -> Failure | None:
-    """Return why a kernel does not take the run it is to make; None where all do."""
+    """Return why a kernel does not take one of the runs; None if it takes all."""
     for subject, each in zip(subjects, inputs, strict=True):
         refusal = executor.refusal(subject, each.problem, each.device.type)
         if isinstance(refusal, str):
@@ -191,8 +190,8 @@ def _refusal(
 def _launches(
     subject: Subject, case: Case, executor: Executor, device: str, count: int
 ) -> list[Subject] | Failure:
-    """Return the maker of each run: the kernel, or for the last of some another launch."""
-    if not relation_named(case.question).relaunched:
+    """Return the Subject of each run: the kernel; for the last, another launch if relaunched."""
+    if not relation_named(case.question).uses_other_launch:
         return [subject] * count
     launches = executor.launches(subject, case.problem, device)
     if isinstance(launches, Failure):
@@ -203,13 +202,13 @@ def _launches(
     others = list(launches.values())
     if not others:
         return Failure(kind="refused", message="has no launch but its own")
-    # Modulo, because Cases are drawn before anybody knows how many launches a kernel has.
+    # Modulo, because Cases are drawn before a kernel's number of launches is known.
     last = others[int(case.parameters["launch"]) % len(others)]
     return [*[subject] * (count - 1), last]
 
 
 def _promises_bits(relation: Relation, subject: Subject, inputs: Sequence[Inputs]) -> bool:
-    """Return whether bits are compared."""
+    """Return whether the kernel promises the bits that the relation compares."""
     if any(run.problem.backward for run in inputs) and not subject.promises_gradients:
         return False
     repeats = len(inputs) == 1 or "repeat" in subject.promises
@@ -221,18 +220,18 @@ def _bounds(
 ) -> list[Outputs]:
     """Return the judge's deterministic bound of each run's distance to the exact result."""
     return [
-        _bounded(read, execution, device)[1]
+        _truth_and_bounds(read, execution, device)[1]
         for read, execution in zip(inputs, executions, strict=True)
     ]
 
 
-def _bounded(read: Inputs, execution: Execution, device: str) -> tuple[Outputs, Outputs]:
-    """The exact result of a run, and the judge's deterministic bound of the distance to it."""
+def _truth_and_bounds(read: Inputs, execution: Execution, device: str) -> tuple[Outputs, Outputs]:
+    """Return a run's exact result, and the judge's deterministic bound of the distance to it."""
     evidence = Evidence(
         case=Case(problem=read.problem),
         device=device,
         inputs=read,
-        # A truth of its own: a relation changes the numbers from run to run.
+        # Each run has its own exact result, because a relation changes the inputs.
         truth=oracles.truth(read),
     )
     bounds = deterministic_bounds(evidence, execution.arithmetic)
@@ -242,13 +241,13 @@ def _bounded(read: Inputs, execution: Execution, device: str) -> tuple[Outputs, 
     return evidence.truth, bounds
 
 
-def _wrong_turn(
+def _second_call_fault(
     inputs: Sequence[Inputs], executions: Sequence[Execution], device: str
 ) -> Finding | None:
-    """Return what is wrong with the call after the first; None where the first is wrong too."""
+    """Return the fault of the second call; None if it has none, or if the first is wrong too."""
 
     def wrong(run: int) -> Finding | None:
-        truth, bounds = _bounded(inputs[run], executions[run], device)
+        truth, bounds = _truth_and_bounds(inputs[run], executions[run], device)
         return compare_outputs(executions[run].outputs, truth, [bounds])
 
     finding = wrong(1)
@@ -263,7 +262,7 @@ def _wrong_turn(
 
 
 def _unbounded(bounds: Outputs) -> list[TensorName]:
-    """Tensors of which no element has a finite bound; LSE aside, which goes with out."""
+    """Return tensors without any finite bound, except LSE, whose bounds are finite with out's."""
     tensors = bounds.tensors().items()
     return [name for name, one in tensors if name != "lse" and not bool(one.isfinite().any())]
 
@@ -295,10 +294,10 @@ def _judgement(finding: Finding, subject: Subject, case: Case, device: str) -> J
 
 
 def draw_case_inputs(origin: Origin, device: str) -> Inputs:
-    """Return the same bits as those that ``origin`` names, in whatever process.
+    """Return the inputs of ``origin``, which are equal to the bit in every process.
 
     Raises:
-        UsageError: for a question that cannot be asked of its Problem, or a run that it has not.
+        UsageError: for a question that does not apply to its Problem, or an unknown run.
     """
     case = origin.case
     if case.question in RELATIONS:

@@ -1,4 +1,4 @@
-"""A kernel in a process of its own; a new process takes the place of one that died."""
+"""A kernel in a process of its own, which is replaced by a new one if it dies."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from attncheck.subjects.terms import Terms
     from attncheck.verify.executor import KeepingExecutor
 
-_MOST_CASES = 500  # then a process is replaced: what a kernel leaves behind adds up
-_MOST_GROWTH = 4 << 30  # bytes of memory that a process may hold beyond what it held at first
-_MOST_TILINGS = 256  # that are remembered
-_LEAST_TO_LOAD = 4.0  # seconds: a file may import other packages, whatever a call may take
-_LARGEST = 1 << 40  # bytes of an answer that nobody waits for
-_REQUESTS = {
+_MOST_CASES = 500  # Calls per process; then it is replaced, because a kernel's leftovers add up.
+_MOST_GROWTH = 4 << 30  # Bytes of memory that a process may hold beyond its first measurement.
+_MOST_TILINGS = 256  # Tilings cached per kernel.
+_LEAST_TO_LOAD = 4.0  # Seconds for loading, whatever the limit of a call: a file imports packages.
+_LARGEST = 1 << 40  # Bytes: in effect no limit, for an answer that is discarded.
+_REQUESTS = {  # Completes the message that a process did not answer.
     "start": "whether it had started",
     "mods": "what its mods are",
     "load": "what the kernel is",
@@ -43,20 +43,20 @@ _REQUESTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Seconds that a kernel's process may take."""
+    """Time limits of a kernel's process, in seconds."""
 
-    start: float = 120.0  # to start Python and import torch, before anything of the kernel's runs
+    start: float = 120.0  # to start Python and import torch, before any code of the kernel runs
     load: float = 120.0  # to import the kernel, or mods
     call: float = 60.0  # to answer one question: to draw the inputs and call the kernel
-    # So many more the first time in a process: torch imports half of itself then.
+    # Additional time of a process's first call, in which torch imports much of itself.
     imports: float = 30.0
-    compile: float = 180.0  # to do the same for the first time with these shapes and mods on a GPU
+    compile: float = 180.0  # to answer a first question with these shapes and mods on a GPU
     close: float = 5.0  # to end by itself
-    typed: bool = False  # by somebody, who means it
+    typed: bool = False  # whether a user set the limit of a call
 
     @classmethod
     def of(cls, seconds: float | None) -> Self:
-        """Return those of calls that may take so long; the usual ones where nobody says."""
+        """Return deadlines for calls of at most ``seconds``; the default ones if None or 0."""
         if not seconds:
             return cls()
         usual = cls()
@@ -71,17 +71,17 @@ class Deadlines:
     def of_run(
         self, calls: int, device: str, *, new: bool, unseen: bool, compiles: bool
     ) -> tuple[float, str]:
-        """Return the seconds after which a run is given up, and which limit that is where two are.
+        """Return the seconds after which a run is killed, and a note on that limit for messages.
 
-        On a GPU a first call may compile. Who typed a limit means that too, unless the kernel is
-        known to compile: then the first call of these shapes has the usual time.
+        On a GPU a first call may compile. A limit that the user typed holds for it too, unless the
+        kernel is known to compile: then the first call with these shapes has the compile limit.
 
         Args:
-            calls: How many the run makes.
+            calls: Number of calls in the run.
             device: ``cpu`` or ``cuda``.
-            new: Whether nothing was asked in this process before.
-            unseen: Whether shapes and mods are new to it.
-            compiles: Whether the kernel is known to compile, or was seen to.
+            new: Whether the process has not yet been asked anything.
+            unseen: Whether the process has not yet run these shapes and mods.
+            compiles: Whether the kernel declares that it compiles, or has compiled before.
         """
         seconds = self.call * calls + (self.imports if new else 0.0)
         if device != "cuda" or not unseen:
@@ -93,30 +93,29 @@ class Deadlines:
 
 
 class KernelConnection:
-    """Requests to one kernel in a process of its own.
+    """A connection that sends requests to a kernel in a process of its own.
 
     Args:
         kernel: As ``subjects.load.load_subject`` takes it.
-        convention: A name of a calling convention; empty for the first that fits.
-        gpu: What the process sees of the GPUs (``CUDA_VISIBLE_DEVICES``); empty for what this one
-            sees.
-        deadlines: How long it may take.
-        folder: Its working directory, which references to files are relative to; empty for this
-            one's.
-        paths: Where it and what it starts look for modules first, before this process's places.
-        worker: The first process, where one was started ahead of time, here and with nothing
-            special; where it echoes, those after it do.
+        convention: Name of a calling convention; empty for the first that fits.
+        gpu: The process's ``CUDA_VISIBLE_DEVICES``; empty for this process's.
+        deadlines: Time limits.
+        folder: Its working directory, which file references are relative to; empty for this
+            process's.
+        paths: Folders in which it and its children look for modules first.
+        worker: The first process, if one was started ahead of time, with this process's folder and
+            environment; if it echoes, later processes do too.
         mods: The ``mask`` and the ``score`` of a file that Problems will name, ``FILE.py::NAME``,
             and the file of a ``recording``.
 
     Attributes:
-        description: What the process says of the kernel.
-        problems: Problems that the process has been asked, the first ones first.
-        started: Processes so far.
+        description: The process's description of the kernel.
+        problems: Problems that the process has been asked, in order.
+        started: Number of processes so far.
 
     Raises:
-        UsageError: where there is no such kernel.
-        HostError: where it cannot be loaded for another reason: ``Died`` where its process crashed.
+        UsageError: if there is no such kernel.
+        HostError: if it cannot be loaded for another reason; ``Died`` if its process crashed.
     """
 
     def __init__(  # noqa: PLR0913  # where a process runs, and what in it
@@ -147,7 +146,7 @@ class KernelConnection:
 
     @property
     def pid(self) -> int | None:
-        """The number of the process; None while there is none."""
+        """The process's id; None while there is no process."""
         return None if self._worker is None else self._worker.pid
 
     @property
@@ -168,21 +167,21 @@ class KernelConnection:
         """Return the answer to a question.
 
         Args:
-            seconds: Until it is killed.
-            most: Bytes beside JSON that an answer may have.
-            data: Those of the question.
-            answered: The kind of the answer that is wanted; empty for any.
+            seconds: Time after which the process is killed.
+            most: Bytes beside JSON that the answer may have.
+            data: Bytes beside JSON of the question.
+            answered: The kind of answer expected; empty for any.
 
         Raises:
-            Died: when there is none. The next question starts another process.
-            RemoteError: for an answer of another kind: asking raised there.
-            HostError: when no process can be had, of which the kernel knows nothing.
+            Died: if there is no answer. The next question starts another process.
+            RemoteError: for an answer of another kind: asking raised in the process.
+            HostError: if no process can be started, which is not the kernel's fault.
         """
         if self._worker is None:
             try:
                 self._start()
             except UsageError as error:
-                # It was loaded before: what has changed is the kernel, not what the user typed.
+                # It loaded before, so the kernel has changed, not what the user typed.
                 raise Died("crash", f"loaded once more it said: {error}") from None
         answer = self._exchange(kind, words, seconds, most, data)
         if answered and answer.kind != answered:
@@ -190,18 +189,18 @@ class KernelConnection:
         return answer
 
     def send(self, kind: str, words: dict[str, Any], *, seconds: float) -> None:
-        """Send a question of which ``ask`` receives the answer, where it is the next."""
+        """Send a question ahead; ``ask`` receives its answer if it asks the same next."""
         if self._worker is not None:
             self._sent = self._worker, kind, words
-            with suppress(Died):  # which asking raises again
+            with suppress(Died):  # ``ask`` raises it again.
                 self._worker.send(Frame(kind=kind, words=words), seconds=seconds)
 
     def hold(self, terms: Terms) -> dict[str, Any]:
-        """Ask the kernel on other terms from now on, also in later processes; it says what it is.
+        """Put the kernel on other terms, also in later processes; return its new description.
 
         Raises:
-            Died, RemoteError: when its process does not answer, or asking raised there.
-            UsageError: for terms on which it cannot be asked.
+            Died, RemoteError: if its process does not answer, or if asking raised there.
+            UsageError: for terms that the kernel cannot be asked on.
         """
         self._terms = msgspec.to_builtins(terms)
         if self._worker is None:
@@ -216,11 +215,11 @@ class KernelConnection:
         return self.description
 
     def count_case(self) -> None:
-        """Count one more call; a process that has done enough is let go."""
+        """Count one more call; end the process after too many calls or too much growth."""
         self._cases += 1
         if self._worker is None:
             return
-        # A kernel that leaks is let go before it takes the memory of the judge.
+        # The process of a leaking kernel is ended before it takes the judge's memory.
         grown = self._worker.memory > self._memory_at_first + _MOST_GROWTH
         if self._cases >= _MOST_CASES or grown:
             self.end()
@@ -234,7 +233,7 @@ class KernelConnection:
     close = end
 
     def kill(self) -> None:
-        """The same, at once."""
+        """Kill the process at once; the next question starts another."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.kill(self.deadlines.close)
@@ -253,11 +252,11 @@ class KernelConnection:
         self.started, self._cases, self.problems = self.started + 1, 0, {}
         try:
             self._exchange("start", {}, self.deadlines.start)
-        except Died as error:  # before anything of the kernel's runs: the machine's fault, or ours
+        except Died as error:  # No code of the kernel has run: the machine's fault, or ours.
             raise HostError(f"no process of its own can be had: {error}") from None
-        # With torch, and with nothing of the kernel's yet: the rest is what the kernel holds.
+        # Torch is loaded and the kernel is not: growth from here on is due to the kernel.
         self._memory_at_first = self._worker.memory
-        # As many threads as here, because sums on a CPU depend on how many share them.
+        # As many threads as here, because sums on a CPU depend on their number.
         words = {**self._words, "threads": torch.get_num_threads()}
         answer = Frame(kind="described", words={})
         if self._mods:
@@ -273,7 +272,7 @@ class KernelConnection:
             return answer.words
         self.kill()
         message = str(answer.words.get("message"))
-        if answer.words.get("kind") == "error":  # not even its names can be read
+        if answer.words.get("kind") == "error":  # Reading the file itself raised.
             message = f"as it was read, it raised {message}"
             raise UsageError(f"kernel {self._words['kernel']!r}: {message}")
         raise (UsageError if answer.kind == "usage" else HostError)(message)
@@ -287,29 +286,29 @@ class KernelConnection:
         try:
             if sent == (self._worker, kind, words):
                 frame = None
-            elif sent is not None and sent[0] is self._worker:  # nobody has waited for it
+            elif sent is not None and sent[0] is self._worker:  # Its answer was not received.
                 try:
                     self._worker.exchange(None, seconds=seconds, most=_LARGEST, what="with outputs")
-                except Died:  # of what it was not asked
+                except Died:  # It died of a question that is not asked now.
                     self._start()
             return self._worker.exchange(frame, seconds=seconds, most=most, what=_REQUESTS[kind])
-        except BaseException:  # it died, or we were interrupted: it is killed
+        except BaseException:  # The process died, or an interrupt killed it.
             self._worker = None
             raise
 
 
 def load_mods(worker: Worker, mods: Mapping[str, str], device: str, seconds: float) -> None:
-    """Have a process that has started load mods, before this one does.
+    """Have a started process load mods, before this process does.
 
     Args:
-        worker: The process; it ends where they cannot be loaded.
-        mods: The ``mask``, the ``score``, a ``recording``, or all of a ``file``.
+        worker: The process; it is killed if the mods cannot be loaded.
+        mods: The ``mask``, the ``score``, a ``recording``, or all mods of a ``file``.
         device: ``cpu`` or ``cuda``.
-        seconds: That it may take.
+        seconds: Time limit.
 
     Raises:
-        UsageError: where they cannot be.
-        Died: when the process dies of it.
+        UsageError: if they cannot be loaded.
+        Died: if the process dies of it.
     """
     frame = Frame(kind="mods", words={**mods, "device": device})
     answer = worker.exchange(frame, seconds=seconds, most=0, what=_REQUESTS["mods"])
@@ -319,14 +318,14 @@ def load_mods(worker: Worker, mods: Mapping[str, str], device: str, seconds: flo
 
 
 class RemoteSubject(Subject):
-    """A kernel in another process: it says what that one says; ``IsolatedExecutor`` calls it.
+    """A stand-in for a kernel in another process, called through ``IsolatedExecutor``.
 
     Args:
-        words: What the process says of it.
-        launch: The name of one of its launches, and the Problem that it is of; None for its own.
+        words: The process's description of the kernel.
+        launch: Name and Problem of one of the kernel's launches; None for its usual launch.
 
     Raises:
-        HostError: for a description that is none; and asked anything, when its process died.
+        HostError: for an invalid description; any method raises it too if the process died.
     """
 
     compiles: bool
@@ -341,11 +340,11 @@ class RemoteSubject(Subject):
         self.connection, self.executor = connection, executor
         self.launch = None if launch is None else {"name": launch[0], "of": launch[1].to_json()}
         self._tilings: dict[tuple[str, str], Tiling | None] = {}
-        self.terms: Terms | None = None  # on which it was asked last
+        self.terms: Terms | None = None  # its present terms
         self._describe(words)
 
     def hold(self, terms: Terms) -> None:
-        """Ask it on other terms from now on; raises as ``KernelConnection.hold``."""
+        """Put the kernel on other terms; raise as ``KernelConnection.hold``."""
         self.terms = terms
         self._tilings.clear()
         self._describe(self.connection.hold(terms))
@@ -354,38 +353,38 @@ class RemoteSubject(Subject):
         description = read(Description, words)
         for name in msgspec.structs.asdict(description).keys() - {"promises", "has_launches"}:
             setattr(self, name, getattr(description, name))
-        # A word that is no promise of ours is dropped: no check could rest on it.
+        # Unknown promises are dropped: no check could use them.
         self.promises = frozenset(each for each in PROMISES if each in description.promises)
         self._has_launches = description.has_launches
 
     @property
     def has_launches(self) -> bool:
-        """As the kernel says."""
+        """Whether the kernel has several launches."""
         return self._has_launches
 
     def fresh(self) -> None:
-        """Let its process end: whatever is asked next is asked of a new one."""
+        """End its process; the next question goes to a new one."""
         self.connection.end()
 
     def absent(self, device: str) -> str | None:
-        """As the kernel says."""
+        """Return why the kernel can run nothing on ``device``; None if it can."""
         return _text(self.ask("absent", None, device))
 
     def concerns(self, problem: Problem) -> bool:
-        """As the kernel says."""
+        """Return whether ``problem`` is a question for the kernel at all."""
         return bool(self.ask("concerns", problem, self.connection.device))
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """As the kernel says."""
+        """Return why the kernel does not take ``problem``; None if it does."""
         return _text(self.ask("unsupported", problem, device))
 
     def prepare(self, inputs: Inputs) -> Call:
-        """Nothing: raises HostError. ``IsolatedExecutor`` calls it where it is."""
+        """Raise HostError: only ``IsolatedExecutor`` can call the kernel."""
         del inputs
         raise HostError(f"kernel {self.name!r} is in another process: call it by its executor.")
 
     def tiling(self, problem: Problem, device: str) -> Tiling | None:
-        """As the kernel says."""
+        """Return the tiling that the kernel declares; None if it declares none."""
         key = problem.id, device
         if key not in self._tilings:
             words = self.ask("tiling", problem, device)
@@ -394,18 +393,18 @@ class RemoteSubject(Subject):
         return self._tilings[key]
 
     def remember_tiling(self, problem: Problem, device: str, tiling: Tiling | None) -> None:
-        """Remember what the kernel said of its tiling."""
+        """Cache the tiling that the kernel declares for a Problem."""
         if len(self._tilings) >= _MOST_TILINGS:
             self._tilings.clear()
         self._tilings[problem.id, device] = tiling
 
     def written_call(self, problem: Problem) -> WrittenCall | None:
-        """As the kernel says."""
+        """Return the call of the kernel as source text; None if it has none."""
         words = self.ask("written_call", problem, self.connection.device)
         return None if words is None else read(WrittenCall, words)
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
-        """As the kernel says, each in the same process."""
+        """Return the kernel's other launches by name, all in its process."""
         descriptions = self.ask("launches", problem, device)
         if not isinstance(descriptions, dict):
             raise HostError("what came are no launches.")
@@ -415,15 +414,15 @@ class RemoteSubject(Subject):
         }
 
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
-        """As the kernel says."""
+        """Return the arithmetic that the kernel declares."""
         return read(Arithmetic, self.ask("arithmetic", problem, device))
 
     def ask(self, what: str, problem: Problem | None, device: str) -> Any:
-        """Return what the kernel answers when it is asked ``what``.
+        """Return the kernel's answer to the question ``what``.
 
         Raises:
-            Died: when its process did not answer.
-            Raised: when asking raised there.
+            Died: if its process did not answer.
+            RemoteError: if asking raised there.
         """
         words = {
             "what": what,

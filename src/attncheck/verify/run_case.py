@@ -1,4 +1,4 @@
-"""One kernel on one Case gives one Record, whatever the question."""
+"""Runs one kernel on one Case of any question, and returns the Record."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from attncheck.verify.second_opinion import second_opinion
 
 __all__ = ["run_case"]
 
-# What a kernel did in place of giving outputs, as the rule it broke or the status it has.
+# The broken rule, or below the status, for each kind of Failure.
 _BROKEN_RULES: dict[str, Rule] = {
     "contract": "contract",
     "alias": "alias",
     "mutation": "mutation",
     "memory": "memory",
 }
-_MUCH = 1 << 20  # bytes
+_LARGE_OUTPUTS = 1 << 20  # Bytes; larger outputs are hashed in a thread of their own.
 _STATUSES: dict[str, Status] = {
     "refused": "unsupported",
     "crash": "crash",
@@ -74,31 +74,29 @@ def run_case(  # noqa: PLR0913  # one case, and how it is run
     place: str = "",
     stage: Callable[[str], None] = lambda _: None,
 ) -> Record:
-    """Return the Record of ``case``, asked of ``subject`` as that may take it.
+    """Run ``case`` on ``subject`` and return the Record, whatever the kernel does.
 
-    A kernel that takes keys in pages alone gets the same Problem in pages of a usual size; the
-    Record names the Case that it answered.
+    A kernel that takes only paged keys gets the same Problem in pages of a usual size; the Record
+    has the Case as it was run.
 
     Args:
         subject: The kernel.
         case: Its question is ``compare``, a relation, a probe or a check.
         device: ``cpu`` or ``cuda``.
-        executor: How to call the kernel; where it is, by default.
+        executor: How to call the kernel; by default in the process that it is in.
         variant: A name for the Case in a report.
         environment: Fingerprint of this process.
-        timed: Whether a comparison is called until its median time is known; not so the forward of
-            the ideal kernel, which others are compared with.
-        brief: Whether the verdict alone is needed, without errors beside their reference errors:
+        timed: Whether a comparison is called until its median time is known, except the forward of
+            the ideal kernel, which is the reference of others.
+        brief: Whether to return the verdict alone, without errors and reference errors, which takes
             half the time.
-        evidence: Of this very Case, where several kernels share it.
+        evidence: The evidence on this Case, if several kernels share it.
         place: Where a comparison or a probe of a kernel in another process is judged: ``cpu`` or
             ``cuda``; by default where the kernel runs.
-        stage: Called with what is done next of a comparison or a probe; what it raises ends it.
-
-    Never raises for what the kernel does: see ``without_outputs``.
+        stage: Called with the name of each stage of a comparison or probe; what it raises ends it.
 
     Raises:
-        UsageError: for a question that there is not, or that cannot be asked of the Problem.
+        UsageError: for an unknown question, or one that does not apply to the Problem.
     """
     check_question(case.question)
     executor = executor or executor_of(subject)
@@ -114,13 +112,13 @@ def run_case(  # noqa: PLR0913  # one case, and how it is run
         elif adapted.question in CHECKS:
             record = _judged(record, judge_call(subject, adapted, executor, device=device))
         else:
-            # Shared evidence is of the case as it was asked, not of its paged form.
+            # Shared evidence is on the original case, not on its paged form.
             if evidence is None or evidence.case != adapted:
                 evidence = EvidenceBuilder(adapted, device, place=place)
             record, _ = run_on_evidence(
                 record, subject, evidence, executor, timed=timed, brief=brief, stage=stage
             )
-        # A kernel may take pages of the next size.
+        # The next case, if any, has another page size.
         if record.status != "unsupported":
             break
     return record
@@ -142,16 +140,16 @@ def run_on_evidence(
     brief: bool = False,
     stage: Callable[[str], None] = lambda _: None,
 ) -> tuple[Record, Execution | None]:
-    """Run ``subject`` on the inputs of ``evidence`` and judge it; a comparison or a probe.
+    """Run ``subject`` on the inputs of ``evidence``, a comparison or a probe, and judge it.
 
     Args:
-        timed: As of ``run_case``.
-        brief: As of ``run_case``.
-        stage: The same.
+        timed: As in ``run_case``.
+        brief: As in ``run_case``.
+        stage: As in ``run_case``.
 
     Returns:
-        The Record, and what the kernel gave; None where it gave no outputs. An exact result that
-        does not fit into memory gives the status ``error``.
+        The Record, and the Execution, or None if there are no outputs. If the exact result does not
+        fit into memory, the status is ``error``.
     """
     problem = evidence.case.problem
     refusal = executor.refusal(subject, problem, evidence.device)
@@ -181,10 +179,10 @@ def run_on_evidence(
             return without_outputs(record, failure), None
         stage("the verdict")
         digest: Callable[[], str] = partial(outputs_digest, execution.outputs)
-        with ThreadPoolExecutor(1) as beside:
-            # Hashing needs no GPU and no lock of Python's; a thread costs more than a short hash.
-            if sum(each.nbytes for each in execution.outputs.tensors().values()) > _MUCH:
-                digest = beside.submit(digest).result
+        with ThreadPoolExecutor(1) as pool:
+            # Hashing needs no GPU and no interpreter lock; a thread costs more than a short hash.
+            if sum(each.nbytes for each in execution.outputs.tensors().values()) > _LARGE_OUTPUTS:
+                digest = pool.submit(digest).result
             if evidence.case.question in PROBES:
                 record = _judged(record, _probe_judgement(execution, evidence, brief=brief))
             elif brief:
@@ -194,23 +192,23 @@ def run_on_evidence(
             record = replace(record, digest=digest())
         record = second_opinion(with_error_map(record, execution, evidence), evidence.evidence)
     except (RuntimeError, MemoryError) as error:
-        # Ours, because the kernel's own want of memory came back as a Failure.
+        # The judge's: a kernel that runs out of memory gives a Failure instead.
         return without_outputs(record, lacked_memory(error, "the exact result")), None
     return record, execution
 
 
 def _is_ideal(subject: Subject, executor: Executor) -> TypeGuard[Ideal]:
-    """Return whether this is the ideal kernel itself, of this process, without a planted fault."""
+    """Return whether this is the ideal kernel, in this process and without a planted fault."""
     if not isinstance(subject, Ideal) or not isinstance(executor, InProcess):
         return False
     return subject.is_plain and not (subject.reverse_sums or subject.scale_first)
 
 
 def _ideal_execution(subject: Ideal, evidence: EvidenceBuilder) -> Execution | Failure:
-    """Return the ideal kernel's forward, which others are compared with.
+    """Return the ideal kernel's forward, the reference of other kernels, without its time.
 
-    It is not timed: nobody compares times with it, and at 16,384 rows of a GPU it takes a hundred
-    times as long as a fast kernel.
+    Its time is no reference, and at 16,384 rows on a GPU it takes a hundred times as long as a fast
+    kernel.
     """
     problem = evidence.case.problem
     tiling = subject.tiling(problem, evidence.device)
@@ -225,7 +223,7 @@ def _ideal_execution(subject: Ideal, evidence: EvidenceBuilder) -> Execution | F
 def new_record(
     subject: Subject, case: Case, *, device: str, variant: str, environment: str
 ) -> Record:
-    """Return what is known of a Case before ``subject`` has run."""
+    """Return the Record of a Case before ``subject`` has run."""
     return blank_record(
         case,
         kernel=subject.name,
@@ -238,10 +236,10 @@ def new_record(
 def blank_record(
     case: Case, *, kernel: str, status: Status = "error", variant: str = "", **more: Any
 ) -> Record:
-    """Return a Record of ``case`` without errors, until a kernel has run an ``error``.
+    """Return a Record of ``case`` without results; its status is ``error`` by default.
 
     Args:
-        kernel: Its name, or what was typed.
+        kernel: The kernel's name, or what the user typed.
         more: Other fields.
     """
     return Record(
@@ -256,11 +254,11 @@ def blank_record(
 
 
 def without_outputs(record: Record, failure: Failure) -> Record:
-    """Return ``record`` of a kernel that gave nothing which could be judged.
+    """Return ``record`` with the outcome of a kernel that gave no outputs to judge.
 
-    What it raised is an ``error``, what it refused ``unsupported``; a broken contract, outputs in
-    the memory of its inputs and inputs written to ``fail`` by the rule of that name; the end of its
-    process is the status of that name.
+    The kinds ``contract``, ``alias``, ``mutation`` and ``memory`` have the status ``fail`` by the
+    rule of that name; ``refused`` is ``unsupported``; ``crash``, ``timeout`` and ``oom`` are
+    statuses themselves; anything else is an ``error``.
     """
     if failure.kind in _BROKEN_RULES:
         rule = _BROKEN_RULES[failure.kind]
@@ -272,7 +270,7 @@ def without_outputs(record: Record, failure: Failure) -> Record:
 def record_comparison(record: Record, execution: Execution, evidence: EvidenceBuilder) -> Record:
     """Return ``record`` with the verdict on a comparison, its errors and their reference errors."""
     problem, outputs = evidence.case.problem, execution.outputs
-    # Somebody's kernel may declare no tiles, and an ideal kernel needs some.
+    # A kernel may declare no tiles, but its ideal kernel needs some.
     tiling = execution.tiling or Ideal().tiling(problem, evidence.device)
     judgement = judge_outputs(execution, evidence)
     gradients = _gradient_errors(outputs, evidence, tiling)
@@ -351,7 +349,7 @@ def _place(index: tuple[int, ...] | None) -> Place | None:
 
 
 def mask_rows(problem: Problem, device: torch.device | str = "cpu") -> VisibleKeys:
-    """Return what the mask of ``problem`` shows to some rows, by its original callable."""
+    """Return a function that evaluates the mask of ``problem``, by its own callable, for rows."""
     mask = problem.mask_mod(str(device))
     batch, heads, kv = (range(n) for n in (problem.batch, problem.heads, problem.kv))
     return lambda rows: call_mask(mask, Indices.of(batch, heads, rows, kv, device))
@@ -360,8 +358,8 @@ def mask_rows(problem: Problem, device: torch.device | str = "cpu") -> VisibleKe
 def _probe_judgement(execution: Execution, evidence: EvidenceBuilder, *, brief: bool) -> Judgement:
     """Judge an exact probe: finite, empty rows, the probe's exact rule, the deterministic bound.
 
-    The last two are both ``structure`` in the Judgement: a probe's inputs leave rounding no room to
-    be the reason. What the judge finds odd beside them is not reported.
+    The last two are both ``structure`` in the Judgement, because with a probe's inputs rounding
+    cannot be the reason. Warnings of the judge are not reported.
     """
     case, inputs = evidence.case, evidence.inputs
     seen = mask_rows(case.problem, inputs.device)
@@ -369,13 +367,13 @@ def _probe_judgement(execution: Execution, evidence: EvidenceBuilder, *, brief: 
     finding = probe_named(case.question).read(inputs, execution.outputs, seen, errors=errors)
     structure = finding.message if finding else ""
     judgement = judge_outputs(execution, evidence, structure=structure, ideal=False, brief=brief)
-    # Warnings are about how errors spread, for which exact answers leave no room.
+    # Warnings are about the spread of rounding errors; exact answers have none.
     if judgement.status == "warn":
         return replace(judgement, status="pass", rule="", reason="", warnings=())
     judgement = replace(judgement, warnings=())
     if judgement.status != "fail" or judgement.rule == "structure":
         return judgement
-    # NaN, or an empty row that is not empty, is the plainer reason: the probe's goes behind it.
+    # NaN, or an empty row that is not empty, is the plainer reason: the probe's follows it.
     if judgement.rule != "bound":
         more = f"; {structure}" if structure else ""
         return replace(judgement, reason=judgement.reason + more)

@@ -1,7 +1,7 @@
-"""A few problems of a kernel under NVIDIA's compute-sanitizer, and its report in one line each.
+"""Runs a kernel on a few problems under NVIDIA's compute-sanitizer, and reports one line for each.
 
-It watches every access of every thread, which nothing in a process can: also of memory that no
-guard band is beside, and races. It takes tens of times as long.
+The tool watches every access of every thread, which no check inside a process can: it also finds
+races, and accesses of memory that has no guard bands. It takes tens of times as long.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ TOOLS = {
     "initcheck": "nothing is read of global memory that nobody wrote",
     "synccheck": "no barrier that some threads of a block do not reach",
 }
-"""Of compute-sanitizer, with what each would find."""
+"""Tools of compute-sanitizer, each with the rule that it checks."""
 
 ABSENT = "there is no compute-sanitizer on PATH: it comes with the CUDA toolkit"
 
-_FOUND = 99  # its exit code where it found something
-_READ = 1 << 24  # bytes of its report
+_ERROR_EXIT_CODE = 99  # The tool's exit code if it finds an error.
+_LARGEST_REPORT = 1 << 24  # Bytes of a report that are read.
 _PREFIX = "========="
-# Its own words, not those of an error: the first and the last lines of a report.
-_FRAME = re.compile(
+# Lines of the tool that are no errors: the first and the last lines of a report.
+_BOILERPLATE = re.compile(
     r"^(COMPUTE-SANITIZER|\w+ SUMMARY|Target application|Error: (process|Target application))"
 )
 _PLACE = re.compile(r"^\s*at (?P<place>.+)$")
 
 
 def sanitizer() -> str | None:
-    """Return where compute-sanitizer is; None where it is not."""
+    """Return the path of compute-sanitizer; None if it is not on PATH."""
     return shutil.which("compute-sanitizer")
 
 
-def sanitized(
+def run_sanitizer(
     kernel: str,
     cases: Sequence[Case],
     tool: str,
@@ -69,19 +69,19 @@ def sanitized(
     device: str = "cuda",
     seconds: float = 600.0,
 ) -> tuple[Record, ...]:
-    """Call ``kernel`` on the inputs of each of ``cases``, in one process under ``tool``.
+    """Call ``kernel`` on each of ``cases`` in one process under ``tool``; return their Records.
 
-    ``fail`` by the rule ``memory`` where the tool said something while the case ran; ``error``
-    where the kernel raised, ``crash`` where its process ended before, ``timeout`` where it did not
-    end in time, ``unsupported`` where there is no compute-sanitizer or the kernel takes the case
-    not. What is right of numbers is not looked at.
+    The status is ``fail`` by the rule ``memory`` if the tool reported an error while the case ran,
+    ``error`` if the kernel raised, ``crash`` if its process ended before, ``timeout`` if it did not
+    end in time, and ``unsupported`` if there is no compute-sanitizer or the kernel does not take
+    the case. The kernel's outputs are not judged.
 
     Args:
-        kernel: As of ``subjects.load.load``; imported in that process alone.
+        kernel: As ``subjects.load.load_subject`` takes it; only that process imports it.
         tool: A name in ``TOOLS``.
-        convention: How the kernel is called, as of ``load``.
-        device: Where; on a CPU it has nothing to see.
-        seconds: For all of them.
+        convention: How the kernel is called, as in ``load_subject``.
+        device: ``cuda``; on a CPU the tool observes nothing.
+        seconds: Time limit of all cases together.
 
     Raises:
         UnknownName: for another tool.
@@ -97,20 +97,20 @@ def sanitized(
         request = Path(folder) / "asked.json"
         words = {"kernel": kernel, "convention": convention, "device": device, "mark": mark}
         request.write_text(json.dumps({**words, "cases": [case.to_json() for case in cases]}))
-        command = [program, "--tool", tool, "--error-exitcode", str(_FOUND)]
-        # Libraries ask CUDA for what a GPU does not have, and handle that it says so.
+        command = [program, "--tool", tool, "--error-exitcode", str(_ERROR_EXIT_CODE)]
+        # Libraries query CUDA for features that a GPU lacks, and handle the error themselves.
         command += ["--report-api-errors", "no"] if tool == "memcheck" else []
         command += [sys.executable, "-m", "attncheck.verify.sanitizer", str(request)]
         report, late = _run_tool(command, Path(folder) / "report.txt", seconds)
-    each = _Reports.read(report, mark)
-    return tuple(_verdict(kernel, case, each.of(i), tool, late) for i, case in enumerate(cases))
+    reports = _Reports.read(report, mark)
+    return tuple(_verdict(kernel, case, reports.of(i), tool, late) for i, case in enumerate(cases))
 
 
 def _run_tool(command: Sequence[str], path: Path, seconds: float) -> tuple[str, bool]:
-    """Return what a command prints, and whether it had to be ended."""
-    # Without it torch's own allocator hides from the tool where a tensor ends.
+    """Return what a command prints, and whether it ran out of time."""
+    # With torch's caching allocator the tool would not see where a tensor ends.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    late = False
+    timed_out = False
     with path.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603  # no shell, and words of our own
             command,
@@ -118,44 +118,44 @@ def _run_tool(command: Sequence[str], path: Path, seconds: float) -> tuple[str, 
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
-            # The tool starts the program as a child of its own: the group is killed as a whole.
+            # The tool starts the program as its child: the whole group is killed.
             start_new_session=True,
         )
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            late = True
+            timed_out = True
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     with path.open("rb") as output:
-        return output.read(_READ).decode(errors="replace"), late
+        return output.read(_LARGEST_REPORT).decode(errors="replace"), timed_out
 
 
 @dataclass(slots=True)
 class _Report:
-    """The output while one case ran."""
+    """The report on one case."""
 
-    begun: bool = False  # whether it began
-    ended: str = ""  # what its process said at its end: ``ok``, ``refused …`` or ``error …``
+    begun: bool = False  # whether the case began
+    ended: str = ""  # its process's last line on it: ``ok``, ``refused …`` or ``error …``
     errors: list[str] = field(default_factory=list)  # the tool's errors, a line each
 
 
 @dataclass(slots=True)
 class _Reports:
-    """The same of all cases, and the last lines that nobody asked for."""
+    """The reports on all cases."""
 
     cases: dict[int, _Report] = field(default_factory=dict)
     last: str = ""
 
     def of(self, number: int) -> _Report:
-        """Of case ``number``; one that never began says why."""
+        """Return the report on case ``number``; an empty one if it never began."""
         return self.cases.get(number, _Report(ended=""))
 
     @classmethod
     def read(cls, text: str, mark: str) -> _Reports:
-        """From what was printed; a launch is waited for before its case ends."""
+        """Return the reports in ``text``; ``mark`` starts the lines that begin and end a case."""
         reports, current = cls(), _Report()
         for line in text.splitlines():
             if line.startswith(f"{mark} begin "):
@@ -169,9 +169,9 @@ class _Reports:
 
 
 def _collect_error(line: str, errors: list[str]) -> None:
-    """Take a line of the tool's into ``errors``: errors begin unindented, and say where below."""
+    """Add a line of the tool to ``errors``: a new error, or the place of the last one."""
     words, place = line.strip(), _PLACE.match(line)
-    if not words or _FRAME.match(words):
+    if not words or _BOILERPLATE.match(words):
         return
     if place:
         if errors and " at " not in errors[-1]:
@@ -180,9 +180,9 @@ def _collect_error(line: str, errors: list[str]) -> None:
         errors.append(one_line(words))
 
 
-def _verdict(kernel: str, case: Case, report: _Report, tool: str, late: bool) -> Record:  # noqa: FBT001
+def _verdict(kernel: str, case: Case, report: _Report, tool: str, timed_out: bool) -> Record:  # noqa: FBT001
     record = blank_record(case, kernel=kernel)
-    # Before its last word: a program that went on after an error may still end with ``ok``.
+    # Checked first, because a case that goes on after an error may still end with ``ok``.
     if report.errors:
         more = f" ({len(report.errors)} in all)" if len(report.errors) > 1 else ""
         reason = f"{tool}: {report.errors[0]}{more}"
@@ -195,20 +195,20 @@ def _verdict(kernel: str, case: Case, report: _Report, tool: str, late: bool) ->
         return replace(record, status="unsupported", reason=reason)
     if status:
         return replace(record, reason=reason)
-    if late:
+    if timed_out:
         return replace(record, status="timeout", reason=f"{tool} did not end in time")
-    ended = f"its process ended under {tool} before it had run"
-    return replace(record, status="crash", reason=ended)
+    message = f"its process ended under {tool} before it had run"
+    return replace(record, status="crash", reason=message)
 
 
 # The program that compute-sanitizer watches: it calls a kernel once on each of some cases.
 
 
 def main(path: str) -> int:
-    """Ask what the file says; each case begins and ends with a line of its mark."""
+    """Run the cases in the file at ``path``, and print a marked line before and after each."""
     request = json.loads(Path(path).read_text())
     device, mark = request["device"], request["mark"]
-    # Before the kernel's module, which decides by it whether Triton compiles or interprets.
+    # Before the kernel's module is imported, which fixes whether Triton compiles or interprets.
     prepare(device)
     subject = load_subject(request["kernel"], request["convention"] or None)
     for number, case in enumerate(request["cases"]):
@@ -218,7 +218,7 @@ def main(path: str) -> int:
 
 
 def _print_at_once(line: str) -> None:
-    """At once: what the tool prints meanwhile is in the same stream."""
+    """Print and flush a line, to keep it in order with the tool's own output."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -229,7 +229,7 @@ def _run_one(subject: Subject, case: Any, device: str) -> str:
     refusal = executor.refusal(subject, problem, device)
     if isinstance(refusal, str):
         return f"refused {one_line(refusal)}"
-    # A refusal that raised is a Failure like that of a call.
+    # If asking for the refusal raised, it is a Failure, as of a call.
     result = refusal or executor.run(subject, draw_inputs(problem, device))
     if isinstance(result, Failure):
         return f"{'refused' if result.kind == 'refused' else 'error'} {one_line(result.message)}"

@@ -1,12 +1,12 @@
-"""Before a kernel is failed by the truth: does another oracle say the same?
+"""Compares the exact result with that of another oracle before a kernel fails by it.
 
-It is asked too where the truth leaves it open, or is itself not finite: NaN fails nobody.
+This is also done if the verdict is inconclusive, or if the exact result is itself not finite.
 
-The truth is ``streaming``: tiles that see nothing are left out, masks are evaluated once, and where
-scores are small no maximum is subtracted. The second opinion has none of that: FlashAttention-2's
-recurrence calls mask and score mod for every pair and rescales at every step; of a softmax it is
-torch's own. What both share is not doubted: the inputs, the mods' callables, float64 on the device.
-Nor is a pass asked about again: that a kernel errs as a broken oracle does cannot be told.
+The exact result is by the oracle ``streaming``, which skips tiles without visible keys, evaluates
+masks once, and subtracts no maximum from small scores. The second oracle has no such shortcuts:
+FlashAttention-2's recurrence calls mask and score mod for every pair and rescales at every step; a
+softmax is torch's own. Both share the inputs, the mods' callables and float64 on the device, which
+are not checked. Nor is a pass: an error that kernel and oracle have in common is not detected.
 """
 
 from __future__ import annotations
@@ -42,22 +42,21 @@ from attncheck.verify.executor import out_of_memory
 BY_THE_TRUTH: frozenset[Rule] = frozenset(
     {"finite", "empty rows", "structure", "bound", "improbable", "precision"}
 )
-"""Rules that rest on the exact result; what others find it has no part in."""
+"""Rules that compare with the exact result."""
 
-_BLOCK = 128  # of the second backward
+_BLOCK = 128  # Queries and keys in a tile of the second backward.
 
 
 def second_opinion(record: Record, evidence: Evidence) -> Record:
-    """``record``, or one that says nothing of the kernel where the oracles disagree.
+    """Return ``record``, or one without a verdict on the kernel if the oracles disagree.
 
-    A failure that rests on the truth is kept where another oracle gives the same within what both
-    may be off by, as the judge's deterministic bound for float64 says: in the rows that the judge
-    samples of the head of the worst element, and in that element's own row; of a rule that looks at
-    whole heads in those of every head. Gradients are compared as a whole, with their forward.
+    The oracles agree if they differ by no more than the judge's deterministic bounds of their
+    float64 errors. They are compared in the row of the worst element and the sampled rows of its
+    head, or of every head if the rule is about whole heads; gradients as a whole, with the forward.
 
     Returns:
-        With status ``oracle disagrees`` and without errors or a judgement where they are further
-        apart; the reason says where. A second opinion that does not fit into memory is none.
+        If they disagree, a Record of the status ``oracle disagrees`` without errors and judgement,
+        whose reason has the element. If the second oracle does not fit into memory, ``record``.
     """
     judgement = record.judgement
     difference = disagreement(judgement, evidence) if judgement is not None else ""
@@ -76,12 +75,12 @@ def second_opinion(record: Record, evidence: Evidence) -> Record:
 
 
 def disagreement(judgement: Judgement, evidence: Evidence) -> str:
-    """Return where the oracles are further apart than they may be, in a line.
+    """Return an element in which the oracles differ by more than rounding, in one line.
 
-    Empty where nowhere, where ``judgement`` does not rest on the truth, and where the second
-    opinion does not fit into memory.
+    Empty if there is none, if ``judgement`` does not rest on the exact result, or if the second
+    oracle does not fit into memory.
     """
-    if not _doubtful(judgement, evidence.truth):
+    if not _rests_on_truth(judgement, evidence.truth):
         return ""
     try:
         return _disagreement(judgement, evidence)
@@ -91,8 +90,8 @@ def disagreement(judgement: Judgement, evidence: Evidence) -> str:
         return ""
 
 
-def _doubtful(judgement: Judgement, truth: Outputs) -> bool:
-    """Return whether the judgement rests on the truth's being true."""
+def _rests_on_truth(judgement: Judgement, truth: Outputs) -> bool:
+    """Return whether the judgement would be wrong if the exact result were wrong."""
     if judgement.status == "inconclusive" or (
         judgement.status == "fail" and judgement.rule in BY_THE_TRUTH
     ):
@@ -104,27 +103,27 @@ def _disagreement(judgement: Judgement, evidence: Evidence) -> str:
     worst = (
         judgement.worst if judgement.status == "fail" and judgement.rule != "precision" else None
     )
-    # A failure of out or LSE rests on the forward alone, of which some rows are enough.
+    # A failure of out or LSE depends on the forward alone, of which some rows are enough.
     forward = worst is not None and worst.tensor not in GRADIENTS
     if evidence.case.problem.backward and not forward:
-        return _of_gradients(evidence)
+        return _compare_gradients(evidence)
     other = dataclasses.replace(evidence, truth=_empty_truth(evidence.truth))
     for rows in _compared_rows(None if worst is None else worst.at, evidence):
-        difference = _of_rows(evidence, other, rows)
+        difference = _compare_rows(evidence, other, rows)
         if difference:
             return difference
     return ""
 
 
 def _compared_rows(worst: Place | None, evidence: Evidence) -> Iterator[Rows]:
-    """Yield the rows to compare, in pieces that fit into memory; without a place of all heads."""
+    """Yield the rows to compare in pieces that fit into memory; without ``worst`` of all heads."""
     problem, device = evidence.case.problem, evidence.inputs.device
     if worst is None:
         yield from sampled_rows(problem, device)
         return
     number = worst.batch * problem.heads + worst.head
     head = range(number, number + 1)
-    # The sample may miss the very row that is doubted.
+    # The sample may not contain the worst element's row.
     if not samples_all_rows(problem, device):
         yield Rows(head, torch.tensor([worst.query], device=device))
     for rows in sampled_rows(problem, device):
@@ -132,14 +131,14 @@ def _compared_rows(worst: Place | None, evidence: Evidence) -> Iterator[Rows]:
             yield Rows(head, rows.query)
 
 
-def _of_rows(evidence: Evidence, other: Evidence, rows: Rows) -> str:
-    """``other`` is the Evidence whose truth is the second opinion: these rows of it are written."""
+def _compare_rows(evidence: Evidence, other: Evidence, rows: Rows) -> str:
+    """Compare rows by both oracles; write the second's into the truth of ``other``."""
     problem, inputs = evidence.case.problem, evidence.inputs
     truth, second = evidence.truth, other.truth
     assert truth.lse is not None, "the oracle always gives LSE"
     assert second.lse is not None, "the oracle always gives LSE"
     for head in rows.heads:
-        out, lse = _second_truth(inputs, head, rows.query)
+        out, lse = _second_oracle(inputs, head, rows.query)
         second.out.flatten(0, 1)[head, rows.query] = out
         second.lse.flatten(0, 1)[head, rows.query] = lse
     bounds = row_bounds(other, FP64_ORACLE, rows)
@@ -147,21 +146,21 @@ def _of_rows(evidence: Evidence, other: Evidence, rows: Rows) -> str:
         ("out", truth.out, second.out, bounds[0]),
         ("lse", truth.lse, second.lse, bounds[1]),
     )
-    for name, first, again, bound in sides:
-        index = _furthest_apart(at_rows(rows, first), at_rows(rows, again), bound)
+    for name, first, value, bound in sides:
+        index = _furthest_apart(at_rows(rows, first), at_rows(rows, value), bound)
         if index is not None:
-            # Twice the bound, because each of the oracles may be off by it.
+            # Twice the bound, because each oracle may have an error of one bound.
             place, within = _place(index, rows, problem), 2 * float(bound[index])
             whole = place.index(name)
-            return _describe(name, place, float(first[whole]), float(again[whole]), within, problem)
+            return _describe(name, place, float(first[whole]), float(value[whole]), within, problem)
     return ""
 
 
-def _of_gradients(evidence: Evidence) -> str:
-    """Every tensor of a backward as a whole.
+def _compare_gradients(evidence: Evidence) -> str:
+    """Compare every tensor of a backward as a whole.
 
-    What an oracle's own forward is off by moves its gradients: the bound takes it as the difference
-    of the two, which is what it makes the gradients differ by.
+    Errors of an oracle's forward change its gradients; the bound allows for the difference between
+    the two forwards.
     """
     truth, inputs = evidence.truth, evidence.inputs
     numbers = Float64(inputs.device)
@@ -169,17 +168,17 @@ def _of_gradients(evidence: Evidence) -> str:
     other = dataclasses.replace(evidence, truth=second)
     of_gradients = gradient_allowance(other, FP64_ORACLE, truth).bounds
     bounds = dataclasses.replace(deterministic_bounds(other, FP64_ORACLE), **of_gradients).tensors()
-    for name, again in second.tensors().items():
+    for name, tensor in second.tensors().items():
         first, bound = truth.tensors()[name], bounds[name]
-        index = _furthest_apart(first, again, bound)
+        index = _furthest_apart(first, tensor, bound)
         if index is not None:
-            one, other_one, within = (float(of[index]) for of in (first, again, 2 * bound))
+            one, other_one, within = (float(of[index]) for of in (first, tensor, 2 * bound))
             return _describe(name, Place.of(index), one, other_one, within, evidence.case.problem)
     return ""
 
 
-def _second_truth(inputs: Inputs, head: int, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Out ``(rows, value_dim)`` and LSE ``(rows,)`` of one (batch, head) pair."""
+def _second_oracle(inputs: Inputs, head: int, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out ``(rows, value_dim)`` and LSE ``(rows,)`` of one (batch, head) pair."""
     if inputs.problem.operation == "softmax":
         scores = inputs.scores().flatten(0, 1)[head, query].double()
         lse = torch.logsumexp(scores, -1)
@@ -188,15 +187,15 @@ def _second_truth(inputs: Inputs, head: int, query: Tensor) -> tuple[Tensor, Ten
     return result.out[0, 0], result.lse[0, 0, :, 0]
 
 
-def _furthest_apart(first: Tensor, again: Tensor, bound: Tensor) -> tuple[int, ...] | None:
-    """The index at which two oracles are furthest apart for what each may be off; None if none is.
+def _furthest_apart(first: Tensor, second: Tensor, bound: Tensor) -> tuple[int, ...] | None:
+    """Return the index of the largest difference relative to its bound; None if all are within.
 
-    NaN and infinities are to be the same ones.
+    NaNs and infinities must agree exactly.
     """
-    same = (first == again) | (first.isnan() & again.isnan())
-    finite = first.isfinite() & again.isfinite()
-    size = shares(first - again, 2 * bound)
-    # Where one of them is not finite no bound makes them agree.
+    same = (first == second) | (first.isnan() & second.isnan())
+    finite = first.isfinite() & second.isfinite()
+    size = shares(first - second, 2 * bound)
+    # A bound applies only if both are finite.
     differ = ~same & ~(finite & (size <= 1))
     if not bool(differ.any()):
         return None
@@ -206,14 +205,14 @@ def _furthest_apart(first: Tensor, again: Tensor, bound: Tensor) -> tuple[int, .
 
 
 def _describe(
-    name: TensorName, place: Place, first: float, again: float, within: float, problem: Problem
+    name: TensorName, place: Place, first: float, second: float, within: float, problem: Problem
 ) -> str:
     softmax = problem.operation == "softmax"
     theirs = "torch's softmax" if softmax else "FlashAttention-2's recurrence in float64"
     ours = "the safe softmax" if softmax else "the streaming oracle"
     apart = f"at most {number(within, within)}" if math.isfinite(within) else "nothing"
     return (
-        f"{element(name, place)} is {number(first, within)} by {ours} and {number(again, within)} "
+        f"{element(name, place)} is {number(first, within)} by {ours} and {number(second, within)} "
         f"by {theirs}, but they should differ by {apart}"
     )
 
@@ -227,7 +226,7 @@ def _empty_truth(truth: Outputs) -> Outputs:
 
 
 def _place(index: tuple[int, ...], rows: Rows, problem: Problem) -> Place:
-    """Of an element of these rows."""
+    """Return the Place of an element of these rows."""
     head, row, *dim = index
     batch, head = divmod(rows.heads[head], problem.heads)
     return Place(batch=batch, head=head, query=int(rows.query[row]), dim=dim[0] if dim else -1)

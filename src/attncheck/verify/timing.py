@@ -1,8 +1,8 @@
-"""The time of a call, and calls that take turns: the one clock of every measurement.
+"""Times calls, also in turns; every measurement uses this clock.
 
-On a GPU a call is timed between two CUDA events, its L2 cache full of something else: what a caller
-in Python gets, launches included where they take longer than the kernels. In a CUDA graph it is
-timed without them. On a CPU it is wall time.
+On a GPU a call is timed between two CUDA events, with other data in the L2 cache: as a caller in
+Python observes it, including launches if they take longer than the kernels. A CUDA graph excludes
+launches. On a CPU it is wall time.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 Clock = Literal["cpu", "events", "graph"]
-"""Wall time on a CPU; CUDA events around the call; the same around a graph of it."""
+"""Wall time on a CPU; CUDA events around the call; CUDA events around a graph of the call."""
 
-# Bytes, more than any L2. They are read: Triton's do_bench writes them, and what was written is
-# written back while the call runs, 10 µs on an H100 of any call that reads 60 MB or more.
-_FLUSHED = 1 << 28
-_BUDGET = 0.05  # seconds in which a call's median is found
+# Bytes read to flush the L2 cache, which is smaller. Triton's do_bench writes them instead, and the
+# write-back slows the call: by 10 µs on an H100 for any call that reads 60 MB or more.
+_FLUSH_BYTES = 1 << 28
+_BUDGET = 0.05  # Seconds in which a call's median is determined.
 _MOST_REPEATS = 20
-# So many calls are enough where the middle half of them lies within this part of the median.
+# This many calls suffice if their interquartile range is at most this part of the median.
 _FEWEST_REPEATS = 5
-_ALIKE = 0.01
-_WARM_UPS = 3  # calls before one is captured: allocators and libraries set themselves up
+_AGREEMENT = 0.01
+_WARM_UPS = 3  # Calls before the captured one, in which allocators and libraries initialise.
 
 
 class Stopwatch:
     """A call and its clock.
 
     Args:
-        call: What is timed; it was called before, so that nothing is compiled any more.
-        device: Where it runs.
-        graph: Whether it is captured into a CUDA graph, if it lets itself be.
+        call: The call, which has been called before, so that nothing is left to compile.
+        device: The device that it runs on.
+        graph: Whether to capture it into a CUDA graph, if possible.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class Stopwatch:
     ) -> None:
         self._call, self._device = call, device
         self.clock: Clock = "events" if device.type == "cuda" else "cpu"
-        # A graph reads the memory of the call's tensors, and keeps none of them.
+        # Kept alive, because a graph uses the memory of its tensors without owning it.
         self._source = call
         if graph and self.clock == "events":
             captured = _captured(call)
             self._call, self.clock = (captured, "graph") if captured else (call, "events")
 
     def seconds(self) -> float:
-        """Seconds of one more call, the device's work included."""
+        """Return the seconds of one more call, including the device's work."""
         if self.clock == "cpu":
             start = time.perf_counter()
             self._call()
@@ -67,25 +67,25 @@ class Stopwatch:
         return float(start_event.elapsed_time(end_event)) / 1e3
 
     def median(self) -> float:
-        """Median seconds of up to 20 calls in a twentieth of a second, or of the first alike."""
+        """Return the median seconds of up to 20 calls in 0.05 s, or of fewer that agree."""
         seconds: list[float] = []
-        while len(seconds) < _MOST_REPEATS and sum(seconds) < _BUDGET and not _alike(seconds):
+        while len(seconds) < _MOST_REPEATS and sum(seconds) < _BUDGET and not _agree(seconds):
             seconds.append(self.seconds())
         return statistics.median(seconds)
 
 
-def _alike(seconds: list[float]) -> bool:
-    """Return whether more calls would say no more of their median."""
+def _agree(seconds: list[float]) -> bool:
+    """Return whether the times agree so well that more calls are not needed."""
     if len(seconds) < _FEWEST_REPEATS:
         return False
     first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
-    return third - first <= _ALIKE * median
+    return third - first <= _AGREEMENT * median
 
 
 def medians(
     calls: Mapping[str, Callable[[], object]], device: str, rounds: int, *, graph: bool = False
 ) -> dict[str, float]:
-    """Median seconds of each call over rounds in which they take turns, after one not kept."""
+    """Return each call's median seconds over rounds of taking turns, after one discarded round."""
     watches = {name: Stopwatch(c, torch.device(device), graph=graph) for name, c in calls.items()}
     measured_rounds = [
         {name: watch.seconds() for name, watch in watches.items()} for _ in range(rounds + 1)
@@ -95,11 +95,11 @@ def medians(
 
 @functools.cache
 def _flushed(device: torch.device) -> torch.Tensor:
-    return torch.zeros(_FLUSHED // 4, device=device)
+    return torch.zeros(_FLUSH_BYTES // 4, device=device)
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], object] | None:
-    """``call`` as a CUDA graph; None where it cannot be one."""
+    """Return ``call`` captured as a CUDA graph; None if it cannot be captured."""
     try:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's own gap
         side.wait_stream(torch.cuda.current_stream())
@@ -111,7 +111,7 @@ def _captured(call: Callable[[], object]) -> Callable[[], object] | None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
-    except RuntimeError:  # it waits for the device, say, which ends the capture
+    except RuntimeError:  # For example, the call synchronises, which ends the capture.
         torch.cuda.synchronize()
         return None
     return graph.replay

@@ -1,7 +1,7 @@
-"""The loop: each subject on each case gives a Record, and all of them a Report.
+"""Runs each subject on each case, giving a Record each, and all of them a Report.
 
-Command line, gate, properties and Python API all come through ``run_case`` (one step) or
-``iter_records`` (the loop), so that the same case gives the same Record whoever asks.
+Command line, gate, properties and Python API all use ``run_case`` (one step) or ``iter_records``
+(the loop), so that a case gives the same Record in each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     NamedCase = tuple[str, Case]
 
-_MOST_PAIRS_AHEAD = 2**22  # (row, key), of a problem that is called while another is judged
+_MOST_PAIRS_AHEAD = 2**22  # (row, key) pairs of a problem that may run while another is judged.
 
 __all__ = ["iter_records", "verify"]
 
@@ -53,30 +53,30 @@ def verify(
     timed: bool = False,
     brief: bool = False,
 ) -> Report:
-    """Return the Report of every case, asked of every subject.
+    """Run every case on every subject and return the Report.
 
     Args:
         subjects: One kernel or several; those of a case share its inputs and exact results.
-        cases: What is asked, each alone or with the name that its Records have in a report.
+        cases: Cases, each alone or with the name that its Records have in a report.
         device: ``cpu`` or ``cuda``.
-        executor: How to call the kernels; each where it is, by default.
+        executor: How to call the kernels; by default each in the process that it is in.
         command: The command line, for the Report.
         applicable_only: Whether a pair is left out where the kernel is absent on this machine or
             the case does not concern it; otherwise the case is adapted to the kernel, and each
             pair has a Record.
-        timed: Whether comparisons are called until their median time is known, but for the ideal
+        timed: Whether comparisons are called until their median time is known, except the ideal
             kernel's forward.
-        brief: Whether verdicts alone are needed, without errors beside their reference errors.
+        brief: Whether to return verdicts alone, without errors and reference errors.
 
     Raises:
-        UsageError: for a question that there is not, or that cannot be asked of its Problem.
+        UsageError: for an unknown question, or one that does not apply to its Problem.
     """
     subjects = [subjects] if isinstance(subjects, Subject) else [*subjects]
     cases = [*cases]
     concerned = subjects
     if applicable_only:
         concerned = applicable_subjects([each.problem for _, each in _named(cases)], subjects)
-    # Before the environment is read, which says how Triton is repaired.
+    # Before the environment is read, which includes the repairs of Triton.
     prepare(device)
     # Made first, because Records name the environment by its key.
     report = assemble_report(concerned, (), device=device, command=command)
@@ -108,9 +108,9 @@ def iter_records(  # noqa: PLR0913  # what is asked, and how
 ) -> Iterator[Record]:
     """Yield the Records that ``verify`` reports, each as soon as it is made.
 
-    For who shows or keeps them as they come, and may stop between two. Arguments as of ``verify``;
-    ``environment_key`` is that of the Report they go into, by default of this process now;
-    ``stage`` is called with what is done next.
+    Callers can show or store each at once, and may stop between two. Arguments are as in
+    ``verify``; ``environment_key`` is that of the Report, by default of this process's environment;
+    ``stage`` is called with the name of each stage.
     """
     prepare(device)
     key = environment_key or environment(device).id
@@ -119,10 +119,10 @@ def iter_records(  # noqa: PLR0913  # what is asked, and how
         subjects = [subject for subject in subjects if subject.name not in absent]
     named = [*_named(cases)]
     for (name, case), following in zip(named, [*(one for _, one in named[1:]), None], strict=True):
-        # Two processes share the machine, so that what is timed has it alone.
+        # Not if calls are timed, because a call ahead would share the machine with them.
         ahead = following and not timed and _calls_once(case) and _calls_once(following)
         chosen = applicable_subjects([case.problem], subjects) if applicable_only else subjects
-        # A single kernel needs nothing to share, and may be asked the case in pages.
+        # A single kernel shares no evidence, and may run a paged form of the case.
         evidence = None
         if len(chosen) > 1:
             evidence = EvidenceBuilder(
@@ -147,7 +147,7 @@ def iter_records(  # noqa: PLR0913  # what is asked, and how
                 timed=timed,
                 brief=brief,
                 evidence=evidence,
-                stage=partial(_tell, stage, f"{subject.name} {name}"),
+                stage=partial(_name_stage, stage, f"{subject.name} {name}"),
             )
             yield confirm_death(subject, ask)[0]
 
@@ -155,13 +155,13 @@ def iter_records(  # noqa: PLR0913  # what is asked, and how
 def own_arithmetics(
     subjects: Sequence[Subject], problem: Problem, device: str
 ) -> tuple[Arithmetic, ...]:
-    """Return those of attncheck's own kernels that take ``problem``: others run elsewhere."""
+    """Return the arithmetics of those of attncheck's own kernels that take ``problem``."""
     own = _own_kernels(subjects, problem, device)
     return tuple(dict.fromkeys(each.arithmetic(problem, device) for each in own))
 
 
 def _own_tilings(subjects: Sequence[Subject], problem: Problem, device: str) -> tuple[Tiling, ...]:
-    """Return those of the ideal kernels beside them."""
+    """Return the tilings of the ideal kernels that they are compared with."""
     default = Ideal().tiling(problem, device)
     own = _own_kernels(subjects, problem, device)
     return tuple(dict.fromkeys(each.tiling(problem, device) or default for each in own))
@@ -172,7 +172,7 @@ def _own_kernels(subjects: Sequence[Subject], problem: Problem, device: str) -> 
     return [subject for subject in own if not InProcess().refusal(subject, problem, device)]
 
 
-def _tell(stage: Callable[[str], None], cell: str, what: str) -> None:
+def _name_stage(stage: Callable[[str], None], cell: str, what: str) -> None:
     stage(f"{cell}: {what}")
 
 

@@ -1,1 +1,1 @@
-"""The contract of a kernel, what its author declares of it, and where a project names it."""
+"""The kernel interface (Subject), capability tables, and the configuration that names kernels."""

@@ -1,4 +1,4 @@
-"""The capability table: what the author of a kernel declares of it, as types and as TOML."""
+"""The capability table, in which a kernel's author declares what it supports: types and TOML."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ ANY = "any"
 AUTOGRAD = "autograd"
 COMPOSITION = "composition"
 ALIASES = {"none": "full", "window": "sliding_window"}
-"""Masks as kernels call them → their names in the library."""
+"""Other names of masks that a table may use, and the library's name for each."""
 DEVICES = ("cpu", "cuda")
 PHASES = ("forward", "backward")
 
-LSE_BASES = ("natural", "base2")  # logarithms in which a kernel gives LSE
+LSE_BASES = ("natural", "base2")  # bases of the logarithm in which a kernel returns LSE
 
 EMPTY_ROWS = ("zero", "nan", "mean", "unspecified")
-"""What a kernel gives for a row that sees no key (``conventions.empty_rows``)."""
+"""What a kernel returns for a row that sees no key (``conventions.empty_rows``)."""
 
 ALIGNMENTS = ("top_left", "bottom_right")
 """Where the diagonal of a causal mask ends when the lengths differ: at row and key 0, or at the
@@ -66,9 +66,9 @@ _VALID: dict[str, tuple[str, ...]] = {
     "rounds_value_products": ("fp16", "bf16"),
     "head_dim": (ANY,),
 }
-"""Names that a key may have, by the key in the singular."""
+"""Valid names of each key; the key is in the singular."""
 
-# The library has the names: to a type checker they are text, and msgspec checks them.
+# The names come from the library at run time, where msgspec checks them; type checkers see str.
 if TYPE_CHECKING:
     DtypeName = str
     MaskName = str
@@ -89,14 +89,14 @@ HeadDim = int | tuple[int, int]  # msgspec 0.22 cannot constrain an int beside a
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table that has no other keys."""
+    """A table that rejects unknown keys."""
 
 
 class DeclaredArithmetic(_Strict, frozen=True, kw_only=True):
-    """Fields of ``Arithmetic`` that differ from the convention's; None: as there.
+    """Fields of ``Arithmetic`` that replace the convention's; None keeps the convention's value.
 
-    ``p_in_sum`` is another name of ``sums_rounded_weights``; of ``rounds_value_products`` false
-    says that dO · v is not rounded, and a name of ``formats.FORMATS`` to what.
+    ``p_in_sum`` is another name of ``sums_rounded_weights``. ``rounds_value_products`` names the
+    format (``formats.FORMATS``) to which dO · v is rounded, or is false if it is not rounded.
     """
 
     weights_scale: float | None = None
@@ -114,7 +114,7 @@ class DeclaredArithmetic(_Strict, frozen=True, kw_only=True):
     dq_parts: int | None = None
 
     def changes(self) -> dict[str, Any]:
-        """Return what is declared, by the names of ``Arithmetic``."""
+        """Return the declared values by the names of the fields of ``Arithmetic``."""
         declared = {k: v for k, v in msgspec.structs.asdict(self).items() if v is not None}
         alias = declared.pop("p_in_sum", None)
         if "rounds_value_products" in declared:
@@ -123,21 +123,21 @@ class DeclaredArithmetic(_Strict, frozen=True, kw_only=True):
         return declared if alias is None else {"sums_rounded_weights": alias} | declared
 
     def looser(self) -> dict[str, Any]:
-        """Return those of ``changes`` that allow more than the default arithmetic does."""
+        """Return those of ``changes`` that allow larger errors than the default arithmetic."""
         assumed = default_arithmetic(DTYPES["bf16"])
 
         def allows_more(name: str, value: Any) -> bool:
             if name == "rounds_value_products":
                 return value is not None
             usual: float = getattr(assumed, name)
-            # Shorter steps are more roundings; under a smaller scale more small weights are lost.
+            # Shorter steps round more often; with a smaller scale more small weights underflow.
             finer = name in {"block_kv", "weights_scale"}
             return bool(value < usual if finer else value > usual)
 
         return {k: v for k, v in self.changes().items() if allows_more(k, v)}
 
     def check(self, dtypes: Iterable[str]) -> None:
-        """Raise ValueError for numbers that no arithmetic of these dtypes can have."""
+        """Raise ValueError if a number is impossible for the arithmetic of one of ``dtypes``."""
         alias, name = self.p_in_sum, self.sums_rounded_weights
         if alias is not None and name is not None and alias != name:
             raise ValueError("p_in_sum and sums_rounded_weights are one thing: give one.")
@@ -145,17 +145,17 @@ class DeclaredArithmetic(_Strict, frozen=True, kw_only=True):
             raise ValueError("rounds_value_products=true must be a format or false.")
         for dtype in dtypes:
             try:
-                # Arithmetic knows itself which of its numbers cannot be.
+                # Arithmetic's own constructor rejects impossible numbers.
                 dataclasses.replace(default_arithmetic(DTYPES[dtype]), **self.changes())
             except (AttncheckError, TypeError) as error:
                 raise ValueError(str(error)) from None
 
 
 class Limits(_Strict, frozen=True, kw_only=True):
-    """Limits of the Problems that a kernel takes; None: not declared."""
+    """Limits of the Problems that a kernel accepts; None: not declared."""
 
     dtypes: tuple[DtypeName, ...] | None = None  # names of ``formats.DTYPES``
-    # Of q, k and v alike, or pairs (of q and k, of v); or ``any``.
+    # A number for q, k and v alike, or a pair (of q and k, of v); or ``any``.
     head_dims: tuple[HeadDim, ...] | Literal["any"] | None = None
     masks: tuple[MaskName, ...] | None = None  # names of the library, ``composition`` or ``any``
     # Names of score mods, ``none``, ``composition`` or ``any``.
@@ -163,14 +163,14 @@ class Limits(_Strict, frozen=True, kw_only=True):
     gqa: bool | None = None  # whether several query heads may share a key head
     rectangular: bool | None = None  # whether query and key lengths may differ
     scale: bool | None = None  # whether it takes a scale other than 1/√head_dim
-    # Of what both lengths must be multiples; not declared: of nothing.
+    # Query and key lengths must be multiples of this; not declared: any length.
     length_multiple: Length | None = None
-    # max_query, max_kv: longest lengths; not declared: any.
+    # The longest query and key lengths; not declared: any.
     max_query: Length | None = None
-    # Most rows of all query heads that share a key head, as a kernel for decoding counts them.
+    # Most query rows over all query heads that share a key head, as decode kernels count them.
     max_rows: Length | None = None
     max_kv: Length | None = None
-    arithmetic: DeclaredArithmetic = DeclaredArithmetic()  # what differs from the convention's
+    arithmetic: DeclaredArithmetic = DeclaredArithmetic()
 
     def __post_init__(self) -> None:
         for dims in self.head_dims if isinstance(self.head_dims, tuple) else ():
@@ -180,7 +180,7 @@ class Limits(_Strict, frozen=True, kw_only=True):
 
 
 class When(_Strict, frozen=True, kw_only=True):
-    """For which Problems an override holds; several values: for each of them; all keys must fit."""
+    """The Problems to which an override applies: every key must match, by any of its values."""
 
     dtype: DtypeName | tuple[DtypeName, ...] | None = None
     mask: MaskName | tuple[MaskName, ...] | None = None
@@ -189,7 +189,7 @@ class When(_Strict, frozen=True, kw_only=True):
     phase: PhaseName | tuple[PhaseName, ...] | None = None
 
     def holds(self, problem: Problem, device: str) -> bool:
-        """Return whether ``problem`` on ``device`` is one of them; with gradients: backward."""
+        """Return whether ``problem`` on ``device`` matches; with gradients it is backward."""
         values = {
             "dtype": problem.dtype,
             "mask": family(problem.mask),
@@ -212,23 +212,23 @@ class Override(Limits, frozen=True, kw_only=True):
 
 
 class Capabilities(Limits, frozen=True, kw_only=True):
-    """A kernel's whole table."""
+    """A kernel's whole capability table."""
 
     entry: str  # ``pkg.module:name``, ``file.py::name``, or a kernel of attncheck's
-    # A name of ``conventions.CONVENTIONS``; None for the first that fits.
+    # A name of ``conventions.CONVENTIONS``; None: the first that fits the function.
     convention: str | None = None
-    # How its causal mask is aligned where lengths differ.
+    # Alignment of its causal mask if the lengths differ.
     causal: Literal["top_left", "bottom_right"] | None = None
-    # Whether it gives LSE, or with which logarithm (``true``: the convention's).
+    # Whether it returns LSE, or in which logarithm (``true``: the convention's).
     lse: bool | Literal["natural", "base2"] | None = None
-    # What rows that see no key give.
+    # What it returns for rows that see no key.
     empty_row: Literal["zero", "nan", "mean", "unspecified"] | None = None
-    # What it promises of its bits (``problem.PROMISES``).
+    # When it promises equal bits (``problem.PROMISES``).
     promises: tuple[Promise, ...] | None = None
-    # How gradients are had: by ``autograd``, or by a function, as ``entry`` names one; false: it
-    # has none. Not declared: by autograd, where it can be.
+    # Gradients come from ``autograd`` or from a function, named as in ``entry``; false: it has
+    # none. Not declared: autograd if possible.
     backward: bool | str | None = None
-    sources: tuple[str, ...] = ()  # files that it is made of, as patterns (``matches_pattern``)
+    sources: tuple[str, ...] = ()  # patterns of its source files (``matches_pattern``)
     override: tuple[Override, ...] = ()  # exceptions; later ones win
 
     def __post_init__(self) -> None:
@@ -242,7 +242,7 @@ class Capabilities(Limits, frozen=True, kw_only=True):
         for pattern in self.sources:
             if wrong := pattern_mistake(pattern):
                 raise ValueError(f"sources: {pattern!r} {wrong}.")
-        # Only the whole table knows the dtypes that an override's arithmetic is for.
+        # An override's arithmetic is checked here because only the whole table has the dtypes.
         places = {f"override[{i}].": each for i, each in enumerate(self.override)}
         for place, limits in {"": self, **places}.items():
             try:
@@ -251,17 +251,17 @@ class Capabilities(Limits, frozen=True, kw_only=True):
                 raise ValueError(f"{place}arithmetic: {error}") from None
 
     def limits(self, problem: Problem, device: str = "cpu") -> Limits:
-        """Return what holds for ``problem``: each field as the last override that has it says."""
+        """Return the limits for ``problem``: each field from the last matching override with it."""
         limits = {name: getattr(self, name) for name in Limits.__struct_fields__}
         for override in self.override:
             if override.when.holds(problem, device):
-                # Arithmetic is merged field by field, and apart: see ``arithmetic_changes``.
+                # Arithmetic is merged field by field in ``arithmetic_changes``.
                 fields = {name: getattr(override, name) for name in limits if name != "arithmetic"}
                 limits |= {name: value for name, value in fields.items() if value is not None}
         return Limits(**limits)
 
     def arithmetic_changes(self, problem: Problem, device: str = "cpu") -> dict[str, Any]:
-        """Return what differs from the convention's arithmetic, by the names of ``Arithmetic``."""
+        """Return changes to the convention's arithmetic by the names of ``Arithmetic``'s fields."""
         changes = self.arithmetic.changes()
         for override in self.override:
             if override.when.holds(problem, device):
@@ -269,29 +269,29 @@ class Capabilities(Limits, frozen=True, kw_only=True):
         return changes
 
     def refuses(self, problem: Problem, device: str = "cpu") -> str | None:
-        """Return why the table has no place for ``problem``, in one line; None if it has."""
-        return next(filter(None, _answers(self.limits(problem, device), problem)), None)
+        """Return why the table excludes ``problem``, in one line; None if it does not."""
+        return next(filter(None, _exclusions(self.limits(problem, device), problem)), None)
 
     def declares(self, problem: Problem, device: str = "cpu") -> bool:
-        """Return whether the table says of everything in ``problem`` that the kernel takes it.
+        """Return whether the table declares that the kernel accepts every part of ``problem``.
 
-        What it is silent on the kernel may refuse.
+        The kernel may refuse what its table does not mention.
         """
-        # It has no place for a loss of LSE, for sinks, for what score mods read, or for empty rows
-        # whose gradients are NaN.
-        beyond = problem.dlse or problem.sink or problem.dcaptured
-        silent = beyond or self.empty_row == "nan"
+        # A table cannot declare gradients with a loss of LSE, with sinks, with respect to tensors
+        # that score mods read, or of empty rows that are NaN.
+        undeclarable = problem.dlse or problem.sink or problem.dcaptured
+        silent = undeclarable or self.empty_row == "nan"
         gradients = not problem.backward or (bool(self.backward) and not silent)
         return gradients and all(
-            answer == "" for answer in _answers(self.limits(problem, device), problem)
+            reason == "" for reason in _exclusions(self.limits(problem, device), problem)
         )
 
 
-# ------------------------------------------------------------------ what a table says of a Problem
+# ------------------------------------------------------------------ a Problem within a table
 
 
 def family(spec: Spec) -> str:
-    """Return what a table calls a mod: its name, ``composition``, or ``any`` of a file's."""
+    """Return a table's name for a mod: its own, ``composition``, or ``any`` for a file's mod."""
     if spec.parts:
         return COMPOSITION
     return ANY if "::" in spec.name else spec.name
@@ -304,22 +304,22 @@ def _is_among(value: object, allowed: object) -> bool:
     return value in {ALIASES.get(each, each) if isinstance(each, str) else each for each in listed}
 
 
-def _answers(limits: Limits, problem: Problem) -> Iterator[str | None]:
-    """Of each thing in ``problem``: declared (""), not declared (None), or why not."""
+def _exclusions(limits: Limits, problem: Problem) -> Iterator[str | None]:
+    """Yield why each part of ``problem`` is excluded; "" if declared, None if not mentioned."""
     attention = problem.operation == "attention"
-    yield _listed(limits.dtypes, problem.dtype, "dtype")
-    yield _head_dim(limits.head_dims, problem)
+    yield _exclusion(limits.dtypes, problem.dtype, "dtype")
+    yield _head_dim_exclusion(limits.head_dims, problem)
     if attention:
-        yield _listed(limits.masks, family(problem.mask), "mask")
-        # A table that says nothing of score mods says nothing against none.
+        yield _exclusion(limits.masks, family(problem.mask), "mask")
+        # A table without ``scores`` does not exclude a Problem without a score mod.
         plain = problem.score == NONE and limits.scores is None
-        yield "" if plain else _listed(limits.scores, family(problem.score), "score mod")
+        yield "" if plain else _exclusion(limits.scores, family(problem.score), "score mod")
     lengths = f"{problem.query} queries and {problem.kv} keys"
-    usual = not attention or problem.scale == fp32(problem.head_dim**-0.5)
+    default_scale = not attention or problem.scale == fp32(problem.head_dim**-0.5)
     for name, present, what in (
         ("gqa", problem.group > 1, f"{problem.group} query heads to a key head"),
         ("rectangular", attention and problem.query != problem.kv, lengths),
-        ("scale", not usual, f"scale={problem.scale:g}, other than 1/√head_dim"),
+        ("scale", not default_scale, f"scale={problem.scale:g}, other than 1/√head_dim"),
     ):
         declared = getattr(limits, name)
         if not present or declared:
@@ -337,16 +337,17 @@ def _answers(limits: Limits, problem: Problem) -> Iterator[str | None]:
         yield f"length {length}: its table says {name} = {most}" if long else ""
 
 
-def _listed(allowed: tuple[str, ...] | None, name: str, what: str) -> str | None:
+def _exclusion(allowed: tuple[str, ...] | None, name: str, what: str) -> str | None:
+    """Return why ``name`` is excluded; "" if it is allowed, None if nothing is declared."""
     if allowed is None:
         return None
-    # ``none`` is both an alias of the full mask and a score mod's own name.
+    # ``none`` is an alias of the full mask and also the name of the absent score mod.
     if {ANY, name} & {*allowed, *(ALIASES.get(each, each) for each in allowed)}:
         return ""
     return f"{what} {name} is not declared: its table has {', '.join(allowed) or 'none'}"
 
 
-def _head_dim(allowed: tuple[HeadDim, ...] | str | None, problem: Problem) -> str | None:
+def _head_dim_exclusion(allowed: tuple[HeadDim, ...] | str | None, problem: Problem) -> str | None:
     if allowed is None:
         return None
     if isinstance(allowed, str) or problem.operation == "softmax":
@@ -361,22 +362,22 @@ def _head_dim(allowed: tuple[HeadDim, ...] | str | None, problem: Problem) -> st
     return f"{dims} is not declared: its table has {listed}"
 
 
-# ------------------------------------------------------------------ read
+# ------------------------------------------------------------------ reading
 
 
 def read_table(table: object, what: str) -> Capabilities:
-    """Read the table that a file or an entry point holds, strictly.
+    """Return the Capabilities of a table from a file or an entry point, strictly checked.
 
     Args:
-        what: Where it stands, which begins every error: ``pyproject.toml: kernels.mine``.
+        what: The table's place, which begins every error: ``pyproject.toml: kernels.mine``.
 
     Raises:
-        UsageError: for a key, a type or a name that cannot be, in one line with the valid ones.
+        UsageError: for an invalid key, type or name, in one line with the valid ones.
     """
     try:
         return msgspec.convert(table, Capabilities)
     except msgspec.ValidationError as error:
-        raise UsageError(f"{what}: {_explained(str(error), table)}") from None
+        raise UsageError(f"{what}: {_explain(str(error), table)}") from None
 
 
 _AT = re.compile(r"(.*) - at `\$\.?([^`]*)`", re.DOTALL)
@@ -386,8 +387,8 @@ _TOO_SMALL = re.compile(r"Expected `int` >= (\d+)")
 _WORDS = {"object": "table", "array": "list", "str": "text", "int": "whole number"}
 
 
-def _explained(text: str, table: object) -> str:
-    """Explain what msgspec says: the key in front, the value, and what is allowed."""
+def _explain(text: str, table: object) -> str:
+    """Return msgspec's error message reworded: the key first, the value, and what is allowed."""
     match = _AT.fullmatch(text)
     text, path = (match[1], match[2]) if match else (text, "")
     if match := _UNKNOWN_FIELD.fullmatch(text):
@@ -403,10 +404,10 @@ def _explained(text: str, table: object) -> str:
         for part in re.findall(r"[^.\[\]]+", path):
             value = value[int(part) if part.isdigit() else part]  # type: ignore[index]  # msgspec's
         return f"{path}={value} must be at least {match[1]}."
-    # What ``__post_init__`` raises is worded already.
+    # Messages of our own ``__post_init__`` need no rewording.
     if not text.startswith(("Expected", "Object")):
-        return f"{path}.{text}" if path else text  # of a table's own check
-    # TOML has no null: it only means that a key may be left out.
+        return f"{path}.{text}" if path else text
+    # TOML has no null: in msgspec's message it means that the key may be left out.
     plain = re.sub(r" ?\| ?null", "", text.replace("`", ""))
     plain = re.sub(r"\b[a-z]+\b", lambda word: _WORDS.get(word[0], word[0]), plain)
     plain = plain[0].lower() + plain[1:].replace(" | ", " or ")
@@ -422,7 +423,7 @@ def _struct_at(path: str) -> type[msgspec.Struct]:
     return DeclaredArithmetic if last == "arithmetic" else Capabilities
 
 
-# ------------------------------------------------------------------ written
+# ------------------------------------------------------------------ writing
 
 _ORDER = (
     *("entry", "convention", "dtypes", "head_dims", "masks", "scores", "gqa", "rectangular"),
@@ -436,9 +437,9 @@ def render_table(table: Capabilities, header: str, comments: Mapping[str, Iterab
     """Return the table as TOML, below ``[header]``.
 
     Args:
-        table: What is written; fields that are as they would be without being said are left out.
+        table: The table to write; fields that are None or empty are left out.
         header: Its place in the file: ``tool.attncheck.kernels.mine``.
-        comments: Lines that stand above a field, by its name; under ``""`` above all.
+        comments: Comment lines above each field by its name; those of ``""`` precede all fields.
     """
     import tomlkit
 
@@ -447,11 +448,11 @@ def render_table(table: Capabilities, header: str, comments: Mapping[str, Iterab
         for line in comments.get(name, ()):
             written.add(tomlkit.comment(line))
         _add(written, name, getattr(table, name, None))
-    # Last: TOML would read plain keys behind these tables as the tables' own.
+    # Last, because TOML would read plain keys after these tables as keys of theirs.
     changes = table.arithmetic.changes()
     if changes:
         written.add(tomlkit.nl())
-        written["arithmetic"] = _filled(tomlkit.table(), changes)
+        written["arithmetic"] = _fill(tomlkit.table(), changes)
     if table.override:
         overrides = tomlkit.aot()
         for each in table.override:
@@ -460,7 +461,7 @@ def render_table(table: Capabilities, header: str, comments: Mapping[str, Iterab
         written["override"] = overrides
     keys: list[str] = []
     place = tomllib.loads(f"[{header}]\n")
-    # tomllib reads a quoted key as a reader would, dots in it included.
+    # tomllib splits the header at the right dots even if a quoted key contains some.
     while place:
         ((key, place),) = place.items()
         keys.append(key)
@@ -476,25 +477,25 @@ def _override_table(override: Override) -> Table:
     import tomlkit
 
     table = tomlkit.table()
-    table.add("when", _filled(tomlkit.inline_table(), msgspec.structs.asdict(override.when)))
+    table.add("when", _fill(tomlkit.inline_table(), msgspec.structs.asdict(override.when)))
     for name in _ORDER:
         _add(table, name, getattr(override, name, None))
     changes = override.arithmetic.changes()
     if changes:
-        table.add("arithmetic", _filled(tomlkit.inline_table(), changes))
+        table.add("arithmetic", _fill(tomlkit.inline_table(), changes))
     return table
 
 
-def _filled(table: Any, values: Mapping[str, Any]) -> Any:
+def _fill(table: Any, values: Mapping[str, Any]) -> Any:
     for name, value in values.items():
         _add(table, name, value)
     return table
 
 
 def _add(table: Table | InlineTable, name: str, value: Any) -> None:
-    """Add a field that says something; tables within tables are added elsewhere."""
+    """Add a field unless it is None, empty or a table, which the callers add themselves."""
     if isinstance(value, Format) or (value is None and name == "rounds_value_products"):
-        value = value.name if value else False  # what an Arithmetic has, as a table says it
+        value = value.name if value else False  # a table has a format's name, or false for None
     if isinstance(value, tuple):
         value = [list(each) if isinstance(each, tuple) else each for each in value]
     if value is not None and value != [] and name not in {"arithmetic", "override"}:
@@ -505,10 +506,10 @@ def _add(table: Table | InlineTable, name: str, value: Any) -> None:
 
 
 def pattern_mistake(pattern: str) -> str:
-    """Return what is wrong with a pattern of ``sources``, to end a sentence; empty for nothing.
+    """Return what is wrong with a pattern of ``sources``, as the end of a sentence; or "".
 
-    Patterns are relative to the folder of the file that says them: ``*`` and ``**`` are any
-    folders, the name of a folder is all in it, ``.`` is everything.
+    Patterns are relative to the folder of their TOML file: ``*`` and ``**`` match any folders, a
+    folder's name matches everything in it, and ``.`` matches everything.
     """
     if PurePosixPath(pattern).is_absolute() or PureWindowsPath(pattern).is_absolute():
         return "is absolute: it must be relative to the folder of this file"
@@ -518,25 +519,24 @@ def pattern_mistake(pattern: str) -> str:
 
 
 def matches_pattern(file: str, pattern: str) -> bool:
-    """Return whether ``file`` is one of a pattern: ``**`` is any folders, a folder is all in it."""
+    """Return whether ``file`` matches ``pattern``; see ``pattern_mistake`` for patterns."""
     if not pattern:
         return False
-    # ``./a/`` and ``a`` name the same files.
-    pattern = str(PurePosixPath(pattern))
+    pattern = str(PurePosixPath(pattern))  # ``./a/`` becomes ``a``
     if pattern == "." or fnmatchcase(file, pattern) or file.startswith(f"{pattern}/"):
         return True
-    # ``a/**/b`` is ``a/b`` too.
+    # ``a/**/b`` matches ``a/b`` too.
     return "**/" in pattern and matches_pattern(file, pattern.replace("**/", "", 1))
 
 
 def pattern_files(folder: Path, pattern: str) -> Iterator[Path]:
-    """Files below ``folder`` that fit, in order; none of hidden folders that it does not name.
+    """Yield files below ``folder`` that match, in order; none if the pattern is invalid.
 
-    A pattern with a mistake fits none.
+    Hidden folders are only searched if the pattern begins with their names.
     """
     if not pattern or pattern_mistake(pattern):
         return
-    # Walk from the last folder that is named: the whole repository may be large.
+    # Start at the last folder without wildcards, because the whole repository may be large.
     start = folder
     for part in PurePosixPath(pattern).parts:
         if set("*?[") & set(part):
@@ -550,6 +550,6 @@ def pattern_files(folder: Path, pattern: str) -> Iterator[Path]:
 
 def _files_below(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder):
-        # In place, by which os.walk does not enter the others: ``.git`` may be most of the files.
+        # Changed in place so that os.walk skips other folders: ``.git`` may hold most of the files.
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
         yield from (path for name in sorted(names) if (path := Path(root, name)).is_file())

@@ -1,7 +1,8 @@
-"""The project's file that names kernels, and entry points of packages: read and written.
+"""Reads and writes a project's configuration of kernels, and reads packages' entry points.
 
-``[tool.attncheck.kernels.NAME]`` of pyproject.toml or ``[kernels.NAME]`` of attncheck.toml, in the
-nearest folder upwards that has one; entry points of the group ``attncheck.kernels``.
+The tables are ``[tool.attncheck.kernels.NAME]`` in pyproject.toml or ``[kernels.NAME]`` in
+attncheck.toml, in the nearest folder upwards that has any; the entry points are those of the group
+``attncheck.kernels``.
 """
 
 from __future__ import annotations
@@ -35,73 +36,72 @@ if TYPE_CHECKING:
 GROUP = "attncheck.kernels"  # the entry-point group of published kernels
 
 FILES = {"attncheck.toml": (), "pyproject.toml": ("tool", "attncheck")}
-"""Files that kernels are named in → the table of theirs that is attncheck's."""
+"""Names of configuration files, and the keys that lead to attncheck's table in each."""
 
 _KERNELS = "kernels"
-_LARGEST = 1 << 22  # bytes of such a file
+_LARGEST_FILE = 1 << 22  # bytes; a larger configuration file is refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """A project's kernels."""
+    """The kernels that a project's configuration file names."""
 
-    path: Path | None = None  # the file; relative entries are relative to its folder
+    path: Path | None = None
     kernels: Mapping[str, Capabilities] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
-        """The folder that entries are relative to."""
+        """The folder to which paths in entries are relative."""
         return self.path.parent if self.path else Path.cwd()
 
 
 def read_configuration() -> Configuration:
-    """Read that of the nearest folder from the working directory upwards that has one.
+    """Return the configuration of the nearest folder, from the working directory upwards, with one.
 
     Raises:
-        UsageError: for a file that is no TOML, a key or a name that cannot be, and two files of
-            one folder that both name kernels; in one line.
+        UsageError: in one line, if a file is not TOML, a key or a name is invalid, or two files of
+            one folder both configure attncheck.
     """
     path, tables = nearest_tables()
     return Configuration(path=path, kernels=read_tables(tables, path) if path else {})
 
 
 def nearest_tables() -> tuple[Path | None, Mapping[str, Any]]:
-    """Return the file that ``read_configuration`` reads, and its tables as written.
+    """Return the file that ``read_configuration`` reads, or None, and its tables unchecked.
 
-    The file is None where there is none. Raises UsageError as ``read_configuration``, but for what
-    is wrong within a table.
+    Raises UsageError like ``read_configuration``, except for errors within a table.
     """
     start = Path.cwd().absolute()
     for folder in (start, *start.parents):
         files = [folder / name for name in FILES if (folder / name).is_file()]
-        ours = {path: tables for path in files if (tables := tables_of(path)) is not None}
-        if len(ours) > 1:
-            names = " and ".join(path.name for path in ours)
+        configured = {path: tables for path in files if (tables := tables_of(path)) is not None}
+        if len(configured) > 1:
+            names = " and ".join(path.name for path in configured)
             raise UsageError(f"{names} of {folder} both configure attncheck: keep one.")
-        for path, tables in ours.items():
+        for path, tables in configured.items():
             return path, tables
     return None, {}
 
 
 def tables_of(path: Path) -> Mapping[str, Any] | None:
-    """Return the tables of kernels in ``path`` by name, as written; None where it has none.
+    """Return the unchecked tables of kernels in ``path`` by name; None if it configures none.
 
-    Raises UsageError for a file that is no TOML, or a key other than ``kernels``.
+    Raises UsageError if the file is not TOML or has a key other than ``kernels``.
     """
     try:
-        text = read_bytes(path, _shown(path), "configuration", _LARGEST).decode("utf-8")
+        text = read_bytes(path, _display_path(path), "configuration", _LARGEST_FILE).decode("utf-8")
         data: Any = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{_shown(path)} is no TOML: {error}.") from None
+        raise UsageError(f"{_display_path(path)} is no TOML: {error}.") from None
     place = _place(path)
     for key in place:
         data = data.get(key) if isinstance(data, Mapping) else None
     if data is None:
         return None
-    what = f"{_shown(path)}: {'.'.join(place) or 'the file'}"
+    what = f"{_display_path(path)}: {'.'.join(place) or 'the file'}"
     if not isinstance(data, Mapping):
         raise UsageError(f"{what} must be a table.")
-    # A misspelt table would be silently nothing.
+    # A misspelt key must not be ignored silently.
     for key in data:
         if key != _KERNELS:
             raise UnknownName(f"{what}: key", key, [_KERNELS])
@@ -116,13 +116,13 @@ def _place(path: Path) -> tuple[str, ...]:
 
 
 def read_tables(tables: Mapping[str, Any], path: Path) -> dict[str, Capabilities]:
-    """Read what ``tables_of`` gives, strictly; raises UsageError as ``read_configuration``."""
+    """Return the Capabilities of tables from ``tables_of``; raises UsageError for mistakes."""
     kernels = {}
     for name, table in tables.items():
-        what = f"{_shown(path)}: {_KERNELS}.{name}"
+        what = f"{_display_path(path)}: {_KERNELS}.{name}"
         if not name.strip() or set(name) & set(":/\\"):
             raise UsageError(f"{what}: a kernel's name has no ':', '/' or '\\'.")
-        # Whoever types the name must get the kernel that they mean.
+        # A kernel that shadowed a built-in one would be ambiguous on the command line.
         if name in BUILTIN:
             raise UsageError(f"{what}: attncheck has a kernel of this name: give it another.")
         kernels[name] = read_table(table, what)
@@ -130,31 +130,31 @@ def read_tables(tables: Mapping[str, Any], path: Path) -> dict[str, Capabilities
 
 
 def entry_points() -> dict[str, tuple[metadata.EntryPoint, ...]]:
-    """Return those of the group by name; more than one where packages do not agree."""
+    """Return the entry points of the group by name; several if packages use the same name."""
     points: dict[str, tuple[metadata.EntryPoint, ...]] = {}
-    places = tuple((place, _changed(place)) for place in sys.path)
-    for each in _published(metadata.entry_points, places):
+    places = tuple((place, _last_change(place)) for place in sys.path)
+    for each in _find_entry_points(metadata.entry_points, places):
         if each not in points.get(each.name, ()):  # a package that is found twice on the path
             points[each.name] = (*points.get(each.name, ()), each)
     return points
 
 
 @functools.lru_cache(maxsize=1)
-def _published(
+def _find_entry_points(
     find: Callable[..., Iterable[metadata.EntryPoint]], places: tuple[tuple[str, int], ...]
 ) -> tuple[metadata.EntryPoint, ...]:
-    """Return those of the group in ``places``, the folders of the path and when each was changed.
+    """Return the group's entry points in ``places``: folders of sys.path and their last changes.
 
-    Looked for once: among hundreds of packages it takes a twentieth of a second, for each kernel.
+    Cached, because it takes 0.05 s among hundreds of packages and is needed for each kernel.
     """
     del places
     return (*find(group=GROUP),)
 
 
-def _changed(place: str) -> int:
-    """Return when a folder of the path was changed last, as its file system counts; 0 of none."""
+def _last_change(place: str) -> int:
+    """Return the modification time of a folder of sys.path in ns; 0 if it does not exist."""
     try:
-        return Path(place).stat().st_mtime_ns  # an empty one is this folder
+        return Path(place).stat().st_mtime_ns  # "" is the working directory
     except OSError:
         return 0
 
@@ -162,17 +162,17 @@ def _changed(place: str) -> int:
 def published_kernel(
     name: str, published: object, value: str
 ) -> tuple[object, Capabilities | None]:
-    """Return the kernel and the table, if any, of what an entry point holds.
+    """Return the kernel and the table, if any, of an entry point's object.
 
     Args:
-        published: A Subject, a function, or a table whose ``entry`` is one, or names one.
-        value: Where the entry point says that it is: ``package.module:name``.
+        published: A Subject, a function, or a table whose ``entry`` is one of these or a name.
+        value: The entry point's reference to it: ``package.module:name``.
 
     Returns:
-        The kernel, or None where the table's ``entry`` names it; and the table.
+        The kernel, or None if the table's ``entry`` is a name; and the table.
 
     Raises:
-        UsageError: for a table that cannot be.
+        UsageError: for an invalid table.
     """
     if not isinstance(published, Mapping):
         return published, None
@@ -183,8 +183,8 @@ def published_kernel(
     return entry, read_table({**published, "entry": value}, what)
 
 
-def _shown(path: Path) -> str:
-    """From here where it is here or below, else whole."""
+def _display_path(path: Path) -> str:
+    """Return ``path`` relative to the working directory if it is below it, else unchanged."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith(os.pardir) else relative
 
@@ -193,11 +193,11 @@ def _shown(path: Path) -> str:
 
 
 def default_path() -> Path:
-    """Return the file that configures attncheck, or else the project's; here, or in a folder above.
+    """Return the file that configures attncheck, else the nearest that could, here or above.
 
-    Raises UsageError for one that cannot be read.
+    Raises UsageError if a file cannot be read.
     """
-    # A file that has kernels already comes before a nearer one without.
+    # A file that already names kernels precedes a nearer one without any.
     path, _ = nearest_tables()
     here = Path.cwd()
     files = (folder / name for folder in (here, *here.parents) for name in FILES)
@@ -209,8 +209,8 @@ def check_kernel_name(name: str, path: Path, *, force: bool) -> None:
     """Raise UsageError unless a table called ``name`` may be written into ``path``.
 
     Args:
-        path: The file, which need not be there.
-        force: Whether one that is there may be replaced.
+        path: The file, which need not exist.
+        force: Whether an existing table may be replaced.
     """
     if not name.strip() or set(name) & set(":/\\\n"):
         raise UsageError(f"kernel {name!r} cannot be called so: no ':', '/' or '\\' in its name.")
@@ -226,7 +226,7 @@ def check_kernel_name(name: str, path: Path, *, force: bool) -> None:
 
 
 def entry_from(kernel: str, path: Path) -> str:
-    """Return ``kernel`` as a table of the file ``path`` names it: files relative to its folder."""
+    """Return ``kernel`` as the ``entry`` of a table in ``path``, relative to its folder."""
     file, colons, name = kernel.partition("::")
     if not colons:
         return kernel
@@ -235,29 +235,29 @@ def entry_from(kernel: str, path: Path) -> str:
 
 
 def table_header(path: Path, name: str) -> str:
-    """Return where the kernel ``name`` stands in ``path``: ``tool.attncheck.kernels.mine``."""
+    """Return the header of the kernel's table in ``path``: ``tool.attncheck.kernels.mine``."""
     # TOML quotes keys as JSON does.
     key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
     return ".".join((*_place(path), _KERNELS, key))
 
 
 def with_table(path: Path, name: str, table: str) -> str:
-    """Return the text of ``path`` with ``table`` in the place of the kernel's own, or at its end.
+    """Return the text of ``path`` with the kernel's table replaced by ``table``, or appended.
 
     Args:
-        path: The file; one that is not there is empty.
-        table: The table and those below it, as ``render_table`` gives them.
+        path: The file; one that does not exist counts as empty.
+        table: The table with its subtables, as ``render_table`` returns them.
 
     Raises:
-        UsageError: where the file is no TOML, or writes its tables in a way that cannot be edited.
+        UsageError: if the file is not TOML, or writes its tables in a way that cannot be edited.
     """
     import tomlkit
     from tomlkit.exceptions import TOMLKitError
 
     before = ""
     if path.exists():
-        tables_of(path)  # says what is wrong with it
-        # Not as text: Python would turn a file's \r\n into \n.
+        tables_of(path)  # raises UsageError for an invalid file
+        # Read as bytes, because reading as text would turn \r\n into \n.
         before = path.read_bytes().decode("utf-8")
     places = (*_place(path), _KERNELS)
     ours: Any = tomlkit.parse(table)
@@ -267,29 +267,29 @@ def with_table(path: Path, name: str, table: str) -> str:
         document = tomlkit.parse(before)
         holder: Any = document
         for key in places:
-            # A super table writes no empty header of its own.
+            # A super table has no header line of its own.
             holder = holder.setdefault(key, tomlkit.table(is_super_table=True))
         if name in holder:
-            # tomlkit counts comments behind a table as its own; a reader, as the next table's.
-            for item in _behind(holder[name]):
+            # tomlkit counts comments after a table as its own, but they belong to the next one.
+            for item in _trailing_comments(holder[name]):
                 _last_table(ours).add(item)
         holder[name] = ours
         after = tomlkit.dumps(document)
-    except (TOMLKitError, ValueError):  # an inline table, which holds no others
+    except (TOMLKitError, ValueError):  # inline tables cannot be extended
         after = ""
     newline = "\r\n" if "\r\n" in before else "\n"
     after = re.sub(r"\r?\n", newline, after) if newline == "\r\n" else after
     first = f"[{table_header(path, name)}]"
-    if f"{newline}{first}" in after and first not in before:  # a line of its own before it
+    if f"{newline}{first}" in after and first not in before:  # exactly one blank line before it
         after = re.sub(f"(?:{newline})+{re.escape(first)}", f"{newline * 2}{first}", after, count=1)
-    # Somebody's file: what cannot be proven harmless is not written.
+    # It is the user's file, so nothing else in it may change.
     if not _differ_in_the_table_alone(before, after, table, (*places, name)):
         raise UsageError(f"{path} writes its tables in a way that cannot be added to: do it there.")
     return after
 
 
 def _last_table(table: Any) -> Table:
-    """The table itself, or the last one within it, which ends where it does."""
+    """Return the innermost table at the end of ``table``'s text, or ``table`` itself."""
     from tomlkit.items import AoT, Table
 
     for _, item in reversed(table.value.body):
@@ -301,8 +301,8 @@ def _last_table(table: Any) -> Table:
     return result
 
 
-def _behind(table: Table) -> list[Comment | Whitespace]:
-    """Blank lines and comments behind its last key: of what follows it, as a reader sees them."""
+def _trailing_comments(table: Table) -> list[Comment | Whitespace]:
+    """Return the blank lines and comments after a table's last key."""
     from tomlkit.items import Comment, Whitespace
 
     items: list[Comment | Whitespace] = []
@@ -314,7 +314,7 @@ def _behind(table: Table) -> list[Comment | Whitespace]:
 
 
 def _differ_in_the_table_alone(before: str, after: str, table: str, keys: tuple[str, ...]) -> bool:
-    """Return whether the texts differ in the table alone, which the new one has."""
+    """Return whether ``after`` has ``table`` at ``keys`` and otherwise equals ``before``."""
     try:
         old, new, ours = (tomllib.loads(text) for text in (before, after, table))
     except tomllib.TOMLDecodeError:
@@ -324,12 +324,12 @@ def _differ_in_the_table_alone(before: str, after: str, table: str, keys: tuple[
 
 
 def _pop_table(data: dict[str, Any], keys: tuple[str, ...]) -> Any:
-    """Take the table out of ``data``, and what only held it; return it."""
+    """Remove and return the table at ``keys``, and remove tables that this leaves empty."""
     tables = [data]
     for key in keys[:-1]:
         tables.append(tables[-1].setdefault(key, {}))
     table = tables[-1].pop(keys[-1], None)
-    # From within: a table that is empty now only held the one that is gone.
+    # From the inside out: a parent may be empty once its child is removed.
     for holder, key in reversed(list(zip(tables, keys[:-1], strict=False))):
         if not holder[key]:
             del holder[key]
@@ -337,24 +337,24 @@ def _pop_table(data: dict[str, Any], keys: tuple[str, ...]) -> Any:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` in one step; a link is followed, and permissions stay.
+    """Replace the contents of ``path`` atomically; links are followed, and permissions stay.
 
-    Raises UsageError where it cannot be written.
+    Raises UsageError if it cannot be written.
     """
     target = path.resolve()
-    # As bytes: the line ends are the file's own.
+    # Written as bytes, which keeps the file's line ends.
     write_files({target.name: text.encode()}, target.parent, what=str(path), instead="--file")
 
 
 CONVENTION_NAMES = ("native", "sdpa", "flash_attn", "varlen", "flex", "paged")
-"""Names of ``conventions.CONVENTIONS``, which imports torch."""
+"""Names of ``conventions.CONVENTIONS``, repeated here because that module imports torch."""
 
 
 def find_mistakes(path: Path) -> tuple[int, list[str]]:
-    """Return how many kernels ``path`` names, and what is wrong with them, a line each.
+    """Return how many kernels ``path`` names, and their mistakes, one line each.
 
-    Beside what ``read_configuration`` says: entries, gradients and sources that are not there, and
-    conventions that are not known.
+    Beside the errors of ``read_configuration`` these are entries, gradient functions and sources
+    that do not exist, and unknown conventions.
     """
     try:
         tables = tables_of(path) or {}
@@ -363,59 +363,59 @@ def find_mistakes(path: Path) -> tuple[int, list[str]]:
     mistakes: list[str] = []
     for name, table in tables.items():
         try:
-            read = read_tables({name: table}, path)
+            capabilities = read_tables({name: table}, path)
         except UsageError as error:
-            # None of a key alone: then the keys contradict each other, and the first error says so.
+            # If no key is wrong by itself, the keys contradict each other, as ``error`` says.
             mistakes += _mistakes_of_keys(name, table, path) or [str(error)]
         else:
-            missing = _missing(read[name], path.absolute().parent)
+            missing = _missing_references(capabilities[name], path.absolute().parent)
             mistakes += [f"{path}: kernels.{name}: {reason}" for reason in missing]
     return len(tables), mistakes
 
 
 def _mistakes_of_keys(name: str, table: object, path: Path) -> list[str]:
-    """Return what is wrong with each key for itself: reading the whole table ends at the first."""
+    """Return the mistakes of each key by itself; reading the whole table stops at the first."""
     if not isinstance(table, Mapping):
         return []
-    mistakes: dict[str, None] = {}  # in order, each once
-    for alone in _key_by_key(table):
+    mistakes: dict[str, None] = {}  # in order, without duplicates
+    for variant in _tables_of_one_key(table):
         try:
-            read_tables({name: alone}, path)
+            read_tables({name: variant}, path)
         except UsageError as error:
             mistakes[str(error)] = None
     return list(mistakes)
 
 
-def _key_by_key(table: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The table with one key, and one override, at a time; all else in it is right."""
+def _tables_of_one_key(table: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield valid tables in which one key, or one override, comes from ``table``."""
     if "entry" not in table:
         yield {}
-    right = {"entry": "package.module:name"}
+    valid = {"entry": "package.module:name"}
     for key, value in table.items():
         if key != "override" or not isinstance(value, list):
-            yield right | {key: value}
+            yield valid | {key: value}
             continue
         for index, each in enumerate(value):
-            # Right ones stand before it, so that the message has its number.
-            yield right | {key: [*[{"when": {"device": "cpu"}}] * index, each]}
+            # Valid overrides precede it, so that the message has its number.
+            yield valid | {key: [*[{"when": {"device": "cpu"}}] * index, each]}
 
 
-def _missing(table: Capabilities, folder: Path) -> Iterator[str]:
-    """Yield what the table names, and is not there."""
+def _missing_references(table: Capabilities, folder: Path) -> Iterator[str]:
+    """Yield an error for each convention, entry, function or source that does not exist."""
     if table.convention is not None and table.convention not in CONVENTION_NAMES:
         yield str(UnknownName("convention", table.convention, CONVENTION_NAMES))
     if table.entry not in BUILTIN:
         yield from _missing_reference("entry", table.entry, folder)
     if isinstance(table.backward, str) and table.backward != AUTOGRAD:
         yield from _missing_reference("backward", table.backward, folder)
-    # A pattern that fits nothing would make ``gate --changed-since`` skip the kernel.
+    # A pattern without files would make ``gate --changed-since`` skip the kernel.
     for pattern in table.sources:
         if next(pattern_files(folder, pattern), None) is None:
             yield f"sources: {pattern!r} fits no file below {folder.name}."
 
 
 def _missing_reference(key: str, reference: str, folder: Path) -> Iterator[str]:
-    """Yield what is wrong with ``file.py::name`` or ``package.module:name``."""
+    """Yield an error if ``file.py::name`` or ``package.module:name`` does not exist."""
     where, colons, name = reference.partition("::")
     if colons:
         path: Path | None = folder / where
@@ -439,15 +439,15 @@ def _missing_reference(key: str, reference: str, folder: Path) -> Iterator[str]:
         yield f"{key}: {where} is no Python: {error}."
         return
     name, bound = name.partition(".")[0], set(_bound_names(tree))
-    if name not in bound and not bound & {"*", "__getattr__"}:  # a star may bring any name
+    if name not in bound and not bound & {"*", "__getattr__"}:  # ``import *`` may bind any name
         near = did_you_mean(name, bound)
         yield f"{key}: {where} has no {name!r}{f': {near}' if near else '.'}"
 
 
 def _locate_module(name: str, folder: Path) -> tuple[bool, Path | None]:
-    """Return whether there is such a module, and the Python file that it is, if it is one.
+    """Return whether the module exists, and its Python file, if it has one.
 
-    As ``importlib.util.find_spec``, which imports the packages on the way.
+    Unlike ``importlib.util.find_spec`` this does not import the parent packages.
     """
     where: list[str] | None = None
     parts, spec = name.split("."), None
@@ -468,7 +468,7 @@ def _locate_module(name: str, folder: Path) -> tuple[bool, Path | None]:
 
 
 def _bound_names(tree: ast.AST) -> Iterator[str]:
-    """Names that a module binds, wherever it does."""
+    """Yield the names that a module binds at any level."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name

@@ -1,4 +1,4 @@
-"""A kernel with its capability table: judged by what its author declares."""
+"""A kernel with a capability table, judged by what its author declares in it."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 
 class DeclaredButRefusedError(Exception):
-    """The table says that the kernel takes a Problem, and the kernel says that it does not."""
+    """Raised if a kernel refuses a Problem that its table declares as supported."""
 
 
 class Declared(subject.Subject):
-    """A Subject within its table.
+    """A Subject limited by its capability table.
 
-    What the table has no place for is unsupported, and the kernel is not called. What it declares
-    the kernel must take: where the kernel refuses it all the same, the call raises, which is a
-    failure. What the table is silent on the kernel may refuse, and its convention what it can say
-    one by one and not together. A wrong number is a fault anywhere.
+    A Problem that the table excludes is unsupported, and the kernel is not called. A Problem that
+    the table declares must be supported: if the kernel refuses it, the call raises, which is a
+    failure. The kernel may refuse what the table does not mention, and its convention may refuse a
+    combination of features that it supports one by one. A wrong number is always a fault.
 
-    A table that was found by trying, and that nobody has declared, only limits what is asked: a
-    refusal contradicts nothing.
+    A table that was found by trying, and not declared, only limits the Problems that are asked; a
+    refusal does not contradict it.
 
     Args:
-        limits: Of a table that was found: what it says, in a line. Empty of one that is declared.
-        admitted: Ids of Problems that are asked although the table has no place for them.
+        limits: One line that describes a table found by trying; empty for a declared table.
+        admitted: Ids of Problems that are asked although the table excludes them.
     """
 
     def __init__(
@@ -61,30 +61,30 @@ class Declared(subject.Subject):
         self.promises = inner.promises
         self.promises_gradients = inner.promises_gradients
         self.conventions = inner.conventions if limits else ()
-        # A table may promise more or less than the kernel's class does.
+        # A table may promise more or less than the kernel's class.
         if capabilities.promises is not None:
             self.promises = frozenset(cast("tuple[Promise, ...]", capabilities.promises))
 
     def absent(self, device: str) -> str | None:
-        """Return what the kernel says: no table changes the machine."""
+        """Return the kernel's own answer, which a table cannot change."""
         return self.inner.absent(device)
 
     def concerns(self, problem: Problem) -> bool:
-        """Return what the kernel says; False of gradients that its table says it has not."""
+        """Return the kernel's own answer; False for gradients if its table denies them."""
         return self.inner.concerns(problem) and (self.backward or not problem.backward)
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Return why the table has no place for it, or what the kernel may refuse and does."""
+        """Return why the table excludes ``problem``, or why the kernel refuses it and may do so."""
         outside = self.capabilities.refuses(problem, device)
         if outside and problem.id not in self._admitted:
             return self._limits or outside
         reason = self.inner.unsupported(problem, device)
-        if reason and self._must_take(problem, device, reason) and self._alone(problem, device):
-            return None  # the call raises then: declared, but refused
+        if reason and self._must_take(problem, device, reason) and self._by_itself(problem, device):
+            return None  # ``prepare`` then raises DeclaredButRefusedError
         return reason
 
     def prepare(self, inputs: Inputs) -> subject.Call:
-        """The kernel's call; raises DeclaredButRefusedError for what it must take and does not."""
+        """Return the kernel's call; raises DeclaredButRefusedError if it breaks a declaration."""
         problem, device = inputs.problem, inputs.device.type
         reason = self.inner.unsupported(problem, device)
         if reason:
@@ -104,7 +104,7 @@ class Declared(subject.Subject):
         return checked
 
     def written_call(self, problem: Problem) -> subject.WrittenCall | None:
-        """Return how the kernel is called: a table changes no call."""
+        """Return the kernel's own call, which a table cannot change."""
         return self.inner.written_call(problem)
 
     def tiling(self, problem: Problem, device: str) -> subject.Tiling | None:
@@ -112,37 +112,37 @@ class Declared(subject.Subject):
         return self.inner.tiling(problem, device)
 
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
-        """The kernel's or its convention's, with what the table says of it."""
+        """Return the kernel's or its convention's arithmetic, with the table's changes."""
         changes = self.capabilities.arithmetic_changes(problem, device)
         return replace(self.inner.arithmetic(problem, device), **changes)
 
     def _must_take(self, problem: Problem, device: str, reason: str) -> bool:
-        """Return whether a refusal contradicts the table; what a machine lacks does not."""
+        """Return whether a refusal contradicts the table; one for lack of hardware does not."""
         machine = isinstance(reason, subject.TooLarge) or (
             problem.dtype == "tf32" and device == "cpu"
         )
         return not machine and not self._limits and self.capabilities.declares(problem, device)
 
-    def _alone(self, problem: Problem, device: str) -> bool:
-        """Return whether one thing in ``problem`` is refused by itself.
+    def _by_itself(self, problem: Problem, device: str) -> bool:
+        """Return whether the kernel refuses a feature of ``problem`` by itself.
 
-        A table has no place for what is only refused together, as where a causal flag is no
-        top-left mask unless the lengths are equal.
+        A table cannot express that only a combination is refused: for example, a causal flag may
+        be a top-left mask only if the lengths are equal.
         """
-        return any(self.inner.unsupported(one, device) for one in _one_by_one(problem))
+        return any(self.inner.unsupported(one, device) for one in _with_one_feature(problem))
 
     def _refusal(self, problem: Problem, device: str, error: subject.Refused) -> Exception:
-        # Its refusal contradicts the table: a failure, and no reason to skip the case.
+        # A refusal that contradicts the table is a failure and must not skip the case.
         if self._must_take(problem, device, str(error)):
             return DeclaredButRefusedError(f"declared, but refused: {error}")
         return error
 
     def _with_declared_lse(self, outputs: Outputs) -> Outputs:
-        """Raise ValueError where the table has one and the kernel gave none."""
+        """Return outputs with the table's LSE; raises ValueError if the declared one is absent."""
         lse = self.capabilities.lse
         if lse is None or not isinstance(outputs, Outputs):
             return outputs
-        # One that it gives all the same is nothing that it stands for.
+        # A kernel is not judged by an LSE that its table disclaims.
         if lse is False:
             return replace(outputs, lse=None)
         if outputs.lse is None:
@@ -150,27 +150,27 @@ class Declared(subject.Subject):
         return outputs
 
 
-def _one_by_one(problem: Problem) -> Iterator[Problem]:
-    """The plainest Problem of the same sizes, with one thing of ``problem`` each."""
+def _with_one_feature(problem: Problem) -> Iterator[Problem]:
+    """Yield the plainest Problem of these sizes, then variants with one feature of ``problem``."""
     if problem.operation == "softmax":
         yield problem
         return
-    usual: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "scale": USUAL_SCALE,
         "mask": FULL,
         "score": NONE,
         "kv_heads": problem.heads,
     }
-    plain = problem.replace(**usual)
+    plain = problem.replace(**defaults)
     longest = max(problem.query, problem.kv)
     yield plain
-    for name in usual:
-        # Of equal lengths, so that lists of lengths still fit.
+    for name in defaults:
+        # With equal lengths, so that masks with a list of lengths still fit.
         yield plain.replace(query=longest, kv=longest, **{name: getattr(problem, name)})
 
 
 def _summary(inner: subject.Subject, capabilities: Capabilities) -> str:
-    """The kernel's own line, and in what the table lets it be less accurate than is usual."""
+    """Return the kernel's summary, with the ways in which its table loosens the arithmetic."""
     looser = capabilities.arithmetic.looser()
     for override in capabilities.override:
         looser |= override.arithmetic.looser()

@@ -1,4 +1,4 @@
-"""The subjects that attncheck brings, by name; importing this imports neither torch nor Triton."""
+"""The built-in subjects by name; importing this module imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from attncheck.subjects.capabilities.subject import CompilerName, Subject
 
 @dataclass(frozen=True, slots=True)
 class _BuiltIn:
-    """A class of a subject, imported when one is made."""
+    """A Subject's class, imported only when a subject is created."""
 
     summary: str
-    module: str  # where it is
-    name: str
-    arguments: tuple[str, ...] = ()  # what it is made with
-    compiler: CompilerName = "triton"  # as its Subject says
+    module: str
+    name: str  # of the class
+    arguments: tuple[str, ...] = ()  # of its constructor
+    compiler: CompilerName = "triton"  # same as ``Subject.compiler``
 
     def __call__(self) -> Subject:
         """Return a new subject."""
@@ -25,7 +25,7 @@ class _BuiltIn:
         return subject
 
 
-# Text, not classes: importing these takes a second, and listing names and summaries must not.
+# Modules are named as text because importing them takes a second, too long for listing summaries.
 _FLASH = "attncheck.subjects.triton_flash"
 _CACHES = "attncheck.subjects.triton_caches"
 _TORCH = "attncheck.subjects.torch_kernels"
@@ -132,11 +132,11 @@ BUILTIN: dict[str, _BuiltIn] = {
 
 
 def builtin_names() -> tuple[str, ...]:
-    """Names of the subjects, in the order in which they are listed."""
+    """Return the names of the built-in subjects, in the order of listings."""
     return tuple(BUILTIN)
 
 
 def subject_named(name: str) -> Subject:
-    """Return a new subject called ``name``; raises UnknownName with the valid names."""
+    """Return a new subject called ``name``; raises UnknownName if there is none."""
     require_known("kernel", [name], BUILTIN)
     return BUILTIN[name]()

@@ -1,4 +1,4 @@
-"""The contract of a kernel under examination: the Subject, and how it refuses."""
+"""The interface of a kernel under examination: Subject, and the errors that its calls raise."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ __all__ = ["Subject"]
 
 Call = Callable[[], "Outputs"]
 CompilerName = Literal["", "triton", "torch", "cudnn"]
-"""Whose compiler works at a kernel's first call; empty for none's."""
+"""The compiler that runs at a kernel's first call; empty: none."""
 
 
 class Refused(Exception):
-    """Raised by a call: the kernel says that it does not take its inputs, and why, in one line.
+    """Raised by a call if the kernel refuses its inputs, with the reason in one line.
 
-    For kernels that nobody can ask beforehand. It means the same as a reason of ``unsupported``.
+    For kernels that cannot tell beforehand. It means the same as a reason from ``unsupported``.
     """
 
 
 class ContractViolation(Exception):
-    """Raised by a call: what came back, or became of the inputs, is wrong; one line.
+    """Raised by a call whose results are malformed or that wrote to its inputs; one line.
 
-    For who brings it into attncheck's own form, and so sees what an executor cannot.
+    For adapters that convert inputs and results, and so see what an executor cannot.
 
     Attributes:
-        rule: ``contract``, or ``mutation`` where it wrote to its inputs.
+        rule: ``contract``, or ``mutation`` if the kernel wrote to its inputs.
     """
 
     rule = "contract"
@@ -45,12 +45,12 @@ class ContractViolation(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenCall:
-    """A call of a function as Python source, without attncheck."""
+    """Python source that calls a function without attncheck."""
 
-    # It defines ``call(kernel, q, k, v)``; None where an argument cannot be said.
+    # It defines ``call(kernel, q, k, v)``; None if an argument cannot be written as source.
     source: str | None
     convention: str  # how the function is called
-    empty_row: str  # what it gives for a row that sees no key, as ``ConventionOptions`` say
+    empty_row: str  # result of a row that sees no key, as in ``ConventionOptions``
     triton: bool  # whether it uses Triton
 
 
@@ -61,11 +61,11 @@ class Tiling:
     block_query: int  # query rows per program
     block_kv: int  # keys per step
     reverse: bool = False  # whether the last key block comes first
-    # The running maximum moves only when it grows by more than this, in log2 units; 0 moves it
-    # always. Of FlashAttention-2 alone.
+    # The running maximum is raised only if it grows by more than this, in log2 units; 0 always
+    # raises it. Only for FlashAttention-2.
     lazy_rescale: float = 0.0
-    # What a step's weights are relative to: the running maximum (``flash2``), or the step's own,
-    # with O normalised after each step (``flash1``).
+    # ``flash2``: a step's weights are relative to the running maximum; ``flash1``: to the step's
+    # own maximum, and O is normalised after each step.
     recurrence: Literal["flash2", "flash1"] = "flash2"
 
     def __str__(self) -> str:
@@ -79,25 +79,25 @@ class Subject(ABC):
     """A kernel under examination, and how to call it.
 
     Attributes:
-        name: What it is called on the command line and in every report.
+        name: Its name on the command line and in every report.
         summary: One line for ``attncheck list``.
         triton: Whether it is written in Triton, and so interpreted on a CPU.
-        promises: What it promises of its bits (names in ``PROMISES``); what it does not promise is
-            asked within bounds, or not at all.
-        sinks: Whether it takes a Problem's sink.
-        backward: Whether it gives gradients where a Problem asks for them.
-        captured: Whether among them are those of the numbers that a score mod reads from tensors,
-            where a Problem asks for them (``dcaptured``). Such a Problem is refused for the others.
-        conventions: Of a function that nobody has declared anything of: those by which it may be
-            called, its own first; what it takes is found by trying. Empty of any other kernel.
-        promises_gradients: Whether ``promises`` holds of its gradients too. Many that promise the
-            bits of out add gradients up in whatever order programs end.
+        promises: When its bits must be equal (names in ``PROMISES``); without a promise, results
+            are compared within bounds, or not at all.
+        sinks: Whether it supports a Problem's sink.
+        backward: Whether it returns gradients if a Problem requests them.
+        captured: Whether it also returns gradients of tensors that a score mod reads
+            (``dcaptured``). Without this, Problems that request them are refused.
+        conventions: For a function without declarations: the conventions by which it may be
+            called, its own first, to find by trying what it accepts. Empty for any other kernel.
+        promises_gradients: Whether ``promises`` holds for gradients too. Many kernels with
+            deterministic outputs add gradients up in the order in which programs end.
     """
 
     name: str
     summary: str
     triton: bool = False
-    # What any kernel does; the same bits in another batch or layout are more.
+    # Every kernel must keep these; equal bits in another batch or layout are a further promise.
     promises: frozenset[Promise] = frozenset({"repeat", "hidden"})
     sinks: bool = False
     backward: bool = False
@@ -107,83 +107,82 @@ class Subject(ABC):
 
     @property
     def compiler(self) -> CompilerName:
-        """Whose compiler its first call on a GPU waits for; empty for none's."""
+        """The compiler that its first call on a GPU waits for; empty: none."""
         return "triton" if self.triton else ""
 
     def absent(self, device: str) -> str | None:
-        """Return why it can run nothing on ``device`` (``cpu`` or ``cuda``); None if it can."""
+        """Return why it cannot run at all on ``device`` (``cpu`` or ``cuda``); None if it can."""
         del device
         return None
 
     def concerns(self, problem: Problem) -> bool:
-        """Return whether ``problem`` is a question for this kernel at all.
+        """Return whether ``problem`` is relevant to this kernel at all.
 
-        A kernel for attention is not asked about softmax, nor one without pages, sinks or gradients
-        about those: no cell, no row, no reason. What a reader would expect it to take, and it does
-        not, is for ``unsupported``.
+        Softmax is irrelevant to an attention kernel, and so are pages, sinks or gradients to one
+        without them: reports then omit the Problem. What a reader would expect to be supported, but
+        is not, is for ``unsupported``.
         """
-        # Pages and softmax are for kernels that say so themselves.
+        # Kernels for pages or softmax override this method.
         if problem.operation != "attention" or problem.paging is not None:
             return False
         return (self.sinks or not problem.sink) and (self.backward or not problem.backward)
 
     @abstractmethod
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Return why it does not take ``problem`` on ``device``, in one line; None if it does.
+        """Return why it does not support ``problem`` on ``device``, in one line; None if it does.
 
-        A convention that could pass the Problem only by rounding a number of it again says so
-        here.
+        A convention that would have to round one of the Problem's numbers to pass it refuses here.
         """
 
     @abstractmethod
     def prepare(self, inputs: Inputs) -> Call:
-        """Bring ``inputs`` into the kernel's own form; the returned call is the kernel alone.
+        """Convert ``inputs`` to the kernel's own form, and return a call of the kernel alone.
 
-        Only that call is timed. Every call computes anew and may be repeated.
+        Only that call is timed. It may be repeated, and computes everything anew each time.
         """
 
     def run(self, inputs: Inputs) -> Outputs:
-        """Outputs on ``inputs``: out, LSE if exposed, and gradients where they are asked for."""
+        """Return the outputs on ``inputs``: out, LSE if exposed, and gradients if requested."""
         return self.prepare(inputs)()
 
     def tiling(self, problem: Problem, device: str) -> Tiling | None:
-        """The tiling it uses on ``problem``, where it is known and declared."""
+        """Return the kernel's tiling for ``problem``; None if it is not known."""
         del problem, device
         return None
 
     @property
     def has_launches(self) -> bool:
-        """Whether it says of other launches at all, as its class alone can tell."""
+        """Whether its class overrides ``launches``."""
         return type(self).launches is not Subject.launches
 
     def written_call(self, problem: Problem) -> WrittenCall | None:
-        """Return how a script calls it on ``problem``; None where it needs attncheck for that."""
+        """Return source that calls it on ``problem``; None if that needs attncheck."""
         del problem
         return None
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
-        """Return the same kernel launched otherwise, by names that say how; none for one launch.
+        """Return the same kernel with other launch parameters, by names that describe them.
 
-        Other tiles or another number of splits, say: what a caller never chooses and what must not
-        matter beyond rounding. Each is a Subject of its own, with its own tiling and arithmetic.
+        These are tiles or numbers of splits, for example, which callers never choose and which may
+        only affect rounding. Each is a Subject with its own tiling and arithmetic.
         """
         del problem, device
         return {}
 
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
-        """The arithmetic by which it is judged on ``problem``.
+        """Return the arithmetic by which it is judged on ``problem``.
 
-        What is assumed of any kernel of these dtypes on this device, unless it declares another;
-        finer steps and a lazy maximum are taken from the tiling that it declares.
+        The default is that of any kernel of these dtypes on this device, with shorter steps and a
+        lazy maximum from the declared tiling.
         """
-        # By the device's generation: tensor cores of each add up in their own way.
+        # The device's generation matters: each has its own way of summing in tensor cores.
         assumed = default_arithmetic(problem.formats, capability(device))
         tiling = self.tiling(problem, device)
         if tiling is None:
             return assumed
         return replace(
             assumed,
-            # Longer steps round less often than is assumed: only shorter ones loosen the bound.
+            # Longer steps round less often than assumed; only shorter ones loosen the bound.
             block_kv=min(assumed.block_kv, tiling.block_kv),
             lazy_rescale=tiling.lazy_rescale,
             divides_each_step=tiling.recurrence == "flash1",
@@ -191,31 +190,31 @@ class Subject(ABC):
 
 
 def with_full_tanh(assumed: Arithmetic, problem: Problem) -> Arithmetic:
-    """Of a kernel whose score mod calls no approximation of tanh: no error beyond a mod's own."""
-    # Without a score mod nothing calls it, and one arithmetic is one bound for many kernels.
+    """Return the arithmetic of a kernel that does not approximate tanh in score mods."""
+    # Without a score mod it stays unchanged, so that kernels share one arithmetic and its bound.
     return assumed if problem.score == NONE else replace(assumed, tanh_error=0.0)
 
 
 def capability(device: str) -> tuple[int, int] | None:
-    """CUDA compute capability of ``device``; None on a CPU."""
+    """Return the CUDA compute capability of ``device``; None for a CPU."""
     import torch
 
     return None if device == "cpu" else torch.cuda.get_device_capability()
 
 
 class TooLarge(str):
-    """A reason that lies in the machine, and not in the kernel."""
+    """A reason for a refusal that lies in the machine's memory and not in the kernel."""
 
     __slots__ = ()
 
 
 def memory_refusal(what: str, size: int, device: str) -> TooLarge | None:
     """Return why ``device`` cannot hold ``what`` of ``size`` bytes, in one line; None if it can."""
-    there = _memory(device)
-    # Of all memory, not of what is free: whether it fits must not depend on the moment.
-    if size <= there:
+    memory = _memory(device)
+    # The total, not the free memory: the answer must not depend on the moment.
+    if size <= memory:
         return None
-    return TooLarge(f"its {what} would take {size / 2**30:,.0f} GiB of {there / 2**30:,.0f} GiB")
+    return TooLarge(f"its {what} would take {size / 2**30:,.0f} GiB of {memory / 2**30:,.0f} GiB")
 
 
 def _memory(device: str) -> int:
@@ -223,5 +222,5 @@ def _memory(device: str) -> int:
         import torch
 
         return torch.cuda.get_device_properties(0).total_memory
-    # By the system itself, without a package: kernels on a CPU share what it has.
+    # The whole machine's memory, which kernels on a CPU share.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,1 +1,1 @@
-"""Calling conventions: somebody's function called, its calls read, and both written as a script."""
+"""Calling conventions: how to call a user's function, parse its calls, and render them."""

@@ -1,4 +1,4 @@
-"""The calling conventions by name, and somebody's function as a Subject of one of them."""
+"""The calling conventions by name, and the Subject made of a user's function by one of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attncheck.subjects.conventions.torch_conventions import FLEX, SDPA
 
 
 class _Native:
-    """attncheck's own convention: a Subject."""
+    """attncheck's own convention, in which a kernel is a Subject."""
 
     name = "native"
     summary = "a Subject of attncheck: it says itself what it takes and how it is called"
@@ -26,7 +26,7 @@ class _Native:
         return isinstance(candidate, Subject)
 
     def unfit(self, candidate: object) -> str | None:
-        """Return why an object is none, to stand after ``it must``."""
+        """Return why an object is not a Subject, to follow "it must"; or None."""
         return None if isinstance(candidate, Subject) else "be a Subject"
 
 
@@ -41,12 +41,12 @@ READERS = {
     for each in CONVENTIONS.values()
     if isinstance(each, Convention) and each.parse is not None
 }
-"""Conventions whose calls are read by ``parse_call``."""
+"""The conventions whose calls ``parse_call`` can read."""
 
-# Who is tried first: whether an object shows that it is theirs. Where none is sure it is SDPA's.
+# The order in which ``claims`` of conventions are tried; SDPA if none claims an object.
 _BY_CERTAINTY = (NATIVE, VARLEN, PAGED, FLEX, SDPA, FLASH_ATTN)
 
-_AS_USUAL = ConventionOptions()
+_NO_OPTIONS = ConventionOptions()
 
 
 def convention_named(name: str) -> Convention | _Native:
@@ -58,19 +58,19 @@ def adopted(
     candidate: object,
     name: str,
     convention: str | None = None,
-    options: ConventionOptions = _AS_USUAL,
+    options: ConventionOptions = _NO_OPTIONS,
 ) -> Subject | str:
     """Return ``candidate`` as a Subject.
 
     Args:
-        convention: A name of ``CONVENTIONS``; None for the one that its signature, or its name,
-            shows, which is sdpa where they show none.
+        convention: A name of ``CONVENTIONS``; None: the one that its signature or its name
+            identifies, or else sdpa.
 
     Returns:
-        The Subject, or why there is none, to stand after ``it must``.
+        The Subject, or why ``candidate`` cannot be one, to follow "it must".
 
     Raises:
-        UnknownName: for a convention that is not known.
+        UnknownName: for an unknown convention.
     """
     if convention:
         chosen = convention_named(convention)
@@ -79,33 +79,33 @@ def adopted(
     if isinstance(chosen, _Native):
         if not isinstance(candidate, Subject):
             return "be a Subject"
-        if options != _AS_USUAL:
+        if options != _NO_OPTIONS:
             return "be a function: a Subject says itself how it is called"
         return candidate
     signature = chosen.signature(candidate)
     if not isinstance(signature, Signature):
-        # Who named the convention wants to know what it lacks, not what else would do.
+        # A user who named the convention needs no alternative to it.
         return signature if convention else f"be a Subject, or {signature}"
     assert callable(candidate)
-    # Reports show the file's name, and no folder of the machine.
+    # Reports show the file's name without the machine's folders.
     path, separator, member = name.partition("::")
     return FunctionSubject(
         candidate, Path(path).name + separator + member, chosen, signature, options
     )
 
 
-_OF_EITHER = ("sm_scale", "softmax_scale", "mask")
-"""Names that functions of (batch, heads, length, dim) have as well as of (batch, length, heads,
-dim), whichever convention has made them known."""
+_AMBIGUOUS_NAMES = ("sm_scale", "softmax_scale", "mask")
+"""Parameter names that functions of both axis orders use, (batch, heads, length, dim) and (batch,
+length, heads, dim), although only one convention lists them as its own."""
 
 
 def possible_conventions(function: object) -> tuple[str, ...]:
-    """Return those by which a function may be called, what ``adopted`` takes first.
+    """Return conventions by which a function may be called, first the one that ``adopted`` uses.
 
-    One where its signature settles it; else also those with other axes, which only a trial tells.
+    There is only one if the signature decides it; else also one with other axes, to be tried.
     """
     likeliest = next((each for each in _BY_CERTAINTY if each.claims(function)), SDPA)
-    if not isinstance(likeliest, Convention) or likeliest.claims(function, _OF_EITHER):
+    if not isinstance(likeliest, Convention) or likeliest.claims(function, _AMBIGUOUS_NAMES):
         return (likeliest.name,)
     others = (each for each in (SDPA, FLASH_ATTN) if each is not likeliest)
     return (likeliest.name, *(each.name for each in others if each.unfit(function) is None))
@@ -114,15 +114,15 @@ def possible_conventions(function: object) -> tuple[str, ...]:
 def parse_call(
     convention: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ParsedCall:
-    """Read what ``function(*args, **kwargs)`` computes, by one of ``READERS``.
+    """Return the computation of ``function(*args, **kwargs)``, by one of ``READERS``.
 
     Raises:
-        UnreadableCall: for what no kernel of ours can be given: dropout, a bias with a gradient, an
-            argument that the convention has not.
+        UnreadableCall: if no other kernel can replace it: it has dropout, a bias with a gradient,
+            or an argument that is not in the convention.
     """
     reader = READERS[convention]
     assert reader.parse is not None
-    # A wrapper may pass on what another convention has: its names are understood too.
+    # A wrapper may pass on parameters of another convention, so all names are known.
     known = [each for one in READERS.values() for each in one.parameters]
     call = CallArguments(
         function,
@@ -137,6 +137,6 @@ def parse_call(
     if call.value("dropout"):
         raise UnreadableCall("it has dropout")
     parsed = reader.parse(call)
-    # Last: only what the reader has not looked at is left over.
+    # Last, so that it finds the arguments that the reader has not used.
     call.check()
     return parsed

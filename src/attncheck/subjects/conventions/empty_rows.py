@@ -1,4 +1,4 @@
-"""Rows that see no key: checked as declared, then brought to 0 and -∞ for the judge."""
+"""Checks rows that see no key as declared, then sets them to 0 and -∞ for the judge."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.subject import capability
 
-_AT_A_TIME = 2**24  # elements of a mask
+_AT_A_TIME = 2**24  # elements of a mask computed at a time
 
 
 class WrongEmptyRows(Exception):
-    """Rows that see no key are not what the kernel is declared to give; in one line."""
+    """Raised if rows that see no key are not as the kernel declares, in one line."""
 
 
 def empty_rows(problem: Problem, device: str | torch.device = "cpu") -> torch.Tensor:
-    """Rows that see no key, bool ``(batch, heads, query)``: by the mask's own callable."""
+    """Return which rows see no key, bool ``(batch, heads, query)``."""
     at = (
         torch.arange(problem.batch, device=device).view(-1, 1, 1, 1),
         torch.arange(problem.heads, device=device).view(1, -1, 1, 1),
@@ -31,13 +31,13 @@ def empty_rows(problem: Problem, device: str | torch.device = "cpu") -> torch.Te
     shape = (problem.batch, problem.heads, problem.query)
     mask = problem.mask_mod(str(device))
     dead = torch.ones(shape, dtype=torch.bool, device=device)
-    # The whole mask of a long Problem may be larger than the memory.
+    # The whole mask of a long Problem may not fit into memory.
     step = max(1, _AT_A_TIME // math.prod(shape))
     for start in range(0, problem.kv, step):
         keys = torch.arange(start, min(start + step, problem.kv), device=device)
         seen = mask(*at, keys.view(1, 1, 1, -1))
         dead &= ~seen.view(*(1,) * (4 - seen.dim()), *seen.shape).any(-1)
-        # Most masks leave no row empty: one step of keys is enough to know.
+        # With most masks no row is empty, which the first step already shows.
         if not bool(dead.any()):
             break
     return dead
@@ -50,24 +50,24 @@ def settle_empty_rows(
     empty_lse: tuple[float, ...] = (-math.inf,),
     dead: torch.Tensor | None = None,
 ) -> Outputs:
-    """``outputs`` with 0 and -∞ in rows that see no key, where they are what they should be.
+    """Return ``outputs`` with 0 and -∞ in rows that see no key, once these are checked.
 
     Args:
-        outputs: Of the kernel; returned as they are where their shape or device is wrong, which
-            the executor says. Gradients are.
-        inputs: What it was given.
+        outputs: The kernel's outputs; returned unchanged if their shape or device is wrong, which
+            the executor reports. Gradients are never changed.
+        inputs: The kernel's inputs.
         how: ``zero``: out is 0, which is left to the judge. ``nan``: all of out is NaN (a plain
             softmax), and LSE NaN or one of ``empty_lse``. ``mean``: out is the mean of all keys'
             values up to rounding (a finite sentinel in place of -∞), and LSE anything.
             ``unspecified``: anything.
-        empty_lse: What LSE may be there; -∞ or ∞.
-        dead: The rows, where ``empty_rows`` has found them already.
+        empty_lse: The valid values of LSE there: -∞ or ∞.
+        dead: The rows that ``empty_rows`` returns, if already computed.
 
     Raises:
-        WrongEmptyRows: for rows that see no key and are something else.
+        WrongEmptyRows: for rows that see no key and are not as declared.
     """
     out, lse = outputs.out, outputs.lse
-    # A wrong shape is said by the executor, in better words.
+    # The executor's message for a wrong shape is better.
     if not _is_complete(outputs, inputs):
         return outputs
     if dead is None:
@@ -78,15 +78,15 @@ def settle_empty_rows(
     def without(lse: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
         return None if lse is None else torch.where(rows, torch.full_like(lse, -math.inf), lse)
 
-    # The judge compares out with 0 itself: only the way to say "no key" in LSE is settled.
+    # The judge itself compares out with 0, so only the kernel's LSE of empty rows is changed.
     if how == "zero":
-        of_no_key = dead if lse is None else dead & _is_among(lse, empty_lse)
-        return dataclasses.replace(outputs, lse=without(lse, of_no_key))
-    right, wanted = _right_rows(how, out, inputs)
-    _require("out", out, dead & ~right, wanted)
+        valid = dead if lse is None else dead & _is_among(lse, empty_lse)
+        return dataclasses.replace(outputs, lse=without(lse, valid))
+    right, expected = _right_rows(how, out, inputs)
+    _require_none("out", out, dead & ~right, expected)
     if how == "nan" and lse is not None:
         wrong = dead & ~(lse.isnan() | _is_among(lse, empty_lse))
-        _require("lse", lse, wrong, "NaN or -inf")
+        _require_none("lse", lse, wrong, "NaN or -inf")
     settled = torch.where(dead[..., None], torch.zeros_like(out), out)
     return dataclasses.replace(outputs, out=settled, lse=without(lse, dead))
 
@@ -111,50 +111,50 @@ def _is_among(lse: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
     return among
 
 
-def _require(name: str, tensor: torch.Tensor, wrong: torch.Tensor, wanted: str) -> None:
+def _require_none(name: str, tensor: torch.Tensor, wrong: torch.Tensor, expected: str) -> None:
     if not bool(wrong.any()):
         return
     b, h, q = (int(i) for i in wrong.nonzero()[0])
     value = tensor[b, h, q].flatten()[0].item()
     raise WrongEmptyRows(
         f"{name}[{b}, {h}, {q}] begins with {value:g}, but the row sees no key and should be "
-        f"{wanted}, as declared: {int(wrong.sum())} rows are not"
+        f"{expected}, as declared: {int(wrong.sum())} rows are not"
     )
 
 
 def _right_rows(how: str, out: torch.Tensor, inputs: Inputs) -> tuple[torch.Tensor, str]:
-    """Rows that are as declared, were they empty, and what that is."""
+    """Return which rows would be right if they were empty, and a description of that."""
     if how == "nan":
         return out.isnan().all(-1), "NaN"
     if how == "unspecified":
         return torch.ones_like(out[..., 0], dtype=torch.bool), "anything"
     mean = inputs.promoted()[2].repeat_interleave(inputs.problem.group, dim=1).mean(2, keepdim=True)
     allowed = mean_allowance(inputs)
-    # A mean of ∞ or NaN has no neighbourhood: nothing can be said of such a row.
+    # A mean of ∞ or NaN has no neighbourhood, so any result counts as right.
     near = ((out.double() - mean).abs() <= allowed) | ~mean.isfinite() | ~allowed.isfinite()
     return near.all(-1), "the mean of V"
 
 
 def mean_allowance(inputs: Inputs) -> torch.Tensor:
-    """Allowed distance from the mean of V: float64 ``(batch, heads, 1, value_dim)``.
+    """Return the allowed distance from the mean of V, float64 ``(batch, heads, 1, value_dim)``.
 
-    All scores of the row are one number, so every weight is exp(0) = 1 in exact arithmetic. With u
-    the unit roundoff of fp32, n keys, and A the mean of abs(V):
+    All scores of the row are equal, so every weight is exp(0) = 1 in exact arithmetic. With u the
+    unit roundoff of fp32, n keys, and A the mean of abs(V):
 
-    * a weight, as P·V takes it and as the row sum takes it: exp2 is within ``exp2_ulps`` ulps, 2u
-      each; rescaled at most n times, 3 roundings each; divided by the sum, 2 roundings; rounded to
-      the weights' format, u_w, or by half of its smallest spacing where it is 1/n, already divided,
-      and below the smallest normal number: of n weights that add up to 1. Relatively at most
-      w = (2·exp2_ulps + 3n + 2)·u + u_w + n·spacing/2, above the line and below: 2w/(1 - w);
-    * the sum of n products: d = ``Accumulator.det(n)``, B1 and B2 of the manual; of n weights the
-      same at most: 2d/(1 - d). V is read with the products' error u_p;
-    * together e = (1 + 2w/(1 - w))·(1 + 2d/(1 - d))·(1 + u_p) - 1 times A, of all terms' magnitude;
-    * the last division, and half an ulp of the output's format at the largest that may come out.
+    * a weight, in P·V and in the row sum: exp2 is within ``exp2_ulps`` ulps of 2u each; rescaled at
+      most n times with 3 roundings each; divided by the sum, 2 roundings; rounded to the weights'
+      format, u_w, or by half of its smallest spacing if the weight is already divided, 1/n, and
+      below the smallest normal number. The relative error is at most
+      w = (2·exp2_ulps + 3n + 2)·u + u_w + n·spacing/2, in numerator and denominator: 2w/(1 - w);
+    * the sum of n products: d = ``Accumulator.det(n)``, B1 and B2 of the manual; the sum of n
+      weights has at most the same error: 2d/(1 - d). V is read with the products' error u_p;
+    * together e = (1 + 2w/(1 - w))·(1 + 2d/(1 - d))·(1 + u_p) - 1, times A;
+    * the last division, and half an ulp of the output's format at the largest possible result.
 
-    The mean itself is computed in float64: n·2^-53, which is added to e.
+    The mean itself is computed in float64, whose error n·2^-53 is added to e.
     """
 
-    def both(error: float) -> float:  # of a numerator and a denominator; without bound from 1 on
+    def both(error: float) -> float:  # in numerator and denominator; unbounded from 1 on
         return 1 + 2 * error / (1 - error) if error < 1 else math.inf
 
     problem = inputs.problem

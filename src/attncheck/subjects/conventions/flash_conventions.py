@@ -1,9 +1,8 @@
 """The conventions of flash-attn: ``flash_attn_func``, ``flash_attn_varlen_func``, and paged caches.
 
-Names and meanings are those of flash-attn 2.8 and of the interface of its Hopper kernels, for
-caches also those of vLLM's and FlashInfer's functions where these differ:
-https://github.com/Dao-AILab/flash-attention, https://github.com/vllm-project/vllm,
-https://docs.flashinfer.ai. Keys are in a cache already.
+Names and meanings are those of flash-attn 2.8 and of its Hopper kernels' interface; for caches also
+those of vLLM and FlashInfer if they differ: https://github.com/Dao-AILab/flash-attention,
+https://github.com/vllm-project/vllm, https://docs.flashinfer.ai. Caches already hold all keys.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from attncheck.subjects.conventions.convention import (
     WRITTEN_OUT,
     Argument,
     Arguments,
+    ComputedArgument,
     Convention,
-    MadeArgument,
     Parameter,
     Request,
     input_argument,
@@ -68,16 +67,16 @@ _PARAMETERS = (
 )
 
 _EMPTY_LSE = (-math.inf, math.inf)
-"""flash-attn gives +∞ where it does not split the keys (``normalize_softmax_lse``), else -∞."""
+"""flash-attn's LSE is +∞ unless it splits the keys (``normalize_softmax_lse``), else -∞."""
 
 _NO_WINDOW = (-1, -1)
 
-# Score mods in the order in which flash-attn applies them, softcap before slopes.
+# Supported sequences of score mods: flash-attn applies softcap before slopes.
 _SLOPES = ("alibi", "alibi_by_sequence")
 _SCORES = {(), ("softcap",), *((one,) for one in _SLOPES), *(("softcap", one) for one in _SLOPES)}
 
 
-# ------------------------------------------------------------------ common to all three
+# ------------------------------------------------------------------ shared by all three
 
 
 def _bind_band(
@@ -86,9 +85,9 @@ def _bind_band(
     sequences: list[Lengths],
     leads: list[int] | None = None,
 ) -> Arguments | str:
-    """Arguments for a mask that is a band in each of ``sequences``, or why there are none.
+    """Return arguments for a mask that is a band in each of ``sequences``, or why there are none.
 
-    ``leads`` are as ``band_window`` has them.
+    ``leads`` are those of ``band_window``.
     """
     problem = request.problem
     leads = leads or [0] * len(sequences)
@@ -99,7 +98,7 @@ def _bind_band(
     if edges is None:
         return f"no causal flag or window_size is the mask {problem.mask} at these lengths"
     steps = [part for part in problem.score.walk() if part.name not in {"none", "chain"}]
-    # Any other order is another function: slopes that are capped, say.
+    # Any other order is another function, such as slopes that are capped.
     if tuple(step.name for step in steps) not in _SCORES:
         return f"neither softcap nor alibi_slopes are the score mod {problem.score}"
     offsets = {
@@ -107,8 +106,8 @@ def _bind_band(
         for lengths, lead in zip(sequences, leads, strict=True)
         if min(lengths)
     }
-    # -slope·|i + offset - j| is alibi's slope·(j - i) for j up to i + offset, but for slope·offset:
-    # out is the same then, and LSE is not.
+    # -slope·|i + offset - j| equals alibi's slope·(j - i) minus slope·offset for j up to
+    # i + offset. With another offset than 0, out would be the same but LSE would not.
     sloped = any(step.name in _SLOPES for step in steps)
     if sloped and not (edges[1] == 0 and offsets <= {0}):
         return "alibi_slopes are -slope·|i + kv - query - j|: not this bias without causal"
@@ -126,7 +125,7 @@ def _bind_band(
 
 
 def _slopes(problem: Problem, sequences: Iterable[int]) -> Arguments:
-    """fp32 ``(heads,)``; or ``(parts, heads)``, each part's as its sequence's."""
+    """Return fp32 slopes ``(heads,)``, or ``(parts, heads)`` if sequences have their own."""
     names = {score.name for score in problem.score.walk()}
     if not names & set(_SLOPES):
         return {"alibi_slopes": spare(None)}
@@ -138,11 +137,11 @@ def _slopes(problem: Problem, sequences: Iterable[int]) -> Arguments:
 
 
 def _descales(problem: Problem, sequences: list[int] | None = None) -> Arguments:
-    """fp32 ``(batch, kv_heads)`` each; ``(parts, kv_heads)``, each part's as its sequence's."""
+    """Return fp32 descales ``(batch, kv_heads)``, or ``(parts, kv_heads)`` of ``sequences``."""
     if not problem.formats.scaled:
         return {f"{name}_descale": spare(None) for name in "qkv"}
 
-    def made(name: str) -> MadeArgument:
+    def descale_argument(name: str) -> ComputedArgument:
         of_parts = "" if sequences is None else f"[{sequences}]"
 
         def make(inputs: Inputs) -> torch.Tensor:
@@ -151,24 +150,24 @@ def _descales(problem: Problem, sequences: list[int] | None = None) -> Arguments
 
         return input_argument(f"{name}_descale{of_parts}", make)
 
-    return {f"{name}_descale": needed(made(name)) for name in "qkv"}
+    return {f"{name}_descale": needed(descale_argument(name)) for name in "qkv"}
 
 
 def _edges(edges: tuple[int, int], able: frozenset[str]) -> Arguments:
-    """The flag where the right edge is the diagonal and there is one; else the window."""
+    """Return the causal flag if it expresses the right edge, and a window if it is needed."""
     left, right = edges
     causal = right == 0 and "causal" in able
-    # What the flag says alone is not said twice.
+    # A window is left out if there is none or the causal flag expresses it.
     if edges == _NO_WINDOW or (causal and left < 0):
         return {"causal": offered(causal), "window_size": spare(_NO_WINDOW)}
     if right == 0 and left < 0 and "window_size" not in able:
-        return {"causal": needed(value=True)}  # it takes neither
+        return {"causal": needed(value=True)}  # a reason for refusal: neither is supported
     return {"causal": offered(causal), "window_size": needed(edges)}
 
 
 def _parsed_window(call: CallArguments) -> tuple[int, int]:
-    """``(left, right)``; -1 is no limit."""
-    # The flag wins over the right edge, as in flash-attn.
+    """Return ``(left, right)`` of a call's window; -1 is no limit."""
+    # The causal flag overrides the right edge, as in flash-attn.
     left, right = call.value("window_size") or _NO_WINDOW
     left, right = (-1 if side is None else side for side in (left, right))
     return left, 0 if call.value("causal") else right
@@ -185,7 +184,7 @@ def _parsed_score(
 
 
 def _bind_flash_attn(request: Request) -> Arguments | str:
-    """Arguments for a Problem whose mask is a band, beside padding; or why there are none."""
+    """Return arguments for a mask that is a band, perhaps with padding, or why there are none."""
     problem, mask, more = request.problem, request.problem.mask, Arguments()
     if "key_padding" in request.able:
         more["key_padding"] = request.key_padding(seen=True)
@@ -201,7 +200,7 @@ def _bind_flash_attn(request: Request) -> Arguments | str:
 
 
 def _parse_flash_attn(call: CallArguments) -> ParsedCall:
-    """The Problem of a call."""
+    """Return the computation that a call requests."""
     q, k, v = (call.tensor(name).transpose(1, 2) for name in "qkv")
     query, kv = q.shape[2], k.shape[2]
     left, right = _parsed_window(call)
@@ -224,7 +223,7 @@ FLASH_ATTN = Convention(
     layout=layouts.bshd,
     bind=_bind_flash_attn,
     parse=_parse_flash_attn,
-    # Names that only functions in the style of flash-attn have.
+    # These names occur only in functions in the style of flash-attn.
     claims_function=lambda names, dotted: (
         bool(names & {"softmax_scale", "window_size", "alibi_slopes"}) or "flash_attn" in dotted
     ),
@@ -238,7 +237,7 @@ FLASH_ATTN = Convention(
 
 
 def _bind_varlen(request: Request) -> Arguments | str:
-    """Arguments for a Problem whose mask is a band in each part, or why there are none."""
+    """Return arguments for a mask that is a band in each part, or why there are none."""
     problem = request.problem
     packed = layouts.pack(problem)
     band = band_of(packed.rest, problem.dimensions) if packed else None
@@ -257,14 +256,14 @@ def _bind_varlen(request: Request) -> Arguments | str:
 
 
 def _parse_varlen(call: CallArguments) -> ParsedCall:
-    """The Problem of a call; raises UnreadableCall for sequences that end elsewhere."""
+    """Return the computation of a call; raises UnreadableCall if cu_seqlens do not fit tensors."""
     q, k, v = (call.tensor(name) for name in "qkv")
     starts = [call.tensor(f"cu_seqlens_{side}").tolist() for side in "qk"]
     if [each[-1] for each in starts] != [len(q), len(k)]:
         raise UnreadableCall("its sequences end elsewhere than its tensors")
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
     left, right = _parsed_window(call)
-    # The bias counts from each document's own end, and no score mod knows where that is.
+    # The bias is relative to each document's end, which a score mod does not know.
     if starts[0] != starts[1] and call.value("alibi_slopes") is not None:
         raise UnreadableCall("it has slopes, and other numbers of rows than of keys")
     return ParsedCall(
@@ -307,7 +306,7 @@ VARLEN = Convention(
 _LENGTHS = ("cache_seqlens", "seqlens_k", "seq_lens", "context_lens", "seqused_k", "kv_lens")
 _TABLES = ("block_table", "page_table", "block_tables", "page_tables")
 
-# What a function may require that no Problem says, each with why.
+# Parameters that a function may require but no Problem can supply, with the reasons.
 _WRITES = "keys are in the cache already, and none are written in the same call"
 _BLOCK_SCALES = "fp8 has one descale a sequence and key head (k_descale), not one a block or token"
 _DECLINED = {
@@ -321,13 +320,13 @@ _DECLINED = {
 
 
 def _bind_paged(request: Request) -> Arguments | str:
-    """Arguments for a Problem with paging, or why there are none."""
+    """Return arguments for a Problem with paging, or why there are none."""
     problem = request.problem
     paging, lengths = problem.paging, sequence_lengths(problem)
     assert paging is not None, "the convention has refused what has no pages"
     sequences = [(problem.query, length) for length in lengths]
     band = band_of(layouts.without_padding(problem.mask), problem.dimensions)
-    # Checked before the rest for a better reason: the lengths are what is in the way.
+    # Checked first because its reason is better: the sequences' lengths are the obstacle.
     aligned = band and window_masks.band_window(band, sequences, bottom_right=request.bottom_right)
     if band is not None and aligned is None and lengths != (problem.kv,) * problem.batch:
         corner = "last" if request.bottom_right else "first"
@@ -338,7 +337,7 @@ def _bind_paged(request: Request) -> Arguments | str:
     arguments = _bind_band(request, band, sequences)
     if isinstance(arguments, str):
         return arguments
-    table = MadeArgument(
+    table = ComputedArgument(
         make=lambda inputs: inputs_page_table(inputs).table,
         text="table",
         setup=_cache_setup(problem, lengths),
@@ -346,7 +345,7 @@ def _bind_paged(request: Request) -> Arguments | str:
     return arguments | {
         "cache_seqlens": needed(number_tensor(lengths, torch.int32)),
         "block_table": needed(table),
-        # What only launches need is passed where it must be: a default is examined too.
+        # Parameters of launches are passed only if required, so that defaults are tested too.
         "max_seqlen_k": spare(max(lengths)),
         "max_seqlen_q": spare(problem.query),
         "page_size": offered(paging.size),
@@ -355,21 +354,21 @@ def _bind_paged(request: Request) -> Arguments | str:
 
 
 def _cache_setup(problem: Problem, lengths: tuple[int, ...]) -> str:
-    """Statements after which ``table`` is the table, and ``paged(x)`` a cache of keys or values."""
+    """Return source of the page ``table`` and of ``paged(x)``, which makes a cache of k or v."""
     paging = problem.paging
     assert paging is not None, "the convention has refused what has no pages"
-    # Nothing shared: what lies there once as well as twice is the same.
-    of = draw_page_table(paging, problem.batch, problem.kv, lengths, shared=0)
+    # No page is shared: whether sequences share a page does not change the result.
+    plan = draw_page_table(paging, problem.batch, problem.kv, lengths, shared=0)
     return "\n".join(
         (
-            f"table = torch.tensor({of.table.tolist()}, dtype=torch.int32, device=q.device)",
+            f"table = torch.tensor({plan.table.tolist()}, dtype=torch.int32, device=q.device)",
             "",
             "def paged(x):",
-            f"    shape = ({of.pages}, {of.size}, x.shape[1], x.shape[3])",
+            f"    shape = ({plan.pages}, {plan.size}, x.shape[1], x.shape[3])",
             '    cache = torch.full(shape, float("nan"), device=x.device).to(x.dtype)',
             f"    for b, length in enumerate({list(lengths)}):",
-            f"        for j, page in enumerate(table[b, : -(-length // {of.size})].tolist()):",
-            f"            keys = x[b, :, j * {of.size} : (j + 1) * {of.size}].transpose(0, 1)",
+            f"        for j, page in enumerate(table[b, : -(-length // {plan.size})].tolist()):",
+            f"            keys = x[b, :, j * {plan.size} : (j + 1) * {plan.size}].transpose(0, 1)",
             "            cache[page, : len(keys)] = keys",
             "    return cache",
             "",
@@ -378,7 +377,7 @@ def _cache_setup(problem: Problem, lengths: tuple[int, ...]) -> str:
 
 
 def _paged_layout(problem: Problem) -> layouts.Layout:
-    """Of q and out ``(batch, query, heads, dim)``; keys are packed by ``_paged_tensors``."""
+    """Return the layout of q and out, ``(batch, query, heads, dim)``; k and v are in pages."""
     plain = layouts.bshd(problem)
     return replace(plain, texts=dict(plain.texts) | {name: f"paged({name})" for name in "kv"})
 
@@ -386,13 +385,13 @@ def _paged_layout(problem: Problem) -> layouts.Layout:
 def _paged_tensors(
     layout: layouts.Layout, inputs: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, and keys and values ``(pages, page_size, kv_heads, dim)``, contiguous."""
+    """Return q, and contiguous keys and values ``(pages, page_size, kv_heads, dim)``."""
     paged = paged_inputs(inputs)
     return layout.queries(inputs.q), paged.k.transpose(1, 2), paged.v.transpose(1, 2)
 
 
 def _claims_paged(names: frozenset[str], dotted: str) -> bool:
-    """A table and lengths; with ``cu_seqlens`` it is of varlen, where a table may stand too."""
+    """Return whether there are a table and lengths; with ``cu_seqlens`` too it is varlen."""
     del dotted
     packed = any(name.startswith("cu_seqlens") for name in names)
     return not packed and bool(names & set(_TABLES)) and bool(names & set(_LENGTHS))
@@ -412,7 +411,7 @@ PAGED = Convention(
         ),
         Parameter("max_seqlen_q", ("max_seqlen_q", "max_query_len"), by_name=True),
         Parameter("page_size", ("page_size",), by_name=True),
-        Parameter("block_size", ("block_size",), by_name=True),  # or a tile's: then it is optional
+        Parameter("block_size", ("block_size",), by_name=True),  # optional if it is a tile's
         *_PARAMETERS,
     ),
     layout=_paged_layout,

@@ -1,4 +1,4 @@
-"""Gradients of a function of a convention: by autograd, or by a function of their own."""
+"""Gradients of a function of a convention, by autograd or by a backward function."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from attncheck.subjects.conventions.results import BrokenResult, Returned
 
 _NO_LSE = "it gives no LSE, of which the loss is a function"
 _NO_WINDOW = (-1, -1)
-_TENSORS = 6  # dout, q, k, v, out and lse
-# Of rows that see no key: what a function gives is not what is differentiated, and the loss of
-# somebody who trains with it has no part of them.
-_LEFT_OUT = {"mean", "unspecified"}
+_TENSORS = 6  # positional tensors of a backward function: dout, q, k, v, out and lse
+# With these results in rows that see no key, the loss ignores such rows, as in training: the
+# returned values are no differentiable function of the inputs.
+_IGNORED_EMPTY_ROWS = {"mean", "unspecified"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """A tensor in a kernel's axes, and the way of its gradient back."""
+    """A tensor converted to a kernel's axes, which converts its gradient back."""
 
-    name: str  # of its gradient
+    name: str  # of its gradient, such as ``dq``
     source: torch.Tensor  # in attncheck's axes
-    changed: torch.Tensor  # in the kernel's, by way of autograd
-    tensor: torch.Tensor  # the same numbers; what the kernel gets, and autograd ends there
+    changed: torch.Tensor  # in the kernel's axes, with an autograd graph to ``source``
+    tensor: torch.Tensor  # ``changed`` as a leaf of autograd, for the kernel
 
     @classmethod
     def of(
         cls, name: str, source: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
     ) -> Leaf:
-        """``source`` changed to a kernel's axes, for gradients called ``name``."""
+        """Convert ``source`` to a kernel's axes by ``change``; its gradient is called ``name``."""
         with torch.enable_grad():
-            # A leaf of its own: somebody's input must not collect gradients.
+            # Detached, so that the input itself does not collect gradients.
             source = source.detach().requires_grad_()
             changed = change(source)
         return cls(name, source, changed, changed.detach().requires_grad_())
 
     def back(self, gradient: object) -> torch.Tensor:
-        """The kernel's gradient in attncheck's axes; 0 for keys that the kernel did not get.
+        """Return a gradient in attncheck's axes; 0 for keys that were not passed to the kernel.
 
-        Raises BrokenResult for what is no gradient of the tensor.
+        Raises BrokenResult if it is not a tensor of the right shape, dtype and device.
         """
         if not isinstance(gradient, torch.Tensor):
             kind = type(gradient).__name__
@@ -65,15 +65,15 @@ class Leaf:
 
 
 def _adjoint(changed: torch.Tensor, source: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient of ``source`` from that of what it was changed to; may be called again."""
+    """Return the gradient of ``source`` from that of ``changed``, keeping the graph."""
     (result,) = torch.autograd.grad(_loss([changed], [gradient]), source, retain_graph=True)
     return result
 
 
 class _Loss(torch.autograd.Function):
-    """A number whose gradients with respect to some results are those that it is given.
+    """A scalar function whose gradients with respect to ``results`` are the given ones.
 
-    To torch's own ``grad_outputs`` it looks with half a second of imports.
+    It replaces autograd's ``grad_outputs``, which takes half a second of imports.
     """
 
     @staticmethod
@@ -92,11 +92,11 @@ def _loss(results: list[torch.Tensor], gradients: list[torch.Tensor]) -> torch.T
 
 
 class GradientCall:
-    """Tensors that autograd follows, and the loss's gradients in the function's axes.
+    """The tensors of a call that autograd follows, and the computation of its gradients.
 
     Args:
-        dead: Rows that see no key, where something is said of them.
-        natural_lse: LSE as the function gives it → in attncheck's axes, natural.
+        dead: Rows that see no key, if the function's results there are to be changed.
+        natural_lse: Converts the function's LSE to attncheck's axes and natural logarithm.
     """
 
     def __init__(
@@ -121,33 +121,32 @@ class GradientCall:
             self._leaves.append(Leaf.of("dsink", inputs.sink, lambda sink: sink))
         dout, self._dlse = inputs.dout, inputs.dlse
         assert dout is not None, "Inputs of a Problem with a backward have it"
-        if dead is not None and options.empty_row in _LEFT_OUT:
+        if dead is not None and options.empty_row in _IGNORED_EMPTY_ROWS:
             dout = torch.where(dead[..., None], torch.zeros_like(dout), dout)
             if self._dlse is not None:
                 self._dlse = torch.where(dead, torch.zeros_like(self._dlse), self._dlse)
         self._dout = layout.queries(dout)
-        self.by_autograd = not callable(self._backward)  # whether autograd must be on for the call
-        followed = [
+        self.by_autograd = not callable(self._backward)  # then autograd must be on in the call
+        tensors = [
             leaf.tensor if self.by_autograd else leaf.tensor.detach() for leaf in self._leaves
         ]
-        q, k, v = followed[:3]
-        self.tensors = (q, k, v)  # what the function is passed by position
-        # Keywords of the call, its sinks followed too.
+        q, k, v = tensors[:3]
+        self.tensors = (q, k, v)  # the function's positional arguments
+        # The function's keywords, with a leaf in place of sinks.
         self.passed = {
-            name: followed[3] if value is inputs.sink is not None else value
+            name: tensors[3] if value is inputs.sink is not None else value
             for name, value in passed.items()
         }
 
     def added(self, returned: Returned, outputs: Outputs) -> Outputs:
-        """``outputs``, made from ``returned``, with gradients.
+        """Return ``outputs``, which were made from ``returned``, with gradients.
 
-        Where out is no such tensor as its gradient there are none, and the executor says what is
-        wrong.
+        If out is malformed, gradients are left out, and the executor reports the mistake.
 
         Raises:
-            Refused: where a result has no gradient.
-            BrokenResult: where q, k or v have none, or a backward gives anything but dq, dk and dv,
-                and dsink where there are sinks.
+            Refused: if a result has no gradient.
+            BrokenResult: if q, k or v have no gradient, or a backward function returns anything
+                but dq, dk and dv, and dsink if there are sinks.
         """
         gradients: dict[str, torch.Tensor] = {}
         if _is_like(returned.out, self._dout):
@@ -167,33 +166,33 @@ class GradientCall:
                 raise Refused(_NO_LSE)
             if not _is_like(lse, self._dlse):
                 return {}
-            # Many functions compute LSE outside autograd: its part of the loss would be lost.
+            # Many functions compute LSE outside autograd, which would ignore its part of the loss.
             if not lse.requires_grad:
                 raise Refused("its LSE has no gradient")
             results, gradients = [out, lse], [self._dout, self._dlse]
         leaves = [leaf.tensor for leaf in self._leaves]
-        of_leaves = torch.autograd.grad(_loss(results, gradients), leaves, allow_unused=True)
-        for leaf, gradient in zip(self._leaves, of_leaves, strict=True):
-            if gradient is None and leaf.name == "dsink":  # many kernels take sinks as constants
+        leaf_grads = torch.autograd.grad(_loss(results, gradients), leaves, allow_unused=True)
+        for leaf, gradient in zip(self._leaves, leaf_grads, strict=True):
+            if gradient is None and leaf.name == "dsink":  # in many kernels sinks are constants
                 raise Refused("its result has no gradient with respect to its sinks")
             if gradient is None:
                 what = leaf.name.removeprefix("d")
                 raise BrokenResult(f"its result has no gradient with respect to {what}")
         return {
-            leaf.name: leaf.back(one) for leaf, one in zip(self._leaves, of_leaves, strict=True)
+            leaf.name: leaf.back(one) for leaf, one in zip(self._leaves, leaf_grads, strict=True)
         }
 
     def _by_function(
         self, function: Callable[..., Any], returned: Returned
     ) -> dict[str, torch.Tensor]:
-        """Gradients from ``function(dout, q, k, v, out, lse, **keywords)``."""
+        """Return gradients from ``function(dout, q, k, v, out, lse, **keywords)``."""
         keywords = _backward_keywords(function, self.passed, self._parameters)
         assert not isinstance(keywords, str), keywords
         if self._dlse is not None:
             keywords["dlse"] = self._own_dlse(returned.lse)
         elif _requires(function, "dlse"):
             keywords["dlse"] = None
-        # Copies: out and LSE are judged after it, and it may use them up.
+        # It may overwrite out and LSE, which are judged later, so it gets copies.
         results = [
             _without_graph(each).clone() if isinstance(each, torch.Tensor) else each
             for each in (returned.out, returned.lse)
@@ -210,14 +209,14 @@ class GradientCall:
         return {leaf.name: leaf.back(one) for leaf, one in zip(self._leaves, result, strict=False)}
 
     def _own_dlse(self, lse: object) -> torch.Tensor:
-        """DLSE in the function's own axes and logarithm."""
+        """Return dLSE in the function's own axes and logarithm."""
         if not isinstance(lse, torch.Tensor):
             raise Refused(_NO_LSE)
         assert self._dlse is not None
         with torch.enable_grad():
-            own = lse.detach().requires_grad_()
-            natural = self._natural_lse(own)
-        return _adjoint(natural, own, self._dlse)
+            own_lse = lse.detach().requires_grad_()
+            natural = self._natural_lse(own_lse)
+        return _adjoint(natural, own_lse, self._dlse)
 
 
 def gradient_refusal(
@@ -227,7 +226,7 @@ def gradient_refusal(
     passed: Mapping[str, Any],
     parameters: Mapping[str, Parameter],
 ) -> str | None:
-    """Why the gradients of ``problem`` cannot be had, where that is known before the call."""
+    """Return why the gradients of ``problem`` are unsupported, if that is known before a call."""
     if problem.dlse and options.returns_lse is False:
         return _NO_LSE
     if callable(options.backward):
@@ -245,36 +244,36 @@ def gradient_refusal(
 def _backward_keywords(
     function: Callable[..., Any], passed: Mapping[str, Any], parameters: Mapping[str, Parameter]
 ) -> dict[str, Any] | str:
-    """Of the keywords of a call, those that its backward takes; or what its backward lacks."""
+    """Return a call's keywords that its backward has too, or which one its backward lacks."""
     keywords: dict[str, Any] = {}
     for name, value in passed.items():
-        # What changes no gradient is passed only to a backward that names it.
+        # Keywords that do not affect gradients need a backward that names them.
         of_result = name in parameters and parameters[name].of_result
-        # No flag, no cap, no bias, no window: nothing is lost where it is not taken.
-        nothing = value is None or value in (False, 0.0, _NO_WINDOW)
-        if _takes(function, name, by_name=of_result):
+        # False, no cap, no bias and no window have no effect and may be left out.
+        no_effect = value is None or value in (False, 0.0, _NO_WINDOW)
+        if _has_keyword(function, name, by_name=of_result):
             keywords[name] = value
-        elif not of_result and not nothing:
+        elif not of_result and not no_effect:
             return f"its backward takes no {name}"
     return keywords
 
 
-def _takes(function: Callable[..., Any], name: str, *, by_name: bool) -> bool:
-    """Return whether it takes a keyword; ``by_name``: only where its signature names it."""
+def _has_keyword(function: Callable[..., Any], name: str, *, by_name: bool) -> bool:
+    """Return whether a function accepts a keyword; with ``by_name`` ``**keywords`` do not count."""
     try:
         parameters = list(inspect.signature(callee(function)).parameters.values())
-    except (TypeError, ValueError):  # in C: it says nothing
+    except (TypeError, ValueError):  # functions in C have no signature
         return not by_name
     keywords = [p for i, p in enumerate(parameters) if i >= _TENSORS or p.kind is p.KEYWORD_ONLY]
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return any(p.name == name for p in keywords) or (anything and not by_name)
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return any(p.name == name for p in keywords) or (accepts_any and not by_name)
 
 
 def _requires(function: Callable[..., Any], name: str) -> bool:
-    """Return whether its signature names a parameter without which it cannot be called."""
+    """Return whether a function has a parameter called ``name`` without a default."""
     try:
         parameter = inspect.signature(callee(function)).parameters.get(name)
-    except (TypeError, ValueError):  # in C: it says nothing
+    except (TypeError, ValueError):  # functions in C have no signature
         return False
     return parameter is not None and parameter.default is inspect.Parameter.empty
 

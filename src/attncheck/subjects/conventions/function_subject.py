@@ -1,4 +1,4 @@
-"""Any function of a known convention as a Subject."""
+"""The Subject that wraps a function of a known convention."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from attncheck.inputs.problem import Problem, Promise
 from attncheck.subjects.capabilities.subject import Call, Subject, WrittenCall, memory_refusal
 from attncheck.subjects.conventions import results, torch_arithmetic
 from attncheck.subjects.conventions.convention import (
+    ComputedArgument,
     Convention,
     ConventionOptions,
-    MadeArgument,
     Request,
     Signature,
 )
@@ -33,21 +33,21 @@ from attncheck.subjects.conventions.layouts import Layout
 from attncheck.subjects.conventions.render import render_call
 
 LEAVES_MODES: ContextVar[bool] = ContextVar("LEAVES_MODES", default=False)
-"""Whether a call sets neither grad mode nor TF32 around the function, which hides what it does."""
+"""Whether calls leave grad mode and TF32 as the caller set them, so as not to hide their effect."""
 
-REFILLED: ContextVar[list[torch.Tensor] | None] = ContextVar("REFILLED", default=None)
-"""What the last call of a sequence was passed by position. The next is passed these very tensors
-with its numbers in them, where its own are alike: as who trains in static buffers calls a kernel.
-None of a call by itself."""
+REUSED_TENSORS: ContextVar[list[torch.Tensor] | None] = ContextVar("REUSED_TENSORS", default=None)
+"""Positional tensors of the last call in a sequence of calls; None outside of a sequence.
+
+The next call reuses them, filled with its own numbers, if shapes, dtypes and strides are equal,
+as in training with static buffers."""
 
 
 class FunctionSubject(Subject):
-    """A function of q, k and v and of the keywords that its signature takes of its convention.
+    """A function of q, k, v and those of its convention's keywords that its signature has.
 
-    No Problem concerns it that needs a keyword that it does not take. Where a Problem has
-    gradients, they are autograd's or those of a function of their own; else autograd is off.
-    ValueError, NotImplementedError and AssertionError mean that it does not take its arguments
-    (``Refused``).
+    Problems that need other keywords are unsupported. Gradients come from autograd or a function
+    of their own; without gradients autograd is off. ValueError, NotImplementedError and
+    AssertionError mean that the function refuses its arguments (``Refused``).
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class FunctionSubject(Subject):
         self.function = function
         self._convention = convention
         self._signature = signature
-        # By meaning, the names under which the function takes it; and back.
+        # ``_names`` maps meanings to the function's own names, ``_parameters`` the reverse.
         names = {m: signature.names_of(each) for m, each in convention.bound.items()}
         self._names = {meaning: each for meaning, each in names.items() if each}
         self._parameters = {
@@ -70,7 +70,7 @@ class FunctionSubject(Subject):
         self.name = name
         self.convention = convention.name
         self.options = options
-        self.takes = frozenset(self._parameters)  # names of the keywords that it can be passed
+        self.takes = frozenset(self._parameters)  # names of the keywords that it accepts
         listed = [n for n, each in self._parameters.items() if each.meaning != "dropout"]
         keywords = f"takes {', '.join(listed)}" if listed else "takes query, key and value alone"
         self.summary = f"{convention.name} convention: {keywords}"
@@ -79,37 +79,38 @@ class FunctionSubject(Subject):
         self.backward = options.backward is not None and not convention.paged
         if options.promises is not None:
             self.promises = cast("frozenset[Promise]", options.promises)
-        # Known only after a call, and by Problem: a kernel may choose by shape or dtype.
+        # Ids of Problems whose call reached torch's CPU flash kernel; dtypes and shapes decide.
         self._reached_flash: set[str] = set()
 
     def concerns(self, problem: Problem) -> bool:
-        """Attention with pages where its convention is of pages, and without them elsewhere."""
+        """Return whether it is attention, with pages if and only if the convention has pages."""
         paged = problem.paging is not None
         return paged == self._convention.paged and super().concerns(problem.replace(paging=None))
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Return what the convention cannot pass, the function not take, or no memory hold."""
-        arguments = self._outside(problem, device) or self._arguments(problem)
+        """Return why the convention or the function lacks a feature, or memory does not suffice."""
+        arguments = self._convention_refusal(problem, device) or self._arguments(problem)
         if isinstance(arguments, str):
             return arguments
         if problem.backward:
             refused = gradient_refusal(problem, device, self.options, arguments, self._parameters)
             if refused:
                 return refused
-        made = [value for value in arguments.values() if isinstance(value, MadeArgument)]
+        made = [value for value in arguments.values() if isinstance(value, ComputedArgument)]
         return next(filter(None, (memory_refusal(m.what, m.size, device) for m in made)), None)
 
     def prepare(self, inputs: Inputs) -> Call:
-        """Bring q, k and v into its axes, and make the tensors that its keywords take."""
+        """Convert q, k and v to the function's axes, and create the tensors among its keywords."""
         problem, device = inputs.problem, inputs.device
         arguments = self._arguments(problem)
         assert not isinstance(arguments, str), arguments
         passed = {
-            n: v.make(inputs) if isinstance(v, MadeArgument) else v for n, v in arguments.items()
+            n: v.make(inputs) if isinstance(v, ComputedArgument) else v
+            for n, v in arguments.items()
         }
         layout = self._convention.layout(problem)
         tensors = self._tensors(layout, inputs)
-        dead = self._empty_rows(inputs)  # before the call, which is timed
+        dead = self._empty_rows(inputs)  # outside of the call, which is timed
         gradients = None
         if problem.backward:
             gradients = GradientCall(
@@ -121,10 +122,10 @@ class FunctionSubject(Subject):
                 dead=dead,
                 natural_lse=lambda lse: results.to_natural_lse(lse, layout, self.options),
             )
-            # Leaves of autograd in place of the inputs, so that only this loss is differentiated.
+            # The function gets leaves of autograd, so that only this loss is differentiated.
             tensors, passed = gradients.tensors, gradients.passed
-        elif (last := REFILLED.get()) is not None:
-            if all(map(_alike, last, tensors)):
+        elif (last := REUSED_TENSORS.get()) is not None:
+            if all(map(_have_same_layout, last, tensors)):
                 for its, mine in zip(last, tensors, strict=False):
                     its.copy_(mine)
             else:
@@ -139,9 +140,9 @@ class FunctionSubject(Subject):
         def call() -> Outputs:
             nonlocal detector, mutations
             around = self._convention.within(device.type)
-            bare = LEAVES_MODES.get()
-            grad = nullcontext() if bare and not graded else torch.set_grad_enabled(graded)
-            rounds = nullcontext() if bare else torch_arithmetic.fp32_products(products)
+            leaves_modes = LEAVES_MODES.get()
+            grad = nullcontext() if leaves_modes and not graded else torch.set_grad_enabled(graded)
+            rounds = nullcontext() if leaves_modes else torch_arithmetic.fp32_products(products)
             with grad, rounds, around, detector or nullcontext():
                 with results.refusals():
                     result = self.function(*tensors, **passed)
@@ -152,13 +153,13 @@ class FunctionSubject(Subject):
                 if gradients is not None:
                     with results.refusals():
                         outputs = gradients.added(returned, outputs)
-            # Once: the executor compares q, k and v themselves, but it does not see copies.
+            # Checked in the first call: the executor compares q, k and v, but not copies of them.
             if mutations is not None:
                 self._check_inputs(layout, inputs, tensors)
                 mutations.check()
             if detector is not None and detector.called:
                 self._reached_flash.add(problem.id)
-            detector = mutations = None  # further calls are timed
+            detector = mutations = None  # off in later calls, which are timed
             if dead is None:
                 return outputs
             how = self.options.empty_row or "zero"
@@ -167,11 +168,12 @@ class FunctionSubject(Subject):
         return call
 
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
-        """The default; P may be divided by its sum before it is rounded, as unfused kernels do.
+        """Return the default arithmetic, loosened by what the function may do.
 
-        A sink may be merged through LSE, after the keys. Gradients of 16 bits may be autograd's of
-        an unfused formula: dP rounded, and dK and dV for each head before they are summed. Where
-        its call has reached torch's flash kernel on the CPU, exp is as short as it is there.
+        P may be divided by its sum before it is rounded, as in unfused kernels. A sink may be
+        merged through LSE, after the keys. Gradients of 16 bits may be autograd's of an unfused
+        formula, which rounds dP, and rounds dK and dV of each head before they are summed. If a
+        call has reached torch's flash kernel on the CPU, exp is as inaccurate as that kernel's.
         """
         assumed = replace(
             super().arithmetic(problem, device),
@@ -189,7 +191,7 @@ class FunctionSubject(Subject):
         return torch_arithmetic.with_rounded_sums(assumed, problem, device, whole=False)
 
     def written_call(self, problem: Problem) -> WrittenCall:
-        """Return how a script calls the function."""
+        """Return source that calls the function."""
         return WrittenCall(
             source=self.render(problem),
             convention=self.convention,
@@ -198,14 +200,14 @@ class FunctionSubject(Subject):
         )
 
     def render(self, problem: Problem) -> str | None:
-        """A call of the kernel on ``problem`` as Python source, in plain torch.
+        """Return a call of the kernel on ``problem`` as Python source in plain torch, or None.
 
-        It defines ``call(kernel, q, k, v)``, which takes ``(batch, heads, length, dim)`` tensors
-        and gives out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` with
-        natural logarithm, or None. ``torch`` must be imported. A mask that is written out is read
-        from a global ``mask``, bool, that broadcasts to ``(batch, heads, query, kv)``; descales
-        from ``q_descale``, ``k_descale`` and ``v_descale``, sinks from ``sink``. Rows that see no
-        key are as the kernel gives them. None for what cannot be written so.
+        The source defines ``call(kernel, q, k, v)``, which takes ``(batch, heads, length, dim)``
+        tensors and returns out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads,
+        query)`` in natural logarithm, or None. ``torch`` must be imported. An explicit mask is read
+        from a global ``mask``, a bool that broadcasts to ``(batch, heads, query, kv)``, descales
+        from ``q_descale``, ``k_descale`` and ``v_descale``, and sinks from ``sink``. Rows that see
+        no key are left as the kernel returns them.
         """
         arguments = self._arguments(problem)
         if isinstance(arguments, str):
@@ -218,14 +220,14 @@ class FunctionSubject(Subject):
             infinite=math.inf in self._convention.empty_lse,
         )
 
-    def _outside(self, problem: Problem, device: str) -> str | None:
-        """Return why no function of the convention can be given it."""
+    def _convention_refusal(self, problem: Problem, device: str) -> str | None:
+        """Return why no function of the convention can support the Problem."""
         if problem.operation != "attention":
             return f"the {self.convention} convention is of attention"
         if (problem.paging is not None) != self._convention.paged:
             pages = "is of keys in pages" if self._convention.paged else "has no pages"
             return f"the {self.convention} convention {pages}"
-        # Without them the numbers would be another Problem's.
+        # Without descales the function would compute another Problem.
         if problem.formats.scaled and "q_descale" not in self._convention.bound:
             return f"the {self.convention} convention has no descales, which fp8 inputs need"
         if problem.dtype == "tf32" and device == "cpu":
@@ -233,7 +235,7 @@ class FunctionSubject(Subject):
         return None
 
     def _arguments(self, problem: Problem) -> dict[str, Any] | str:
-        """Arguments by the names that the function has; or what it lacks."""
+        """Return arguments by the function's own names, or which parameter it lacks."""
         alignment = self.options.causal
         bound = self._convention.bind(
             Request(
@@ -259,8 +261,8 @@ class FunctionSubject(Subject):
     def _tensors(
         self, layout: Layout, inputs: Inputs
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tensors that are passed by position."""
-        # Pages hold keys and values after one table: no change of a single tensor makes them.
+        """Return the tensors that are passed by position."""
+        # Keys and values in pages share one table, so they cannot be converted separately.
         if self._convention.tensors is not None:
             return self._convention.tensors(layout, inputs)
         return layout.queries(inputs.q), layout.keys(inputs.k), layout.keys(inputs.v)
@@ -268,32 +270,32 @@ class FunctionSubject(Subject):
     def _check_inputs(
         self, layout: Layout, inputs: Inputs, tensors: tuple[torch.Tensor, ...]
     ) -> None:
-        """Raise WroteToInput where it wrote to a copy, which the executor does not see."""
-        again = self._tensors(layout, inputs)
-        for name, its, mine in zip("qkv", (x.detach() for x in tensors), again, strict=True):
-            # What is the input itself is the executor's to compare.
+        """Raise WroteToInput if the function wrote to a copy, which the executor does not see."""
+        fresh = self._tensors(layout, inputs)
+        for name, its, mine in zip("qkv", (x.detach() for x in tensors), fresh, strict=True):
+            # The executor itself compares inputs that were passed without a copy.
             if its.data_ptr() != getattr(inputs, name).data_ptr():
                 results.require_unchanged(name, its, mine)
 
     def _empty_rows(self, inputs: Inputs) -> torch.Tensor | None:
-        """Rows that are settled before the judge sees them; None where there are none."""
+        """Return which rows ``settle_empty_rows`` has to change; None if there are none."""
         plain = self.options.empty_row in {"", "zero"}
         as_judged = plain and self._convention.empty_lse == (-math.inf,)
         if as_judged or inputs.problem.mask == FULL or inputs.problem.sink:
-            return None  # with a sink no row has nothing to weigh
+            return None  # with a sink every row has a weight
         dead = empty_rows(inputs.problem, inputs.device)
         return dead if bool(dead.any()) else None
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _have_same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in ("shape", "dtype")) and (
         one.stride() == other.stride()
     )
 
 
 def _uses_triton(function: Callable[..., Any]) -> bool:
-    """Return whether the module that it is of has imported Triton by name."""
-    # Behind decorators: the wrapper's own module may be another.
+    """Return whether the function's module has Triton among its globals."""
+    # Unwrapped, because a decorator's wrapper may come from another module.
     names = getattr(inspect.unwrap(function), "__globals__", {})
     modules = (value.__name__ for value in names.values() if isinstance(value, ModuleType))
     return any(name.partition(".")[0] == "triton" for name in modules)

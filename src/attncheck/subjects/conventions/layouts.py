@@ -1,4 +1,4 @@
-"""Axes in which a kernel takes q, k and v and gives out and LSE: by batch, or packed."""
+"""Layouts: the axes of a kernel's q, k, v, out and LSE, batched or packed."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ Lengths = tuple[int, int]  # query rows and keys of one sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The change of attncheck's axes to a kernel's, and back, for one Problem."""
+    """Conversions between attncheck's axes and a kernel's, for one Problem."""
 
-    queries: Change  # q ``(batch, heads, query, head_dim)`` → the kernel's
-    keys: Change  # k or v ``(batch, kv_heads, kv, dim)`` → the kernel's
-    # By the shape that its out may have, what brings it to ``(batch, heads, query, value_dim)``;
-    # empty where it has these axes.
+    queries: Change  # converts q ``(batch, heads, query, head_dim)`` to the kernel's axes
+    keys: Change  # converts k or v ``(batch, kv_heads, kv, dim)`` to the kernel's axes
+    # For each valid shape of the kernel's out, the conversion to ``(batch, heads, query,
+    # value_dim)``; empty if out has these axes.
     out: Shapes
-    out_axes: str  # names of its axes
-    lse: Shapes  # by the shape that its LSE may have, what brings it to ``(batch, heads, query)``
-    lse_axes: str  # names of its axes
-    # For a script, expressions of ``q``, ``k``, ``v``, ``out`` and ``lse`` by these names.
+    out_axes: str  # names of the axes of the kernel's out
+    lse: Shapes  # for each valid shape of its LSE, the conversion to ``(batch, heads, query)``
+    lse_axes: str  # names of the axes of the kernel's LSE
+    # Source of the conversions in a script, by ``q``, ``k``, ``v``, ``out`` and ``lse``.
     texts: Mapping[str, str]
 
 
 def bhsd(problem: Problem) -> Layout:
-    """``(batch, heads, query, dim)``, attncheck's own."""
+    """Return the layout ``(batch, heads, query, dim)``, which is attncheck's own."""
     del problem
     return Layout(
         queries=_same,
@@ -54,7 +54,7 @@ def bhsd(problem: Problem) -> Layout:
 
 
 def bshd(problem: Problem) -> Layout:
-    """``(batch, query, heads, dim)``, with LSE ``(batch, heads, query)``."""
+    """Return the layout ``(batch, query, heads, dim)`` with LSE ``(batch, heads, query)``."""
     batch, heads, query = problem.batch, problem.heads, problem.query
     return Layout(
         queries=_heads_inside,
@@ -73,10 +73,10 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _heads_inside(tensor: Tensor) -> Tensor:
-    """Swap heads and rows: contiguous where the tensor was, as a caller's would be."""
-    turned = tensor.transpose(1, 2)
-    # A relation that gives strided inputs asks whether the kernel takes strides: they stay.
-    return turned.contiguous() if tensor.is_contiguous() else turned
+    """Swap the axes of heads and rows, and keep a contiguous tensor contiguous."""
+    swapped = tensor.transpose(1, 2)
+    # Strided inputs stay strided, because relations test whether the kernel supports strides.
+    return swapped.contiguous() if tensor.is_contiguous() else swapped
 
 
 # ------------------------------------------------------------------ packed
@@ -84,25 +84,23 @@ def _heads_inside(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedProblem:
-    """A Problem whose mask is: a row sees keys of its own part, of which ``rest`` hides some."""
+    """The parts into which a mask cuts sequences: rows see only keys of their own part."""
 
-    # For each sequence of the batch, query rows and keys of each of its parts.
+    # For each sequence of the batch, the numbers of query rows and keys of each part.
     segments: list[list[Lengths]]
-    # What hides keys within a part, a mask in the Problem's own indices; ``full`` where nothing
-    # does.
-    rest: Spec
-    cut: bool  # whether the mask names the parts; else they are whole sequences
+    rest: Spec  # the mask within the parts, in the Problem's own indices
+    cut: bool  # whether the mask defines the parts; else they are whole sequences
 
     def lengths(self) -> list[Lengths]:
-        """Query rows and keys of all parts, in the order in which they are packed."""
+        """Return the numbers of query rows and keys of all parts, in packing order."""
         return [part for parts in self.segments for part in parts]
 
     def starts(self, side: int) -> list[int]:
-        """Return where parts begin, and where the last one ends: of queries (0) or keys (1)."""
+        """Return the start of each part and the end of the last, in queries (0) or keys (1)."""
         return [0, *accumulate(part[side] for part in self.lengths())]
 
     def places(self) -> list[tuple[int, int, int]]:
-        """Return b, the first q_idx and the first kv_idx of each part, as mods number them."""
+        """Return b, the first q_idx and the first kv_idx of each part, in mods' indices."""
         places = []
         for b, parts in enumerate(self.segments):
             row = key = 0
@@ -112,26 +110,26 @@ class PackedProblem:
         return places
 
     def leads(self) -> list[int]:
-        """Return by how much the first kv_idx of each part is above its first q_idx."""
+        """Return the first kv_idx of each part minus its first q_idx."""
         return [key - row for _, row, key in self.places()]
 
 
 def pack(problem: Problem) -> PackedProblem | None:
-    """Pack a Problem; None where its mask names parts more than once."""
-    parts = list(conjuncts(problem.mask))
-    cuts = [part for part in parts if part.name in ("padding", "document", "documents")]
-    rest = [part for part in parts if part not in cuts and part != FULL]
-    # Two cuts end in different places, and a packed call has one list of ends.
+    """Return a Problem's parts; None if its mask defines parts more than once."""
+    masks = list(conjuncts(problem.mask))
+    cuts = [mask for mask in masks if mask.name in ("padding", "document", "documents")]
+    rest = [mask for mask in masks if mask not in cuts and mask != FULL]
+    # Two cuts end in different places, but a packed call has one list of ends.
     if len(cuts) > 1:
         return None
     segments = _segments(problem, cuts[0] if cuts else FULL)
-    alone = rest[0] if rest else FULL
-    # One mask that hides keys within documents stays itself: kernels know it by name.
-    return PackedProblem(segments, alone if len(rest) < 2 else Spec.of("and", *rest), bool(cuts))
+    first = rest[0] if rest else FULL
+    # A single mask is not wrapped in an ``and``, because kernels know it by name.
+    return PackedProblem(segments, first if len(rest) < 2 else Spec.of("and", *rest), bool(cuts))
 
 
 def conjuncts(mask: Spec) -> Iterator[Spec]:
-    """Yield the masks of which ``mask`` is the ``and``, or itself."""
+    """Yield the masks that ``mask`` combines by ``and``, or the mask itself."""
     if mask.name != "and":
         yield mask
         return
@@ -140,7 +138,7 @@ def conjuncts(mask: Spec) -> Iterator[Spec]:
 
 
 def without_padding(mask: Spec) -> Spec:
-    """Return the mask within each sequence's own keys."""
+    """Return ``mask`` without the padding masks among its conjuncts."""
     if mask.name == "padding":
         return FULL
     if mask.name != "and":
@@ -149,16 +147,16 @@ def without_padding(mask: Spec) -> Spec:
 
 
 def _segments(problem: Problem, cut: Spec) -> list[list[Lengths]]:
-    """Query rows and keys of each part, for each sequence."""
-    # Padding cuts a sequence once: all of its rows, and the keys that are there.
+    """Return the numbers of query rows and keys of each part, for each sequence."""
+    # With padding each sequence is one part: all of its rows, and the keys before the padding.
     if cut.name == "padding":
         return [[(problem.query, length)] for length in _numbers(cut, "lengths")]
     if cut == FULL:
         return [[(problem.query, problem.kv)]] * problem.batch
-    named = ("lengths", "lengths") if cut.name == "document" else ("query_lengths", "kv_lengths")
-    # Documents may go beyond the Problem's own lengths: they are cut where those end.
-    rows = _clipped(_numbers(cut, named[0]), problem.query)
-    keys = _clipped(_numbers(cut, named[1]), problem.kv)
+    names = ("lengths", "lengths") if cut.name == "document" else ("query_lengths", "kv_lengths")
+    # Documents may extend beyond the Problem's own lengths, where they are clipped.
+    rows = _clip(_numbers(cut, names[0]), problem.query)
+    keys = _clip(_numbers(cut, names[1]), problem.kv)
     return [list(zip(rows, keys, strict=True))] * problem.batch
 
 
@@ -168,20 +166,20 @@ def _numbers(spec: Spec, name: str) -> tuple[int, ...]:
     return lengths
 
 
-def _clipped(lengths: tuple[int, ...], last: int) -> list[int]:
-    """Return what of each length lies before ``last``."""
+def _clip(lengths: tuple[int, ...], last: int) -> list[int]:
+    """Return consecutive ``lengths``, cut off at position ``last``."""
     ends = [min(end, last) for end in accumulate(lengths)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _packed_rows(tensor: Tensor, kept: list[int]) -> Tensor:
-    """Return the first rows of each sequence as ``(total, heads, dim)``; strides that it has stay.
+def _packed_rows(tensor: Tensor, lengths: list[int]) -> Tensor:
+    """Return the first rows of each sequence, ``(total, heads, dim)``.
 
-    Of several sequences the order of the axes in memory.
+    A single sequence keeps its strides, several keep the order of their axes in memory.
     """
-    if len(kept) == 1 and not tensor.is_contiguous():
-        return tensor[0, :, : kept[0]].transpose(0, 1)
-    parts = [row[:, :n] for row, n in zip(tensor, kept, strict=True)]
+    if len(lengths) == 1 and not tensor.is_contiguous():
+        return tensor[0, :, : lengths[0]].transpose(0, 1)
+    parts = [row[:, :n] for row, n in zip(tensor, lengths, strict=True)]
     packed = torch.cat(parts, 1).transpose(0, 1)
     axes = [0, 1, 2]
     if not tensor.is_contiguous():
@@ -190,17 +188,17 @@ def _packed_rows(tensor: Tensor, kept: list[int]) -> Tensor:
 
 
 def packed_layout(problem: Problem) -> Layout:
-    """``(total, heads, dim)``, with LSE ``(heads, total)``, or with total first.
+    """Return the layout ``(total, heads, dim)`` with LSE ``(heads, total)`` or ``(total, heads)``.
 
-    Every query row is in a part and the parts are in order, so packing moves no row; of the keys
-    those of padding are left out. An LSE ``(parts, heads, longest)``, as flash-attn gave it before
-    2.6, is cut to each part's rows.
+    Every query row is in a part and the parts are in order, so packing moves no row; padding keys
+    are left out. An LSE ``(parts, heads, longest)``, as flash-attn returned before 2.6, is cut to
+    each part's rows.
     """
     packed = pack(problem)
     assert packed is not None, "the convention has refused what cannot be packed"
     batch, heads, total = problem.batch, problem.heads, problem.batch * problem.query
-    # Keys beyond the last part are padding: a packed kernel never gets them.
-    kept = [sum(kv for _, kv in parts) for parts in packed.segments]
+    # Keys after the last part are padding, which a packed kernel does not get.
+    key_counts = [sum(kv for _, kv in parts) for parts in packed.segments]
     rows = [part for part, _ in packed.lengths()]
 
     def out(packed_out: Tensor) -> Tensor:
@@ -212,14 +210,14 @@ def packed_layout(problem: Problem) -> Layout:
     def padded_lse(by_part: Tensor) -> Tensor:
         return lse(torch.cat([part[:, :n] for part, n in zip(by_part, rows, strict=True)], 1))
 
-    kept_of = "torch.cat([row[:, :n] for row, n in zip({}, {}, strict=True)], 1)"
+    rows_of = "torch.cat([row[:, :n] for row, n in zip({}, {}, strict=True)], 1)"
     shape = f"{batch}, {problem.query}"
     return Layout(
         queries=lambda q: _packed_rows(q, [problem.query] * batch),
-        keys=lambda k: _packed_rows(k, kept),
+        keys=lambda k: _packed_rows(k, key_counts),
         out={(total, heads, problem.value_dim): out},
         out_axes="total, heads, dim",
-        # The last wins where two shapes are the same: as many rows as heads, say.
+        # The last of equal shapes wins, as with equal numbers of rows and heads.
         lse={
             (len(rows), heads, max(rows)): padded_lse,
             (total, heads): lambda total_first: lse(total_first.mT),
@@ -228,8 +226,8 @@ def packed_layout(problem: Problem) -> Layout:
         lse_axes="heads, total",
         texts={
             "q": "q.transpose(1, 2).flatten(0, 1).contiguous()",
-            "k": f"{kept_of.format('k', kept)}.transpose(0, 1).contiguous()",
-            "v": f"{kept_of.format('v', kept)}.transpose(0, 1).contiguous()",
+            "k": f"{rows_of.format('k', key_counts)}.transpose(0, 1).contiguous()",
+            "v": f"{rows_of.format('v', key_counts)}.transpose(0, 1).contiguous()",
             "out": f"out.reshape({shape}, *out.shape[1:]).transpose(1, 2)",
             "lse": f"(lse if len(lse) == {heads} else lse.mT).reshape(-1, {shape}).transpose(0, 1)",
         },

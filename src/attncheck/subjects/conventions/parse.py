@@ -1,4 +1,4 @@
-"""Somebody's call of a function, its arguments by meaning: what a convention's ``parse`` reads."""
+"""A user's call of a function with its arguments by meaning, for a convention's ``parse``."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ if TYPE_CHECKING:
 
 
 class UnreadableCall(Exception):
-    """A call is nothing that a kernel of ours can be given: why, in a line."""
+    """Raised if a call cannot be expressed as a Problem, with the reason in one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCall:
-    """The computation that a call is."""
+    """The computation that a call requests."""
 
     q: torch.Tensor  # ``(batch, heads, query, head_dim)``
     k: torch.Tensor  # ``(batch, kv_heads, kv, head_dim)``
     v: torch.Tensor  # ``(batch, kv_heads, kv, value_dim)``
-    # Of the library, or a FlexAttention mask, or bool numbers ``(batch, heads, query, kv)``, with
-    # axes of 1 where they are alike.
+    # A mask of the library, a FlexAttention mask, or a bool tensor that broadcasts to ``(batch,
+    # heads, query, kv)``.
     mask: Spec | Mod | torch.Tensor = FULL
-    score: Spec | Mod | None = None  # of the library, or a FlexAttention score mod; None for none
+    score: Spec | Mod | None = None  # a score mod of the library or of FlexAttention
     scale: float | None = None  # factor of q·k; None for 1/√head_dim
-    sink: torch.Tensor | None = None  # fp32 ``(heads,)``; None for none
-    # Outputs → what the caller gets, in the axes of its own tensors.
+    sink: torch.Tensor | None = None  # fp32 ``(heads,)``
+    # Converts Outputs to the caller's results, in the axes of its own tensors.
     returned: Callable[[Outputs], Any]
 
 
 class CallArguments:
-    """Arguments of one call by meaning, and which of them were read.
+    """Arguments of one call by meaning, with a record of those that were read.
 
     Args:
-        order: Names of the arguments after q, k and v where the signature does not say them.
-        meanings: What names mean, where that is another word.
-        ignored: Meanings that change no result.
+        order: Names of the arguments after q, k and v if the signature does not have them.
+        meanings: The meanings of names; other names are their own meanings.
+        ignored: Meanings that do not affect the result.
 
     Raises:
-        UnreadableCall: for more arguments than there are names.
+        UnreadableCall: for more positional arguments than there are names.
     """
 
     def __init__(
@@ -68,36 +68,36 @@ class CallArguments:
         if len(args) > len(names):
             raise UnreadableCall(f"it has {len(args)} arguments")
         values = defaults | dict(zip(names, args, strict=False)) | dict(kwargs)
-        # Tensors are known by place, whatever they are called; by keyword torch's names count too.
-        first = dict(zip(names[:3], "qkv", strict=True)) | {"query": "q", "key": "k", "value": "v"}
+        # The first three parameters are the tensors, whatever their names; torch's names count too.
+        qkv = dict(zip(names[:3], "qkv", strict=True)) | {"query": "q", "key": "k", "value": "v"}
         self.values = {
-            first.get(name, meanings.get(name, name)): value for name, value in values.items()
+            qkv.get(name, meanings.get(name, name)): value for name, value in values.items()
         }
         self._read = {"q", "k", "v", *ignored}
 
     def tensor(self, meaning: str) -> torch.Tensor:
-        """Return a tensor that must be there; raises UnreadableCall for anything else."""
+        """Return an argument that must be a tensor; raises UnreadableCall if it is not."""
         value = self.value(meaning)
         if not isinstance(value, torch.Tensor):
             raise UnreadableCall(f"its {meaning} is {type(value).__name__}")
         return value
 
     def value(self, meaning: str, usual: Any = None) -> Any:
-        """Return an argument, or ``usual`` where it is left out."""
+        """Return an argument, or ``usual`` if the call leaves it out."""
         self._read.add(meaning)
         return self.values.get(meaning, usual)
 
     def results(self, out: Mod, lse: Mod) -> Callable[[Outputs], Any]:
-        """Return what makes the caller's results: out, or out and LSE where that is requested.
+        """Return a function from Outputs to the caller's results: out, or out and LSE if requested.
 
-        As flash-attn gives it there is a third, what dropout left: None.
+        flash-attn returns a third result with LSE, the dropout mask, which is None here.
 
         Args:
-            out: What brings out to the caller's axes.
-            lse: The same of LSE.
+            out: Converts out to the caller's axes.
+            lse: Converts LSE to the caller's axes.
         """
         with_lse = self.value("return_lse")
-        # Only flash-attn's own functions have that parameter, and only they return three things.
+        # Only flash-attn's own functions have this parameter, and only they return three results.
         of_flash_attn = "deterministic" in self.values
 
         def returned(outputs: Outputs) -> Any:
@@ -110,8 +110,8 @@ class CallArguments:
         return returned
 
     def check(self) -> None:
-        """Raise UnreadableCall for an argument that means something and that nobody has read."""
-        # Silence would compute something else than the caller meant.
+        """Raise UnreadableCall for an argument with an effect that has not been read."""
+        # Ignoring it would silently compute something else than the caller meant.
         for meaning in sorted(set(self.values) - self._read):
             value = self.values[meaning]
             if isinstance(value, torch.Tensor) or (value is not None and value not in (0, "")):
@@ -119,17 +119,17 @@ class CallArguments:
 
 
 def _signature(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
-    """Names in their order, and defaults; none of a function whose signature says nothing."""
+    """Return parameter names in order, and defaults; empty if the signature is of no use."""
     owner = getattr(function, "__self__", None)
-    # ``Function.apply`` takes what its ``forward`` takes after the context.
-    applied = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
-    signed: Callable[..., Any] = owner.forward if applied else function  # type: ignore[union-attr]  # it is one
+    # ``Function.apply`` has the parameters of its ``forward`` after the context.
+    is_apply = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+    target: Callable[..., Any] = owner.forward if is_apply else function  # type: ignore[union-attr]  # it is one
     try:
-        parameters = list(inspect.signature(signed).parameters.values())
+        parameters = list(inspect.signature(target).parameters.values())
     except (TypeError, ValueError):
         return [], {}
-    parameters = parameters[1:] if applied else parameters
-    # Names that do not cover the tensors cannot say what the arguments after them are.
+    parameters = parameters[1:] if is_apply else parameters
+    # With ``*args``, or fewer than three parameters, the names after q, k and v are unknown.
     if any(one.kind is one.VAR_POSITIONAL for one in parameters) or len(parameters) < len("qkv"):
         return [], {}
     named = [one for one in parameters if one.kind is not one.VAR_KEYWORD]

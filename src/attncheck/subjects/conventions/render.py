@@ -1,4 +1,4 @@
-"""A call of a kernel as Python source that needs torch and the kernel alone."""
+"""Renders a call of a kernel as Python source that needs only torch and the kernel."""
 
 from __future__ import annotations
 
@@ -9,44 +9,46 @@ from typing import Any
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Problem
 from attncheck.mods.scores import alibi_slopes, sequence_slopes
-from attncheck.subjects.conventions.convention import MadeArgument
+from attncheck.subjects.conventions.convention import ComputedArgument
 from attncheck.subjects.conventions.layouts import Layout
 
 
 def render_call(
     arguments: Mapping[str, Any], layout: Layout, *, base2: bool, drops_lse: bool, infinite: bool
 ) -> str | None:
-    """``def call(kernel, q, k, v)`` in attncheck's axes; None where an argument cannot be said.
+    """Return ``def call(kernel, q, k, v)`` in attncheck's axes; None if an argument has no source.
 
     Args:
-        base2: Whether its LSE is of base 2.
-        drops_lse: Whether an LSE that it gives is left out.
-        infinite: Whether LSE may be ∞ where a row sees no key; it is -∞ then.
+        base2: Whether the kernel's LSE has base 2.
+        drops_lse: Whether an LSE that it returns is ignored.
+        infinite: Whether its LSE may be ∞ in a row that sees no key, which is changed to -∞.
     """
-    made = [value for value in arguments.values() if isinstance(value, MadeArgument)]
+    made = [value for value in arguments.values() if isinstance(value, ComputedArgument)]
     if not all(value.text for value in made):
         return None
-    # Before the call: an expression may use names that another's setup makes.
+    # All setups come before the call, because an expression may use names from another's setup.
     lines = [line for value in made for line in value.setup.splitlines()]
     passed = [layout.texts[name] for name in "qkv"]
     for name, value in arguments.items():
-        passed.append(f"{name}={value.text if isinstance(value, MadeArgument) else repr(value)}")
+        passed.append(
+            f"{name}={value.text if isinstance(value, ComputedArgument) else repr(value)}"
+        )
     lines += ["given = kernel(", *(f"    {each}," for each in passed), ")"]
     lines += [
         "out, lse = given[:2] if isinstance(given, (tuple, list)) else (given, None)",
         'lse = lse if isinstance(lse, torch.Tensor) else getattr(lse, "lse", None)',
     ]
-    # A line that changes nothing would only be read.
+    # Lines that change nothing are left out.
     if layout.texts["out"] != "out":
         lines.append(f"out = {layout.texts['out']}")
     if drops_lse:
         lines.append("lse = None")
     else:
         changes = [] if layout.texts["lse"] == "lse" else [layout.texts["lse"]]
-        # As ``base2_to_natural``: once more to fp32, so that the script has the same bits.
+        # As ``base2_to_natural`` does, so that the script has the same bits.
         if base2:
             changes.append(f"(lse.double() * {math.log(2)!r}).float()")
-        # The script compares with the oracle, whose rows without keys have -∞.
+        # The script compares with the oracle, in which rows without keys have -∞.
         if infinite:
             changes.append('lse.masked_fill(lse == float("inf"), -float("inf"))')
         lines += [f"lse = None if lse is None else {change}" for change in changes]
@@ -55,13 +57,13 @@ def render_call(
 
 
 def render_score_mod(problem: Problem) -> str:
-    """``def score_mod(score, b, h, q_idx, kv_idx)``; empty where a step is more than a line.
+    """Return ``def score_mod(score, b, h, q_idx, kv_idx)``; empty if a step needs more than a line.
 
-    That is so of a learned table and of mods of one's own.
+    This is so for a learned table and a user's own mods.
     """
     lines = []
     for step in problem.score.walk():
-        if step.name == "chain":  # its parts come after it
+        if step.name == "chain":  # ``walk`` yields its parts afterwards
             continue
         expression = _score_expression(step, problem)
         if not expression:

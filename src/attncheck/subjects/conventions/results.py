@@ -1,4 +1,4 @@
-"""Results of a function of a convention: read, refused, and what it must not write to."""
+"""Reads the results of a function of a convention, and checks that it did not write to inputs."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import error_line
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.subjects.capabilities.subject import ContractViolation, Refused
-from attncheck.subjects.conventions.convention import ConventionOptions, MadeArgument
+from attncheck.subjects.conventions.convention import ComputedArgument, ConventionOptions
 from attncheck.subjects.conventions.layouts import Layout
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Within, what a kernel raises to say that it does not take its arguments is Refused."""
+    """Turn exceptions by which a kernel rejects its arguments into Refused within this context."""
     try:
         yield
-    except (ValueError, NotImplementedError, AssertionError) as error:  # others are errors
+    except (ValueError, NotImplementedError, AssertionError) as error:  # others are failures
         raise Refused(error_line(error)) from error
 
 
 class BrokenResult(ContractViolation):
-    """A result is not what its convention says; one line."""
+    """Raised if a result does not follow its convention, with the reason in one line."""
 
 
 class WroteToInput(ContractViolation):
-    """It wrote to an input; one line."""
+    """Raised if a kernel wrote to an input, which is named in one line."""
 
     rule = "mutation"
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The things where out and LSE should be; the executor checks whether they are tensors."""
+    """The objects returned as out and LSE; the executor checks whether they are tensors."""
 
     out: Any
     lse: Any = None
 
 
 def read_result(result: object, convention: str, most: int, options: ConventionOptions) -> Returned:
-    """Read ``out``, ``(out, lse)``, or up to ``most`` things in all.
+    """Return out and LSE from a result: out, or a tuple of 2 to ``most`` with out and LSE first.
 
-    Raises BrokenResult for anything else, and for a missing LSE where one is declared.
+    Raises BrokenResult for anything else, and if a declared LSE is missing.
     """
     if isinstance(result, tuple | list):
-        # As of functions that may also give weights, or a cache.
+        # Functions that may also return weights or a cache end their tuples with None.
         while len(result) > most and result[-1] is None:
             result = result[:-1]
     if isinstance(result, torch.Tensor):
@@ -78,56 +78,55 @@ def read_result(result: object, convention: str, most: int, options: ConventionO
 
 
 def to_outputs(returned: Returned, layout: Layout, options: ConventionOptions) -> Outputs:
-    """Bring results to attncheck's axes; raises BrokenResult for another shape."""
-    out = _reshaped("out", returned.out, layout.out_axes, layout.out)
+    """Return results converted to attncheck's axes; raises BrokenResult for a wrong shape."""
+    out = _convert("out", returned.out, layout.out_axes, layout.out)
     return Outputs(out, to_natural_lse(returned.lse, layout, options))
 
 
 def to_natural_lse(lse: Any, layout: Layout, options: ConventionOptions) -> Any:
-    """Bring LSE to attncheck's axes and natural logarithm; what is no tensor stays.
+    """Return LSE converted to attncheck's axes and natural logarithm, if it is a tensor.
 
-    Raises BrokenResult for another shape.
+    Raises BrokenResult for a wrong shape.
     """
-    lse = _reshaped("lse", lse, layout.lse_axes, layout.lse)
+    lse = _convert("lse", lse, layout.lse_axes, layout.lse)
     return base2_to_natural(lse) if options.lse == "base2" else lse
 
 
-def _reshaped(
-    name: str, value: Any, axes: str, known: Mapping[tuple[int, ...], Callable[..., Any]]
+def _convert(
+    name: str, value: Any, axes: str, conversions: Mapping[tuple[int, ...], Callable[..., Any]]
 ) -> Any:
-    """``value`` changed by what ``known`` has for its shape; no tensor stays as it is."""
-    if not known or not isinstance(value, torch.Tensor):
+    """Return ``value`` converted by the function for its shape; others than tensors unchanged."""
+    if not conversions or not isinstance(value, torch.Tensor):
         return value
     shape = tuple(value.shape)
-    if shape not in known:
-        expected = " or ".join(str(one) for one in known)
+    if shape not in conversions:
+        expected = " or ".join(str(one) for one in conversions)
         raise BrokenResult(f"{name}.shape={shape}, but should be {expected} ({axes})")
-    return known[shape](value)
+    return conversions[shape](value)
 
 
 def base2_to_natural(lse: Any) -> Any:
-    """A base-2 LSE times ln 2, rounded once more to its own dtype; what is no such tensor stays.
+    """Return a base-2 LSE times ln 2, rounded to its own dtype; other objects unchanged.
 
-    B18 of the manual counts three roundings of LSE at its own size: such a kernel's own, and this.
+    B18 of the manual counts three roundings of LSE at its own size: the kernel's, and this one.
     """
     if not isinstance(lse, torch.Tensor) or not lse.is_floating_point():
         return lse
     return (lse.double() * math.log(2)).to(lse.dtype)
 
 
-# ------------------------------------------------------------------ what must not change
+# ------------------------------------------------------------------ writes to inputs
 
-_EQUAL = torch.equal  # as it was before any kernel was imported
-_COPIED = 1 << 20  # bytes of a tensor that is copied; what is larger is made once more
+_EQUAL = torch.equal  # saved before a kernel's module could replace it
+_COPIED = 1 << 20  # bytes up to which a tensor is copied; larger ones are created again
 
 
 class MutationCheck:
-    """The state before a call of what a convention made of a Problem: tables, lengths, masks, mods.
-
-    Of a mod the tensors that it captures: the same object is what the function gets.
+    """The state before a call of tensors made for it: tables, lengths, masks, mods' captures.
 
     Args:
-        arguments: The same, as they are ``MadeArgument``.
+        passed: The keywords of the call.
+        arguments: The same keywords before MadeArguments were evaluated.
     """
 
     def __init__(
@@ -135,9 +134,11 @@ class MutationCheck:
     ) -> None:
         self._inputs = inputs
         self._input_addresses = {_address(tensor) for tensor in inputs.tensors().values()}
-        self._made = {n: each for n, each in arguments.items() if isinstance(each, MadeArgument)}
+        self._made = {
+            n: each for n, each in arguments.items() if isinstance(each, ComputedArgument)
+        }
         self._tensors = {name: self._own_tensors(passed[name]) for name in self._made}
-        # Copies lie on the CPU: they take nothing of a GPU's memory that was filled for the kernel.
+        # Copies lie on the CPU, because a GPU's free memory is filled for the kernel's call.
         self._copies = {
             name: [tensor.detach().to("cpu", copy=True) for tensor in tensors]
             for name, tensors in self._tensors.items()
@@ -145,7 +146,7 @@ class MutationCheck:
         }
 
     def check(self) -> None:
-        """Raise WroteToInput for the first argument that is not as it was."""
+        """Raise WroteToInput for the first argument that has changed."""
         for name, tensors in self._tensors.items():
             before = self._copies.get(name)
             if before is None:
@@ -159,7 +160,7 @@ class MutationCheck:
 
 
 def require_unchanged(name: str, its: torch.Tensor, mine: torch.Tensor) -> None:
-    """Raise WroteToInput unless ``its`` has the very bits of ``mine``."""
+    """Raise WroteToInput unless ``its`` is bitwise equal to ``mine``."""
     its, mine = (each.contiguous().flatten().view(torch.uint8) for each in (its, mine))
     if not _EQUAL(its, mine):
         raise WroteToInput(f"wrote to its input {name}")
@@ -170,8 +171,8 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Tensors that ``value`` is, or holds, or captures where it is a function."""
-    # A function may capture itself, and a list hold itself.
+    """Yield the tensors that ``value`` is, contains, or captures if it is a function."""
+    # A function may capture itself, and a list may contain itself.
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -187,7 +188,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     elif isinstance(value, functools.partial):
         parts = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, FunctionType):
-        # Its cells and defaults, and the tensors among the globals that it names.
+        # A function's closure, its defaults, and the tensors among the globals that it uses.
         named = (value.__globals__.get(name) for name in value.__code__.co_names)
         parts = [cell.cell_contents for cell in value.__closure__ or ()]
         parts += value.__defaults__ or ()

@@ -1,4 +1,4 @@
-"""The setting of torch's fp32 products, and the arithmetic of its fused kernels."""
+"""Sets the precision of torch's fp32 products, and declares the arithmetic of its fused kernels."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _LEGACY: dict[Products, str] = {"ieee": "highest", "tf32": "high"}
 
 @contextlib.contextmanager
 def fp32_products(products: Products) -> Iterator[None]:
-    """Inside, torch multiplies fp32 matrices exactly as fp32 (``ieee``) or in ``tf32``.
+    """Make torch multiply fp32 matrices in fp32 (``ieee``) or ``tf32`` within this context.
 
-    Sets the older process-wide setting as well as the newer ones for each backend: parts of torch
-    still read the older one, and refuse to when the two disagree (torch 2.9–2.13). Everything is
-    as before afterwards, an unset backend included.
+    This sets the older process-wide setting and each backend's newer one: parts of torch still read
+    the older one, and fail if the two disagree (torch 2.9–2.13). Afterwards all are restored, also
+    a backend's unset one.
     """
     cuda = torch.backends.cuda.matmul
     mkldnn = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # a module made at import
@@ -42,9 +42,9 @@ def fp32_products(products: Products) -> Iterator[None]:
 
 
 def _legacy_precision() -> str:
-    """The older setting; torch refuses to name it after tf32 came through a newer one alone."""
+    """Return the older setting; torch raises if only a newer one was set to tf32."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch 2.9 warns that the older setting is old
+        warnings.simplefilter("ignore")  # torch 2.9 warns that the setting is deprecated
         try:
             return torch.get_float32_matmul_precision()
         except RuntimeError:
@@ -53,24 +53,24 @@ def _legacy_precision() -> str:
 
 def _set_legacy(precision: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch 2.9 warns that the older setting is old
+        warnings.simplefilter("ignore")  # torch 2.9 warns that the setting is deprecated
         torch.set_float32_matmul_precision(precision)
 
 
 _16_BITS = {"fp16", "bf16"}
-# Rows of a tile of the CPU's backward, from so many rows on; and keys of one.
+# Tiles of the CPU's flash backward: (least number of query rows, rows per tile), and keys per tile.
 _CPU_ROWS = ((768, 256), (192, 64), (0, 32))
 _CPU_KEYS = 512
-# Of flash on a GPU: head dims up to the first have so many keys in a block, and parts are blocks.
+# Flash on a GPU: (largest head dim, keys per block). Parts of split keys are whole blocks.
 _BLOCKS = ((64, 256), (128, 128), (256, 64))
 _MOST_PARTS = 128
 
 
 def with_short_exp(assumed: Arithmetic, device: str) -> Arithmetic:
-    """Flash's arithmetic, given what is assumed of any kernel.
+    """Return the arithmetic of torch's flash kernel, by changing that assumed of any kernel.
 
-    On the CPU its exp of 16-bit inputs is a short polynomial: exp(0) = 1 − 5.3e-5 and, at −0.69, an
-    error of 1.02e-4 were measured (torch 2.13, by the LSE that
+    On the CPU its exp for 16-bit inputs is a short polynomial: exp(0) = 1 − 5.3e-5 and an error of
+    1.02e-4 at −0.69 were measured (torch 2.13, by the LSE that
     ``aten._scaled_dot_product_flash_attention_for_cpu`` exposes); 1,024 ulps of fp32 are 1.22e-4.
     """
     if device != "cpu" or assumed.products.name not in _16_BITS:
@@ -79,11 +79,11 @@ def with_short_exp(assumed: Arithmetic, device: str) -> Arithmetic:
 
 
 def with_split_keys(assumed: Arithmetic, problem: Problem, device: str) -> Arithmetic:
-    """Flash's forward on a GPU, which cuts the keys where rows are too few for the processors.
+    """Return the arithmetic of flash's forward on a GPU, which splits keys if rows are few.
 
-    FlashAttention-2 chooses the number of parts by how many of them are at work at once: up to 128,
-    of whole blocks of keys (``num_splits_heuristic`` and ``set_params_splitkv`` of its API). On an
-    H200 (torch 2.11) 256 keys of head dim 64 were one part and 1,024 four.
+    FlashAttention-2 chooses the number of parts by how many processors they keep busy: up to 128
+    parts of whole key blocks (``num_splits_heuristic`` and ``set_params_splitkv`` of its API). On
+    an H200 (torch 2.11) 256 keys of head dim 64 were one part and 1,024 were four.
     """
     if device == "cpu":
         return assumed
@@ -93,11 +93,11 @@ def with_split_keys(assumed: Arithmetic, problem: Problem, device: str) -> Arith
 
 
 def with_three_products(assumed: Arithmetic) -> Arithmetic:
-    """The efficient kernel in fp32 on a GPU, of which each product is three of tf32.
+    """Return the arithmetic of the efficient kernel in fp32 on a GPU: products of 3 × tf32.
 
-    P is its rounding to tf32 and that of the rest, at most 2^-12 beside 1/2 ≤ P < 1: together
-    within 2^-24 of P, an ulp more than exp2's. On an H200 (torch 2.11) 3.1 ulps were seen, those of
-    rounded arguments among them.
+    P is the sum of its rounding to tf32 and the rounded rest, at most 2^-12 for 1/2 ≤ P < 1:
+    together within 2^-24 of P, an ulp in addition to exp2's. On an H200 (torch 2.11) 3.1 ulps were
+    measured, which include rounded arguments.
     """
     if assumed.products.name != "fp32":
         return assumed
@@ -107,19 +107,20 @@ def with_three_products(assumed: Arithmetic) -> Arithmetic:
 def with_rounded_sums(
     assumed: Arithmetic, problem: Problem, device: str, *, whole: bool = True
 ) -> Arithmetic:
-    """The same of flash's gradients; not ``whole``: it may be called for parts of the rows.
+    """Return the arithmetic of flash's gradients, which it sums in 16 bits on the CPU.
 
-    On the CPU it adds dK and dV of 16-bit inputs up in their own format, once for each tile of
-    query rows (32, 64 from 192 rows on, 256 from 768) of each head that shares a key head, and dQ
-    once for each 512 keys. Measured in bf16 and fp16 (torch 2.13): the RMSE of dK and dV, in units
-    of the format's roundoff and of their own RMS, is 0.7 at 64 rows, 1.0 at 512 and at 2,048, and
-    with 8 heads to a key head 1.3 and 2.4; where all is added in fp32 it is 0.4.
+    For 16-bit inputs it adds to dK and dV in the inputs' format after each tile of query rows (32,
+    64 from 192 rows on, 256 from 768) of each head that shares a key head, and to dQ after each 512
+    keys. If not ``whole``, it may be called for parts of the rows. Measured in bf16 and fp16
+    (torch 2.13): the RMSE of dK and dV, in units of the format's roundoff and of their own RMS, is
+    0.7 at 64 rows, 1.0 at 512 and at 2,048, and with 8 heads to a key head 1.3 and 2.4; with sums
+    in fp32 it is 0.4.
     """
     if device != "cpu":
         return with_rounded_heads(assumed, problem)
     if assumed.output.name not in _16_BITS:
         return assumed
-    # Of a call for a part of the rows the smallest tiles are assumed: most sums.
+    # A call for part of the rows may use the smallest tiles, which means the most sums.
     query = problem.query if whole else 0
     rows = next(size for least, size in _CPU_ROWS if query >= least)
     return replace(
@@ -130,22 +131,22 @@ def with_rounded_sums(
 
 
 def with_rounded_heads(assumed: Arithmetic, problem: Problem) -> Arithmetic:
-    """Flash's and cuDNN's gradients on a GPU, where query heads share a key head.
+    """Return the arithmetic of flash's and cuDNN's gradients on a GPU with shared key heads.
 
-    Both have dK and dV of each query head in the output format, and add them up afterwards. On an
-    H200 (torch 2.11) 2 to 5 heads to a key head, and no case of a head each, went beyond the bound
-    of sums in fp32, by up to 1.2.
+    Both round dK and dV of each query head to the output format before they sum over heads. On an
+    H200 (torch 2.11) cases with 2 to 5 heads to a key head exceeded the bound of fp32 sums, up to
+    1.2 times; no case with one head each did.
     """
     shared = problem.group > 1 and assumed.output.name in _16_BITS
     return replace(assumed, sums_rounded_heads=True) if shared else assumed
 
 
 def with_rounded_weights(assumed: Arithmetic) -> Arithmetic:
-    """The efficient kernel's gradients.
+    """Return the arithmetic of the efficient kernel's gradients.
 
-    It stores P in 16 bits for dV = Pᵀ dO, and takes dS = P (dO · v − δ) of what it stored
-    (``kernel_backward.h`` of CUTLASS's fused attention). On an H200 (torch 2.11) dQ and dK went
-    beyond the bound of an unrounded P by up to 1.1.
+    It stores P in 16 bits for dV = Pᵀ dO, and computes dS = P (dO · v − δ) from the stored P
+    (``kernel_backward.h`` of CUTLASS's fused attention). On an H200 (torch 2.11) dQ and dK exceeded
+    the bound for an unrounded P up to 1.1 times.
     """
     return replace(assumed, rereads_weights=assumed.output.name in _16_BITS)
 
@@ -154,22 +155,22 @@ _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class CpuFlashDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Within, notes whether the kernel is called; changes nothing."""
+    """A mode that detects calls of torch's CPU flash kernel, and changes nothing."""
 
-    supports_higher_order_operators = True  # flex_attention is one: it passes through as it is
+    supports_higher_order_operators = True  # flex_attention is one
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.called = False  # whether it was
+        self.called = False  # whether the kernel was called
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Else a kernel that compiles a graph would be called uncompiled, operator by operator."""
+        """Return True; otherwise torch would run a compiled graph operator by operator."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports its compiler, which takes longer than torch itself, and Triton."""
+        """Return False; otherwise torch imports its compiler and Triton, which is slow."""
         return False
 
     def __torch_dispatch__(
@@ -179,7 +180,7 @@ class CpuFlashDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """``func`` as it is."""
+        """Call ``func`` unchanged."""
         del types
         self.called |= getattr(func, "overloadpacket", None) is _FLASH
         return func(*args, **(kwargs or {}))

@@ -22,8 +22,8 @@ from attncheck.subjects.conventions.convention import (
     WRITTEN_OUT,
     Argument,
     Arguments,
+    ComputedArgument,
     Convention,
-    MadeArgument,
     Parameter,
     Request,
     needed,
@@ -45,14 +45,14 @@ def _check_heads(q: torch.Tensor, k: torch.Tensor, *, grouped: bool) -> None:
 
 
 def _bind_sdpa(request: Request) -> Arguments | str:
-    """Arguments for a Problem, or why there are none.
+    """Return arguments for a Problem, or why there are none.
 
     * ``is_causal`` is passed for the causal mask, aligned top-left as in torch; every other mask is
-      a boolean ``attn_mask`` (True: seen) that broadcasts to the scores;
-    * ``scale`` is left out where it is 1/√head_dim, so that its default is examined too;
-    * ``enable_gqa`` is passed where there are fewer key than query heads;
-    * ``attn_bias`` is what a score mod adds, and ``key_padding_mask`` True of keys that padding
-      hides, as torch's ``MultiheadAttention`` has it.
+      a boolean ``attn_mask`` (True: visible) that broadcasts to the scores;
+    * ``scale`` is left out if it is 1/√head_dim, so that its default is tested too;
+    * ``enable_gqa`` is passed if there are fewer key than query heads;
+    * ``attn_bias`` holds an additive score mod, and ``key_padding_mask`` is True for keys that
+      padding hides, as in torch's ``MultiheadAttention``.
     """
     problem, bias = request.problem, request.bias()
     if problem.score != NONE and "bias" not in request.able:
@@ -64,7 +64,7 @@ def _bind_sdpa(request: Request) -> Arguments | str:
         written["key_padding"] = request.key_padding(seen=False)
         problem = problem.replace(mask=without_padding(problem.mask))
     band, lengths = band_of(problem.mask, problem.dimensions), [(problem.query, problem.kv)]
-    # By what it shows, not by name: at equal lengths several masks are the causal one.
+    # Not by the mask's name, because at equal lengths several masks equal the causal one.
     window = band and band_window(band, lengths, bottom_right=request.bottom_right)
     causal = window == (-1, 0)
     flagged = causal and "causal" in request.able
@@ -79,16 +79,16 @@ def _bind_sdpa(request: Request) -> Arguments | str:
         "sinks": request.sinks(),
         **written,
     }
-    lacks = [name for name, one in arguments.items() if one.when == "needed"]
-    lacks = [name for name in lacks if name not in request.able]
-    # What else it lacks is said first, by the function's own check.
-    if causal and lacks == ["attn_mask"]:
+    missing = [name for name, one in arguments.items() if one.when == "needed"]
+    missing = [name for name in missing if name not in request.able]
+    # Other missing parameters are reported by FunctionSubject.
+    if causal and missing == ["attn_mask"]:
         return "takes no attn_mask or is_causal"
     return arguments
 
 
-def _written_mask(problem: Problem) -> MadeArgument:
-    return MadeArgument(
+def _written_mask(problem: Problem) -> ComputedArgument:
+    return ComputedArgument(
         make=lambda inputs: attention_mask(problem, str(inputs.device)),
         text="mask",
         what="attn_mask",
@@ -97,15 +97,15 @@ def _written_mask(problem: Problem) -> MadeArgument:
 
 
 def _parse_sdpa(call: CallArguments) -> ParsedCall:
-    """The Problem of a call; raises UnreadableCall for a bias with a gradient."""
+    """Return the computation of a call; raises UnreadableCall for a bias with a gradient."""
     q, k, v = (call.tensor(name) for name in "qkv")
     mask: Spec | torch.Tensor = Spec.of("causal") if call.value("causal") else FULL
     score, table = None, call.value("attn_mask")
-    # A float mask is an added bias, a bool one says what is seen.
+    # A float mask is a bias to be added; in a bool mask, True means visible.
     if table is not None:
         if not isinstance(table, torch.Tensor) or mask != FULL:
             raise UnreadableCall("its mask is no tensor, or is_causal is set beside it")
-        # The kernel in its place would give no gradient of the bias.
+        # The kernel that replaces it would return no gradient of the bias.
         if table.requires_grad:
             raise UnreadableCall("its mask has a gradient")
         if table.dtype is torch.bool:
@@ -129,7 +129,7 @@ def _parse_sdpa(call: CallArguments) -> ParsedCall:
 SDPA = Convention(
     name="sdpa",
     summary="a function of query, key, value, called like F.scaled_dot_product_attention",
-    # torch's own gives no LSE and has no sinks: those are passed only to who names them.
+    # torch's own function has neither LSE nor sinks: they need a function that names them.
     parameters=(
         Parameter("attn_mask", ("attn_mask", "mask")),
         Parameter("dropout", ("dropout_p",), of_result=True),
@@ -159,30 +159,30 @@ SDPA = Convention(
 
 
 def flex_score_mod(problem: Problem, device: str) -> ScoreMod:
-    """The Problem's score mod, whose result has the score's dtype: flex would keep a float64."""
+    """Return the score mod with its result cast to the score's dtype: flex would keep float64."""
     mod = problem.score_mod(device)
 
-    def of_its_dtype(
+    def in_score_dtype(
         score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
     ) -> torch.Tensor:
         return mod(score, b, h, q, kv).to(score.dtype)
 
-    return of_its_dtype
+    return in_score_dtype
 
 
 def flex_block_mask(problem: Problem, device: str) -> BlockMask:
-    """The Problem's mask as a BlockMask, for one sequence or head where all see the same keys."""
+    """Return the mask as a BlockMask, with one sequence or head if all see the same keys."""
     mask = problem.mask_mod(device)
     b = torch.arange(problem.batch, device=device).view(-1, 1)
     h = torch.arange(problem.heads, device=device).view(1, -1)
     first = torch.zeros((1, 1), dtype=torch.int64, device=device)
-    # Broadcasting tells whether the mask reads b or h: only then does that length come out.
+    # The result broadcasts to more than one sequence or head only if the mask reads b or h.
     sequences, heads = (mask(b, h, first, first) & torch.ones_like(first, dtype=torch.bool)).shape
     return flex.create_block_mask(mask, sequences, heads, problem.query, problem.kv, device=device)
 
 
 def uncompiled_flex() -> AbstractContextManager[object]:
-    """Within, flex_attention that is not compiled does no tracing, and does not warn of it."""
+    """Return a context in which uncompiled flex_attention neither traces nor warns about it."""
     return mock.patch.object(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", new=True)
 
 
@@ -193,21 +193,20 @@ def mask_mod(b, h, q_idx, kv_idx):
 
 
 def _bind_flex(request: Request) -> Arguments:
-    """Arguments for a Problem: every mask and every score mod can be passed.
+    """Return arguments for a Problem: every mask and every score mod can be passed.
 
-    A ``block_mask`` is made before the call; where there is none, ``mask_mod`` is the callable. LSE
-    is requested by ``return_aux``, since torch warns of ``return_lse``; by that one where it is
-    alone.
+    A ``block_mask`` is made before the call; functions without it get ``mask_mod``. LSE is
+    requested by ``return_aux`` if possible, because torch warns about ``return_lse``.
     """
     problem = request.problem
     setup = render_score_mod(problem)
-    score = MadeArgument(
+    score = ComputedArgument(
         make=lambda inputs: flex_score_mod(problem, str(inputs.device)),
         text="score_mod" if setup else "",
         setup=setup,
     )
     by_aux = "return_aux" in request.able
-    aux = MadeArgument(
+    aux = ComputedArgument(
         make=lambda _inputs: flex.AuxRequest(lse=True),
         text="torch.nn.attention.flex_attention.AuxRequest(lse=True)",
     )
@@ -225,15 +224,15 @@ def _bind_flex(request: Request) -> Arguments:
 def _flex_mask(problem: Problem, able: frozenset[str]) -> dict[str, Argument]:
     if problem.mask == FULL:
         return {"block_mask": spare(None), "mask_mod": spare(None)}
-    # A block mask is what flex_attention itself takes, and its tiles are examined with it.
+    # A block mask is preferred: flex_attention itself takes one, and its tiles are tested too.
     if "mask_mod" in able and "block_mask" not in able:
-        mask = MadeArgument(
+        mask = ComputedArgument(
             make=lambda inputs: problem.mask_mod(str(inputs.device)),
             text="mask_mod",
             setup=_MASK_OF_TABLE,
         )
         return {"mask_mod": needed(mask)}
-    blocks = MadeArgument(
+    blocks = ComputedArgument(
         make=lambda inputs: flex_block_mask(problem, str(inputs.device)),
         text="torch.nn.attention.flex_attention.create_block_mask("
         "mask_mod, *sees.shape, device=q.device)",
@@ -245,7 +244,7 @@ def _flex_mask(problem: Problem, able: frozenset[str]) -> dict[str, Argument]:
 
 
 def _parse_flex(call: CallArguments) -> ParsedCall:
-    """The Problem of a call; raises UnreadableCall where it requests the largest scores."""
+    """Return the computation of a call; raises UnreadableCall if it requests the largest scores."""
     q, k, v = (call.tensor(name) for name in "qkv")
     blocks, mask = call.value("block_mask"), call.value("mask_mod")
     _check_heads(q, k, grouped=call.value("enable_gqa"))
@@ -287,6 +286,6 @@ FLEX = Convention(
     bind=_bind_flex,
     parse=_parse_flex,
     claims_function=lambda names, _dotted: bool(names & {"score_mod", "block_mask", "mask_mod"}),
-    # On a CPU torch's own function gives its dense formula, without tracing or a warning.
+    # On a CPU torch's own function computes a dense formula; without this it would trace and warn.
     within=lambda device: uncompiled_flex() if device == "cpu" else nullcontext(),
 )

@@ -1,4 +1,4 @@
-"""Masks that are bands along the diagonal ↔ the windows, flags and slopes that kernels take."""
+"""Converts masks that are bands along the diagonal to windows and flags of kernels, and back."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
     Mod = Callable[..., Tensor]
 
-_FAR = 2**30  # beyond any key
+_UNLIMITED = 2**30  # beyond any key
 
 
 # ------------------------------------------------------------------ masks → windows
 
 
 def diagonal_offset(lengths: Lengths, *, bottom_right: bool) -> int:
-    """``j - i`` on the diagonal: 0 where it is aligned top-left, else what ends in the corner."""
+    """Return ``j - i`` on the diagonal: 0 if aligned top-left, kv - query if bottom-right."""
     query, kv = lengths
     return kv - query if bottom_right else 0
 
@@ -40,32 +40,31 @@ def band_window(
     bottom_right: bool,
     leads: Iterable[int] | None = None,
 ) -> tuple[int, int] | None:
-    """``(left, right)`` with which a kernel's window is ``band`` in every sequence.
+    """Return ``(left, right)`` of the kernel's window that equals ``band`` in every sequence.
 
     Row i of such a window sees the keys ``i + offset - left`` to ``i + offset + right``; -1 is no
-    limit. None where no window is it: the diagonal lies elsewhere, or differs between sequences.
+    limit. None if there is none: the diagonal lies elsewhere, or differs between sequences.
 
     Args:
-        bottom_right: How the window is aligned.
-        leads: By how much the index of a sequence's first key is above that of its first row, for
-            each; None: by nothing.
+        bottom_right: Whether the window is aligned bottom-right.
+        leads: The index of each sequence's first key minus that of its first row; None: 0.
     """
-    alive = [
+    nonempty = [
         (query - lead, kv + lead, diagonal_offset((query, kv), bottom_right=bottom_right) + lead)
         for (query, kv), lead in zip(
             sequences, itertools.repeat(0) if leads is None else leads, strict=False
         )
-        if min(query, kv) > 0  # others see nothing
+        if min(query, kv) > 0  # other sequences have nothing to see
     ]
     low, high = band.least, band.most
-    # Of a window's left edge everything is mirrored: rows for keys, and signs.
-    left = _edge(None if low is None else -low, [(query, -at) for query, _, at in alive])
-    right = _edge(high, [(kv, at) for _, kv, at in alive])
+    # The left edge is the right one mirrored: rows in place of keys, and opposite signs.
+    left = _edge(None if low is None else -low, [(query, -at) for query, _, at in nonempty])
+    right = _edge(high, [(kv, at) for _, kv, at in nonempty])
     return None if left is None or right is None else (left, right)
 
 
 def _edge(limit: int | None, sequences: list[tuple[int, int]]) -> int | None:
-    """The number for ``limit`` that holds in all sequences of (first index beyond, offset)."""
+    """Return the window's edge for ``limit`` in all sequences of (end index, offset), or None."""
     if limit is None:
         return -1
 
@@ -86,9 +85,9 @@ def _edge(limit: int | None, sequences: list[tuple[int, int]]) -> int | None:
 
 
 def window_mask(left: int, right: int, query: int, kv: int) -> Spec | Mod:
-    """The mask of a window: row i sees keys from i + kv − query − left to i + kv − query + right.
+    """Return the mask in which row i sees keys i + kv − query − left to i + kv − query + right.
 
-    One of the library where there is one: kernels know those by name. -1 is no limit.
+    -1 is no limit. The mask is one of the library if possible, because kernels know their names.
     """
     offset = kv - query
     if left < 0 and right < 0:
@@ -98,8 +97,8 @@ def window_mask(left: int, right: int, query: int, kv: int) -> Spec | Mod:
     if right == 0 and offset >= 0:
         window = Spec.of("sliding_window", window=left + 1)
         return Spec.of("offset", window, rows=offset) if offset else window
-    low = offset - left if left >= 0 else -_FAR
-    high = offset + right if right >= 0 else _FAR
+    low = offset - left if left >= 0 else -_UNLIMITED
+    high = offset + right if right >= 0 else _UNLIMITED
 
     def seen(_b: Tensor, _h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (kv_idx - q_idx >= low) & (kv_idx - q_idx <= high)
@@ -110,28 +109,28 @@ def window_mask(left: int, right: int, query: int, kv: int) -> Spec | Mod:
 def packed_window_mask(
     left: int, right: int, rows: Sequence[int], keys: Sequence[int], *, device: torch.device
 ) -> Spec | Mod:
-    """The mask of a window in each of several sequences, one behind the other.
+    """Return the mask of a window in each of several packed sequences.
 
     Args:
-        rows: Where each sequence's rows begin, and where the last one's end.
-        keys: The same of keys.
+        rows: The first row of each sequence, and the end of the last sequence.
+        keys: The first key of each sequence, and the end of the last sequence.
     """
     query_lengths, kv_lengths = (
         tuple(end - start for start, end in itertools.pairwise(starts)) for starts in (rows, keys)
     )
     if query_lengths == kv_lengths:
-        of_one = window_mask(left, right, 1, 1)
+        window = window_mask(left, right, 1, 1)
         document = Spec.of("document", lengths=query_lengths)
-        if isinstance(of_one, Spec):
-            return document if of_one == FULL else Spec.of("and", document, of_one)
+        if isinstance(window, Spec):
+            return document if window == FULL else Spec.of("and", document, window)
     elif left < 0 and right < 0:
         return Spec.of("documents", query_lengths=query_lengths, kv_lengths=kv_lengths)
-    first_key, last_key = [], []  # that each row sees
+    first_key, last_key = [], []  # of those that each row sees
     for number, query in enumerate(query_lengths):
         first, end = keys[number : number + 2]
-        for own in range(end - query, end):  # the key on each row's diagonal
-            first_key.append(max(first, own - left) if left >= 0 else first)
-            last_key.append(min(end - 1, own + right) if right >= 0 else end - 1)
+        for diagonal in range(end - query, end):
+            first_key.append(max(first, diagonal - left) if left >= 0 else first)
+            last_key.append(min(end - 1, diagonal + right) if right >= 0 else end - 1)
     low, high = (torch.tensor(each, device=device) for each in (first_key, last_key))
 
     def seen(_b: Tensor, _h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -143,27 +142,27 @@ def packed_window_mask(
 def softcap_and_slopes(
     cap: float, slopes: Tensor | None, heads: int, offset: int, *, causal: bool
 ) -> Spec | Mod | None:
-    r"""A softcap and then slopes, as flash-attn has them: −slope · \\|i + offset − j\\|.
+    r"""Return a softcap followed by flash-attn's slopes, −slope · \\|i + offset − j\\|.
 
     Args:
         cap: 0 for none.
         slopes: ``(heads,)`` or ``(batch, heads)``; None for none.
-        offset: By how much a row's own key is above it.
-        causal: Whether no row sees a key after its own.
+        offset: Row i is on the diagonal at key i + offset.
+        causal: Whether rows see no keys after the diagonal.
     """
     capped = Spec.of("softcap", cap=float(cap)) if cap else None
     if slopes is None:
         return capped
-    usual = slopes.dim() == 1 and slopes.float().tolist() == list(alibi_slopes(heads))
-    if causal and not offset and usual:
+    is_alibi = slopes.dim() == 1 and slopes.float().tolist() == list(alibi_slopes(heads))
+    if causal and not offset and is_alibi:
         sloped = Spec.of("alibi")
         return Spec.of("chain", capped, sloped) if capped else sloped
-    bend = softcap(fp32(cap)) if cap else None
+    apply_cap = softcap(fp32(cap)) if cap else None
     by_batch = slopes.float().expand(1, -1) if slopes.dim() == 1 else slopes.float()
     per_batch = len(by_batch) > 1
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        bent = bend(score, b, h, q_idx, kv_idx) if bend else score
+        bent = apply_cap(score, b, h, q_idx, kv_idx) if apply_cap else score
         slope = by_batch[b, h] if per_batch else by_batch[b * 0, h]
         return bent - slope.to(score.dtype) * (q_idx + offset - kv_idx).abs()
 
