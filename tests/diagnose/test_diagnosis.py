@@ -23,7 +23,7 @@ from attncheck.diagnose.diagnosis import (
 from attncheck.diagnose.explanations import Findings
 from attncheck.fault_models import FAULT_MODELS
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.fault_explanation import FaultExplanation, count_equals
+from attncheck.judge.fault_explanation import FaultExplanation, count_ties
 from attncheck.records.record import Diagnosis, Record
 from attncheck.reporting.diagnosis_text import diagnosis_text
 from attncheck.subjects.ideal import Ideal
@@ -183,7 +183,7 @@ def test_what_one_row_cannot_tell_apart_a_larger_problem_does():
     small = explain_failure(
         run_case(OneKeyWider(), two_keys, device="cpu"), OneKeyWider(), device="cpu"
     )
-    tied = [one.name for one in small.ranking[: count_equals(small.ranking)]]
+    tied = [one.name for one in small.ranking[: count_ties(small.ranking)]]
     assert {"mask-one-key-wider", "mask-ignored"} <= set(tied)
     found = told_record(OneKeyWider(), two_keys).diagnosis
     assert [one.model for one in found.ranked[: found.tied]] == ["mask-one-key-wider"]
@@ -202,7 +202,7 @@ def test_what_is_never_written_is_told_from_nan():
     record = run_case(spoiled(unwritten), Case(problem=late), device="cpu")
     failed = msgspec.structs.replace(record, status="fail")  # what lay there may have been right
     found = explain_failure(failed, spoiled(unwritten), device="cpu").ranking
-    assert [one.name for one in found[: count_equals(found)]] == ["rows-unwritten"]
+    assert [one.name for one in found[: count_ties(found)]] == ["rows-unwritten"]
 
 
 class NowAndThen(OneKeyWider):

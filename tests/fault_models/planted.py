@@ -14,7 +14,7 @@ from attncheck.fault_models import FAULT_MODELS
 from attncheck.fault_models.exact_attention import ExactAttention
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.fault_explanation import count_equals
+from attncheck.judge.fault_explanation import count_ties
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution
@@ -123,7 +123,7 @@ def exact(number):
 def named(result, evidence):
     """Models that explain what a kernel gave equally well and better than all others."""
     found = explain(result, evidence)
-    return [one.name for one in found.ranking[: count_equals(found.ranking)]] if found else []
+    return [one.name for one in found.ranking[: count_ties(found.ranking)]] if found else []
 
 
 TILES = Tiling(block_query=16, block_kv=32)

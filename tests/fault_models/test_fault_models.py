@@ -27,11 +27,11 @@ from attncheck.diagnose.explanations import explain, fitting_predictions, observ
 from attncheck.fault_models import FAULT_MODELS, RIGHT
 from attncheck.fault_models.exact_attention import TRIED_TILES, ExactAttention, ExactGradients
 from attncheck.fault_models.fault_model import SIGNS
-from attncheck.fault_models.layout_models import contiguous, read_as, wider
+from attncheck.fault_models.layout_models import contiguous, read_with_strides, wider
 from attncheck.faults.catalogue import FAULTS
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.fault_explanation import count_equals
+from attncheck.judge.fault_explanation import count_ties
 from attncheck.relations import relation_named
 from attncheck.verify.evidence_builder import EvidenceBuilder
 
@@ -290,7 +290,7 @@ def test_a_fault_of_layouts_is_named(name, problem, question):
     wrong = [found for found in results if found is not None]  # some read what they should
     assert wrong
     for found in wrong:
-        assert name in [one.name for one in found.ranking[: count_equals(found.ranking)]]
+        assert name in [one.name for one in found.ranking[: count_ties(found.ranking)]]
 
 
 def test_where_nothing_lies_behind_the_keys_nothing_is_wrong():
@@ -306,8 +306,8 @@ def test_where_nothing_lies_behind_the_keys_nothing_is_wrong():
 
 def test_beyond_its_memory_the_last_number_is_read_or_none():
     tensor = torch.arange(6.0).view(2, 3)
-    assert [x.tolist() for x in read_as(tensor, (3, 1))] == [tensor.tolist()]
-    last, none = read_as(tensor, (5, 1))
+    assert [x.tolist() for x in read_with_strides(tensor, (3, 1))] == [tensor.tolist()]
+    last, none = read_with_strides(tensor, (5, 1))
     assert last.tolist() == [[0, 1, 2], [5, 5, 5]]
     assert none.tolist() == [[0, 1, 2], [5, 0, 0]]
     assert next(wider(tensor, 1, 4)).tolist() == [[0, 1, 2, 3], [3, 4, 5, 5]]

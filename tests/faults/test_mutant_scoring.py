@@ -95,7 +95,7 @@ def test_what_writes_to_its_inputs_is_not_stillborn(tmp_path):
     path = tmp_path / "writes.py"
     path.write_text(KERNEL.replace("unused = 1 + 2", "query.detach().mul_(2)"))
     job = mutant_scoring._Job(None, path, "attention", "check")
-    assert job._stillborn(f"{path}::attention") == ""
+    assert job._immediate_error(f"{path}::attention") == ""
 
 
 def test_what_the_table_argues_counts_for_neither_side(mine):
@@ -124,7 +124,7 @@ def test_a_name_is_judged_by_the_table(mine):
     score = MutantScore(**facts, outcome="caught", status="fail", level="named", certain=1)
 
     def judged(of=family, **facts):
-        return mutant_scoring.judged_name(msgspec.structs.replace(score, **facts), of).named
+        return mutant_scoring.rate_diagnosis(msgspec.structs.replace(score, **facts), of).named
 
     assert judged(models=("scale-twice", "mask-ignored")) == "right"
     assert judged(models=("mask-ignored", "scale-twice"), certain=2) == "right"
@@ -146,7 +146,7 @@ def test_what_is_written_out_of_bounds_is_its_own_cause():
     """Nobody calls such a kernel again: no search is there to."""
     failed = SimpleNamespace(judgement=SimpleNamespace(rule="memory"))
     told = {}
-    mutant_scoring._Job._name(failed, None, None, lambda **fields: told.update(fields))
+    mutant_scoring._Job._diagnose(failed, None, None, lambda **fields: told.update(fields))
     assert (told["level"], told["models"], told["certain"]) == ("proven", ["memory"], 1)
 
 
@@ -157,9 +157,9 @@ def test_one_that_ends_its_process_or_hangs_is_caught(monkeypatch):
         tell(questions=3)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    found = mutant_scoring._in_a_fork(crashes)
+    found = mutant_scoring._run_in_fork(crashes)
     assert (found["outcome"], found["status"], found["questions"]) == ("caught", "crash", 3)
-    found = mutant_scoring._in_a_fork(lambda _: time.sleep(100))
+    found = mutant_scoring._run_in_fork(lambda _: time.sleep(100))
     assert (found["outcome"], found["status"]) == ("caught", "timeout")
 
 
@@ -184,7 +184,7 @@ def test_what_attncheck_raises_is_no_catch():
     def broken(_):
         raise AssertionError("ours")
 
-    assert mutant_scoring._in_a_fork(broken) == {"reason": "AssertionError('ours')"}
+    assert mutant_scoring._run_in_fork(broken) == {"reason": "AssertionError('ours')"}
 
 
 def test_what_cannot_be_mutated_is_said(mine, tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.faults import continuous_faults, sensitivity
 from attncheck.faults.continuous_faults import CONTINUOUS_FAULTS, continuous_fault_named
-from attncheck.faults.sensitivity import measure_sensitivity, smallest_seen
+from attncheck.faults.sensitivity import measure_sensitivity, smallest_detected
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.fault_scores import (
@@ -46,7 +46,7 @@ def seeing(thresholds):
 @given(st.lists(st.integers(-1, len(SIZES) - 1), max_size=8))
 def test_the_smallest_is_found_and_every_question_is_asked_about_the_next(thresholds):
     questions, asked = seeing(thresholds)
-    found = smallest_seen(questions, SIZES)
+    found = smallest_detected(questions, SIZES)
     best = max(thresholds, default=-1)
     assert found.size == (SIZES[best] if best >= 0 else None)
     assert found.below == (SIZES[best + 1] if best + 1 < len(SIZES) else None)
@@ -60,7 +60,7 @@ def test_the_smallest_is_found_and_every_question_is_asked_about_the_next(thresh
 
 def test_where_the_best_is_first_others_are_asked_once():
     questions, asked = seeing([20, *itertools.repeat(3, 50)])
-    assert smallest_seen(questions, SIZES).size == SIZES[20]
+    assert smallest_detected(questions, SIZES).size == SIZES[20]
     # Up to the best one twice as far each time, then by halves: two logarithms.
     assert len(asked) == 50 + len([each for each in asked if each[0] == 0])
     assert len([each for each in asked if each[0] == 0]) <= 2 * 5 + 2
@@ -70,7 +70,7 @@ def test_seeing_need_not_be_monotone():
     def sees(number):
         return number in {0, 1, 2, 3, 7, 8}
 
-    found = smallest_seen([("odd", sees)], SIZES)
+    found = smallest_detected([("odd", sees)], SIZES)
     assert sees(SIZES.index(found.size))
     assert not sees(SIZES.index(found.below))
 

@@ -1,8 +1,8 @@
 """Confirmation of a fault model on independent problems.
 
-A model that explains one failure may be one of many that predict the same there. It is the cause
-only if it also predicts what the kernel gives on problems of other numbers, lengths, heads, scales
-and masks, where it and its neighbours differ, and is wrong on one of them at least.
+Many models may predict the same numbers for one failure. A model is the cause only if it also
+predicts the kernel's results on problems with other numbers, lengths, heads, scales and masks,
+where similar models differ from it, and the kernel is wrong on at least one of these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attncheck.diagnose.explanations import (
     fitting_predictions,
     form_tiles,
     forms_of,
-    within_twice,
+    passing_response,
     words_of,
 )
 from attncheck.fault_models import FAULT_MODELS
@@ -35,35 +35,35 @@ if TYPE_CHECKING:
     from attncheck.judge.fault_explanation import FaultPrediction
 
     Ask = Callable[[Case], Sequence[Response]]
-    """What the kernel gives in each run of a Case; nothing where it does not take it."""
+    """Runs the kernel on a Case: a Response for each run; empty if it does not support the Case."""
 
-_FEWEST = 7  # cases that are asked however long they take
-_ENOUGH = 3  # answers, of fewer of which nothing is confirmed
-_SAME = 2.0**-30  # of float64 numbers that are computed otherwise, and far below any rounding
+_FEWEST = 7  # responses that are awaited regardless of the time limit
+_ENOUGH = 3  # responses needed to confirm anything
+_SAME = 2.0**-30  # relative distance of equal results computed in different ways in float64
 
 
 def independent_cases(
     case: Case, takes: Callable[[Problem], bool] = lambda _problem: True
 ) -> Iterator[Case]:
-    """Yield cases like ``case`` of other numbers, lengths, heads, scale and head dim.
+    """Yield cases like ``case`` with other numbers, lengths, heads, scale and head dim.
 
-    They have what the problem has and no more: of a second fault in what it has not, a mask say,
-    its own cause would be refuted there.
+    They have no feature, such as a mask, that the problem lacks: a second fault in that feature
+    would refute the cause of the failure.
 
     Args:
-        case: That failed.
-        takes: Whether the kernel takes a Problem; the nearest that it does is asked in its place.
+        case: The Case that failed.
+        takes: Whether the kernel supports a Problem; else the nearest supported one is used.
     """
     problem = case.problem
     seed, dim = problem.seed + 1, 64 if problem.head_dim > 64 else 128
     group = {"heads": 4, "kv_heads": 2} if problem.heads < 4 else {}
-    # The usual scale goes with the head dim: many kernels take no other.
+    # The usual scale depends on the head dim, and many kernels support no other.
     scale = (
         {"scale": USUAL_SCALE} if problem.scale == problem.replace(scale=USUAL_SCALE).scale else {}
     )
     changes: list[dict[str, object]] = [
         {"seed": seed},
-        # What one distribution hides another shows: far below 0 no rescaling leaves anything.
+        # One distribution may hide a fault: far below 0 any rescaling gives 0, whatever the fault.
         {
             "query": 150,
             "kv": 150,
@@ -71,16 +71,16 @@ def independent_cases(
             "scale": problem.scale * 0.75,
             "distribution": "normal",
         },
-        # As many rows more than keys, or fewer, as there were: that is what empty rows are of.
+        # The same difference of rows and keys, on which empty rows depend.
         {"query": problem.query + 37, "kv": problem.kv + 37, "seed": seed + 5},
         {"batch": 2, "query": 40, "kv": 124, "seed": seed + 1, **group},
         {"batch": 2, "heads": 2, "kv_heads": 2, "query": 124, "kv": 124, "seed": seed + 1},
         {"query": 40, "kv": 256, "seed": seed + 2},
-        # Few keys, of which the largest tiles have no half.
+        # So few keys that they fill less than half of a large tile.
         {"head_dim": dim, "value_dim": dim, "query": 20, "kv": 20, "seed": seed + 3, **scale},
         # Not less: of scores far below 0 some weights would lose bits, not all of them.
         {"scale": problem.scale * 1.25, "seed": seed + 4},
-        # A kernel may take no other lengths than those that it was asked.
+        # The same lengths, since a kernel may support no others.
         {"batch": 2, "heads": 4, "kv_heads": 4, "seed": seed + 6},
         {"distribution": "normal", "seed": seed + 7},
     ]
@@ -88,7 +88,7 @@ def independent_cases(
     for change in changes:
         try:
             other = problem.replace(**change)
-        except ProblemError:  # a mask may be of so many keys and no more
+        except ProblemError:  # A mask may need this many keys.
             continue
         nearest: Problem | None = other
         if not takes(other):
@@ -106,21 +106,21 @@ def independent_cases(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmation:
-    """What is left of the models that explain a failure, and whether a further wrong answer did."""
+    """The models that independent cases left unrefuted, and whether any case confirms them."""
 
     left: tuple[str, ...]
-    # Of each model the largest share of the error in a case that it explains.
+    # The largest share of the error in any case that each model explains.
     shares: dict[str, float]
     confirmed: bool
     problems: int
-    # What each predicts of the cases, by their numbers, in forms that fit; and what was given.
+    # Each model's predictions that fit, and the kernel's responses, by number of the response.
     said: dict[str, dict[int, list[FaultPrediction]]]
     responses: dict[int, Response]
 
     def are_alike(self, names: Sequence[str]) -> bool:
-        """Return whether these predict the very same numbers wherever they were asked.
+        """Return whether these models predict the very same numbers in all cases.
 
-        There they are one fault in several words.
+        If so, they describe one fault in several words.
         """
         first, *others = (self.said[name] for name in names)
         return all(_are_alike(first, other, self.responses) for other in others)
@@ -134,103 +134,103 @@ def confirm(
     seconds: float,
     takes: Callable[[Problem], bool] = lambda _problem: True,
 ) -> Confirmation:
-    """Return those of ``models`` that predict all that the kernel gives on independent cases.
+    """Return those of ``models`` that predict the kernel's results on independent cases.
 
-    Nothing is confirmed where it is right on all of them, or NaN throughout, or answers few.
+    Nothing is confirmed if the kernel is right on all cases, all NaN, or supports too few.
 
     Args:
-        models: What explains a failure.
-        case: Of the failure.
-        ask: Calls the kernel.
-        seconds: After which no further case is asked, but for the first few.
-        takes: As of ``independent_cases``.
+        models: Names of models that explain the failure.
+        case: The Case that failed.
+        ask: Runs the kernel on a Case.
+        seconds: Time after which no further case is tried, except for the first few.
+        takes: Whether the kernel supports a Problem, as in ``independent_cases``.
     """
-    # Of each model its forms that fit so far, and of these the tiles at each head_dim, by which
-    # kernels choose them.
-    left: dict[str, dict[object, dict[int, set[object]]] | None] = dict.fromkeys(models)
-    # Of tiles that hold all keys any fault may be that loses a row: one of several has to fit.
-    in_part: set[str] = set()
+    # Each model's forms that fit so far, each with the tiles that fit at each head_dim: kernels
+    # choose tiles by the head_dim.
+    rest: dict[str, dict[object, dict[int, set[object]]] | None] = dict.fromkeys(models)
+    # Models that fit a failure with several tiles; one tile of all keys would fit any lost row.
+    fit_several_tiles: set[str] = set()
     shares = dict.fromkeys(models, 0.0)
-    said: dict[str, dict[int, list[FaultPrediction]]] = {name: {} for name in models}
+    predictions: dict[str, dict[int, list[FaultPrediction]]] = {name: {} for name in models}
     responses: dict[int, Response] = {}
-    telling = number = 0
+    finite_failures = number = 0
     end = time.monotonic() + seconds
     for other in independent_cases(case, takes):
-        if not left or (number >= _FEWEST and time.monotonic() > end):
+        if not rest or (number >= _FEWEST and time.monotonic() > end):
             break
         for response in ask(other):
             number += 1
             responses[number] = response
-            for name, before in list(left.items()):
+            for name, before in list(rest.items()):
                 fitting = fitting_predictions(response, FAULT_MODELS[name])
                 now = None if fitting is None else forms_of(fitting, other.problem)
                 if fitting is not None and now is not None:
-                    said[name][number] = fitting
+                    predictions[name][number] = fitting
                     each = [
                         response.error.explained(one) for one in fitting if response.error.proven
                     ]
                     shares[name] = max(shares[name], *(one.share for one in each if one), 0.0)
-                    left[name] = _common(before, now, other.problem.head_dim)
-                if now and response.error.proven and _is_in_part(now, response):
-                    in_part.add(name)
-            left = {name: forms for name, forms in left.items() if forms is None or forms}
-            telling += response.error.proven and _is_telling(response)
-    some = tuple(n for n in left if n in in_part or FAULT_MODELS[n].family != "tile")
-    confirmed = bool(some and telling and number >= _ENOUGH)
+                    rest[name] = _common(before, now, other.problem.head_dim)
+                if now and response.error.proven and _fits_several_tiles(now, response):
+                    fit_several_tiles.add(name)
+            rest = {name: forms for name, forms in rest.items() if forms is None or forms}
+            finite_failures += response.error.proven and _has_finite_error(response)
+    some = tuple(n for n in rest if n in fit_several_tiles or FAULT_MODELS[n].family != "tile")
+    confirmed = bool(some and finite_failures and number >= _ENOUGH)
     return Confirmation(
-        left=some or tuple(left),
+        left=some or tuple(rest),
         shares=shares,
         confirmed=confirmed,
         problems=number,
-        said=said,
+        said=predictions,
         responses=responses,
     )
 
 
-def contradicted(
+def contradicted_models(
     models: Collection[str], passed: Sequence[Case], response: Response, device: str
 ) -> set[str]:
-    """Return those of ``models`` that say of a question which passed that it is wrong.
+    """Return those of ``models`` that predict a failure of a question that passed.
 
-    What passed is within its bound, so that what is predicted is within it twice.
+    A passing result is within its bound, so that a right prediction is within twice the bound.
 
     Args:
-        models: What explains a failure.
-        passed: Comparisons and probes that the same kernel answered rightly.
+        models: Names of models that explain a failure.
+        passed: Comparisons and probes that the same kernel passed.
         response: The failure.
-        device: Where.
+        device: Device of the exact result.
     """
     own = response.call.problem
-    # The tiles of which each explains the failure: it is refuted where none of them is left.
+    # A model is refuted when none of the tiles with which it explains the failure remains.
     tiles = {name: form_tiles(response, FAULT_MODELS[name]) for name in models}
-    left = {name: {tile for tile, fits in of.items() if fits} for name, of in tiles.items()}
+    fitting = {name: {tile for tile, fits in each.items() if fits} for name, each in tiles.items()}
     for case in passed:
-        # Another mask or score mod is another argument: a flag may be lost and a tensor heeded.
+        # Another mask or score mod takes another path: a kernel may lose a flag but read a tensor.
         alike = case.problem.mask.name in {own.mask.name, "full"}
         alike &= case.problem.score.name in {own.score.name, "none"}
         if alike and case.problem.dtype == own.dtype:
             evidence = EvidenceBuilder(case, device)
             evidence.establish(reference_errors=False)
-            right = within_twice(evidence, response.arithmetic)
-            # Which keys a loop visits may be wrong where there is a mask alone.
+            right = passing_response(evidence, response.arithmetic)
+            # The keys that a loop visits may be wrong only where there is a mask.
             other = case.problem.mask.name != own.mask.name
             for name in models:
                 if other and FAULT_MODELS[name].family in {"mask", "tile"}:
                     continue
-                says = form_tiles(right, FAULT_MODELS[name]) if left[name] else {}
-                left[name] -= {tile for tile, agrees in says.items() if not agrees}
-    return {name for name, of in tiles.items() if any(of.values()) and not left[name]}
+                agreements = form_tiles(right, FAULT_MODELS[name]) if fitting[name] else {}
+                fitting[name] -= {tile for tile, agrees in agreements.items() if not agrees}
+    return {name for name, each in tiles.items() if any(each.values()) and not fitting[name]}
 
 
 def _common(
     before: dict[object, dict[int, set[object]]] | None, now: Forms, head_dim: int
 ) -> dict[object, dict[int, set[object]]]:
-    """Forms that fit every case so far: a constant, or a tile, is not another one each time."""
+    """Return the forms and tiles that fit every case so far; neither changes from case to case."""
     both = {}
     for words, tiles in now.items():
-        known = {} if before is None else before.get(words)
-        if known is not None and (same := tiles & known.get(head_dim, tiles)):
-            both[words] = {**known, head_dim: same}
+        tiles_before = {} if before is None else before.get(words)
+        if tiles_before is not None and (common := tiles & tiles_before.get(head_dim, tiles)):
+            both[words] = {**tiles_before, head_dim: common}
     return both
 
 
@@ -239,7 +239,7 @@ def _are_alike(
     other: dict[int, list[FaultPrediction]],
     responses: dict[int, Response],
 ) -> bool:
-    """Return whether a form of each predicts the same of all that a kernel gave, in every case."""
+    """Return whether some form of each model predicts the same outputs in every case."""
     both = [number for number in one if number in other]
     forms = [
         {words_of(each) for of in predictions.values() for each in of}
@@ -267,20 +267,20 @@ def _are_alike(
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor, allowed: torch.Tensor) -> bool:
-    """Return whether numbers differ by far less than themselves, and than rounding may change."""
+    """Return whether numbers differ by far less than their size or rounding allowance."""
     a, b = one.double(), other.double()
     unit = torch.maximum(b.abs(), torch.where(allowed.isfinite(), allowed, 0.0))
     close = (a == b) | ((a - b).abs() <= _SAME * unit) | (a.isnan() & b.isnan())
     return bool(close.all())
 
 
-def _is_in_part(forms: Forms, response: Response) -> bool:
-    """Return whether a form fits that is of no tile, or of one that holds some keys of all."""
+def _fits_several_tiles(forms: Forms, response: Response) -> bool:
+    """Return whether a form fits without tiles, or with a tile that holds only some of the keys."""
     seen = int(response.call.seen.any(dim=(0, 1, 2)).sum())
     tiles = {tile for fitting in forms.values() for tile in fitting}
     return any(not isinstance(tile, int) or tile < seen for tile in tiles)
 
 
-def _is_telling(response: Response) -> bool:
-    """Return whether any of the wrong numbers is finite: NaN everywhere is what many give."""
+def _has_finite_error(response: Response) -> bool:
+    """Return whether any wrong number is finite: many faults give NaN everywhere."""
     return any(bool(response.error.got[name].isfinite().any()) for name in response.error.wrong)

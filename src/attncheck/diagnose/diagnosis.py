@@ -1,7 +1,7 @@
-"""Diagnose a failing kernel: call it again and rank what may be wrong.
+"""Diagnose a failing kernel: call it again and rank the faults that may cause the failure.
 
-Fault models predict the numbers of a call (``explanations``). What differs from call to call, or
-with a tensor's layout and surroundings, no model predicts: such signs are found by asking again.
+Fault models predict the numbers of a call (``explanations``). No model predicts results that change
+from call to call, or with a tensor's layout or surroundings: further calls show these signs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from attncheck.core.errors import AttncheckError
 from attncheck.core.outputs import same_numbers
-from attncheck.diagnose.confirmation import confirm, contradicted
+from attncheck.diagnose.confirmation import confirm, contradicted_models
 from attncheck.diagnose.explanations import (
     NO_FIT,
     Findings,
@@ -39,7 +39,7 @@ from attncheck.diagnose.out_of_bounds_reads import (
 from attncheck.fault_models import FAULT_MODELS
 from attncheck.fault_models.fault_model import FAMILIES, MOST_GRID_PLACES, SIGNS
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.fault_explanation import combine_rankings, count_equals
+from attncheck.judge.fault_explanation import combine_rankings, count_ties
 from attncheck.probes import PROBES
 from attncheck.records.failure_causes import certain_explanations, symptom
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record
@@ -60,30 +60,30 @@ if TYPE_CHECKING:
 
 LARGEST_DIAGNOSED = 2**22  # most (row, key) pairs of all heads of a problem that is diagnosed
 EXPLANATIONS_SHOWN = 3
-"""Explanations that a Record keeps, and more of those that explain all equally."""
-_MOST_EQUALS = 12  # by these failures of one cause know each other
+"""Explanations that a Record keeps; more where several explain the whole error equally well."""
+_MOST_EQUALS = 12  # equally good explanations that are kept, to recognise failures of one cause
 
-_MOST_HEADS = 2**12  # of all sequences: each is worked out by itself, over and over
-_LIKELY = 0.05  # above it one may be asked about, where nothing is beyond its bound
-_TELLING = 0.5  # below this share a model explains less than it leaves
-# Seconds that a model's confirmation on independent problems takes, and looking where none is left.
+_MOST_HEADS = 2**12  # heads of all sequences together: models compute each one separately
+_LIKELY = 0.05  # share from which a model is checked where no number is beyond its bound
+_TELLING = 0.5  # A model that explains a smaller share leaves more than it explains.
+# Time limits, in seconds, to confirm a model, and to try shorter lengths where none is confirmed.
 _CONFIRMING, _OBSERVING = 1.0, 0.5
-_FITTED = 2  # the order of models with a number to fit: they describe a family, and no mistake
-_MOST_PASSED, _SMALL = 24, 2**15  # questions that passed, and their pairs, that models must fit
+_FITTED = 2  # order of models with a fitted number: they describe a family, not one mistake
+_MOST_PASSED, _SMALL = 24, 2**15  # most passed questions kept, and most (row, key) pairs of each
 _TWICE = 2
-_CALLS = 4  # of what is right, where it was wrong once
+_CALLS = 4  # most calls to see a failure again that does not happen in every call
 
 _REPEATING = ("repeat", "repeats")
 _BATCHES = ("alone_in_batch", "batch_permutation", "neighbours")
-_AGAIN = 2  # times that a question is asked again
+_AGAIN = 2  # times that a question is repeated
 _FAR = "strides_far"
 _LAYOUTS = tuple(name for name in RELATIONS if name.startswith("strides_"))
-# Of these both runs have the numbers of the plain call: where that is right, it is the layout.
+# Both runs of these have the plain call's numbers: if it is right, only the layout is at fault.
 _SAME_NUMBERS = ("strides_heads_last", "strides_gapped", "strides_packed", "strides_transposed")
 _ALONE = "strides_alone"
-# Questions of which each run can be compared with the exact result.
+# Questions whose runs can each be compared with the exact result.
 _WITH_RUNS = frozenset({*RELATIONS, *PROBES, "compare"})
-# Signs that a pair of calls shows again, once many have proven it of another failure.
+# Signs that one pair of calls suffices for, once many calls have proven them for another failure.
 _SHOWN_AGAIN = {
     "free-memory-read": unwritten_memory,
     "reads-beside-an-input": out_of_bounds_reads,
@@ -92,7 +92,7 @@ _SHOWN_AGAIN = {
 
 @contextmanager
 def _skip_unfit() -> Iterator[None]:
-    """Go on after what raises because it cannot be asked of a Problem, or has no memory."""
+    """Suppress errors of a step that does not suit a Problem, or that runs out of memory."""
     try:
         yield
     except (*NO_FIT, MemoryError) as error:
@@ -109,27 +109,27 @@ def diagnose_failure(
     before: Findings | None = None,
     passed: Sequence[Case] = (),
 ) -> Record:
-    """Return ``record`` with what may be wrong, where a comparison, probe or relation has failed.
+    """Return ``record`` with its diagnosis, if a comparison, probe or relation has failed.
 
-    The kernel is called again: Records hold no outputs. It is done for what a user is shown, not
-    for each failure on the way to the smallest. Never raises for what the kernel does.
+    The kernel is called again, since Records hold no outputs. Meant for failures shown to a user,
+    not for each one on the way to the smallest. Never raises for what the kernel does.
 
     Args:
-        executor: How to call it; in this process by default.
-        before: What is known from another failure of it: a smaller problem alone fits more models.
-        passed: What the kernel answered rightly in the same run: no model is named that says that
-            it would not.
+        executor: How to call the kernel; in this process by default.
+        before: Findings on another failure of the kernel: one small problem fits more models.
+        passed: Cases that the kernel passed in the same run: models that predict a failure there
+            are ruled out.
     """
     failure = _Failure(record, subject, device, executor or executor_of(subject))
     findings = failure.findings()
     diagnosis = None if findings is None else failure.by_models(findings, before, passed)
     named = diagnosis is not None and diagnosis.level == "named"
-    # A proof goes before models, which only fit the numbers; of NaN and infinities, and of rows
-    # that are left to chance, others may say the same.
+    # A proof outranks models, which only fit the numbers. Several models may fit NaN and
+    # infinities, or leave the same rows open.
     certain = named and findings is not None and findings.finite and not findings.ranking[0].loose
     proof = failure.proof(wrong=findings is not None, explained=certain)
     if proof is None and not named and findings is not None and findings.varies:
-        proof = failure.of_memory()
+        proof = failure.unwritten_memory_sign()
     if proof is None and (diagnosis is None or diagnosis.level == "unknown"):
         proof = failure.sign()
     if proof is not None:
@@ -144,8 +144,8 @@ def diagnose_failure(
 
 def certain_causes(record: Record) -> list[str]:
     """Return the fault models, or the sign, that certainly explain a failure, the best first."""
-    known = (one.model for one in certain_explanations(record))
-    return [name for name in known if name in FAULT_MODELS or name in _SHOWN_AGAIN]
+    names = (one.model for one in certain_explanations(record))
+    return [name for name in names if name in FAULT_MODELS or name in _SHOWN_AGAIN]
 
 
 def explain_failure(
@@ -156,31 +156,31 @@ def explain_failure(
     executor: Executor | None = None,
     among: Collection[str] = FAULT_MODELS,
 ) -> Findings | None:
-    """Return what fault models say of a failure; None where there is none that they speak of.
+    """Return the fault models' findings on a failure; None where there is none to explain.
 
-    Arguments as of ``diagnose_failure``, and the models that are tried.
+    Arguments are those of ``diagnose_failure``; ``among`` are the models to try.
     """
     return _Failure(record, subject, device, executor or executor_of(subject)).findings(among)
 
 
 class CauseSearch:
-    """The search for causes of one kernel's failures, of which many have the same few.
+    """The search for causes of one kernel's failures, many of which share a few causes.
 
-    What explains one failure is tried on the next by itself, which takes as long as a question.
-    All models are tried where that explains nothing, on a kind of failure that is new.
+    Causes found earlier are tried on a failure first, which takes as long as one question. If they
+    do not explain it, and it is a new kind of failure, all models are tried.
 
     Args:
-        most: Failures on which all models are tried.
+        most: Number of failures on which all models are tried.
     """
 
     def __init__(self, most: int = 24) -> None:
-        self._left = most
+        self._remaining = most
         self._passed: deque[Case] = deque(maxlen=_MOST_PASSED)
         self._causes: dict[str, None] = {}
         self._closed: set[tuple[object, ...]] = set()
 
     def note(self, record: Record) -> None:
-        """Remember a question that passed: no model is named that says that it would not."""
+        """Remember a question that passed: models that predict its failure are ruled out."""
         problem = Case.from_json(record.case).problem if record.status == "pass" else None
         plain = record.case.get("question") in {"compare", *PROBES}
         if plain and problem is not None and pair_count(problem) <= _SMALL:
@@ -189,18 +189,18 @@ class CauseSearch:
     def diagnose(
         self, record: Record, subject: Subject, *, device: str, executor: Executor | None = None
     ) -> Record:
-        """Return ``record``, of a failure, with what may be wrong, as far as it is looked for."""
-        known = explained_by(record, self._causes, subject, device=device, executor=executor)
-        if known is not None:
-            return replace(record, diagnosis=known)
-        # A hundred failures of which no model explains one say no more than the first, and a sign
-        # takes many calls to prove, some of them of gibibytes.
+        """Return ``record``, of a failure, with its diagnosis; as it is if its kind is closed."""
+        diagnosis = explained_by(record, self._causes, subject, device=device, executor=executor)
+        if diagnosis is not None:
+            return replace(record, diagnosis=diagnosis)
+        # A hundred unexplained failures of one kind say no more than the first, and proving a sign
+        # takes many calls, some of which need gibibytes.
         problem = record.case["problem"]
         kind = (*symptom(record), *map(record.case.get, ("question",)))
         kind += tuple(map(problem.get, ("backward", "dtype")))
-        if kind in self._closed or not self._left:
+        if kind in self._closed or not self._remaining:
             return record
-        self._left -= 1
+        self._remaining -= 1
         record = diagnose_failure(
             record, subject, device=device, executor=executor, passed=tuple(self._passed)
         )
@@ -213,21 +213,21 @@ class CauseSearch:
     def diagnose_all(
         self, records: Sequence[Record], subject: Subject, *, device: str, first: Record
     ) -> tuple[Record, ...]:
-        """Return ``records``, of one run, with what may be wrong in those that failed.
+        """Return ``records``, of one run, with a diagnosis of each failure.
 
-        What explains ``first``, one of them, is tried on the others, and what was found late on
-        those before it.
+        ``first``, one of them, is diagnosed first. Causes that are found late are tried on the
+        earlier failures, too.
         """
         results = [*records]
-        known: dict[int, int] = {}  # causes that had been found by then
+        cause_counts: dict[int, int] = {}  # number of causes known after each failure's diagnosis
         pairs = enumerate(records)
         failed = [i for i, one in pairs if one is first or one.status in FAILED_STATUSES]
         failed.sort(key=lambda i: records[i] is not first)
         for i in failed:
             results[i] = self.diagnose(records[i], subject, device=device)
-            known[i] = len(self._causes)
+            cause_counts[i] = len(self._causes)
         for i in failed:
-            later = [*self._causes][known[i] :]
+            later = [*self._causes][cause_counts[i] :]
             if later and not certain_explanations(results[i]):
                 late = explained_by(records[i], later, subject, device=device)
                 results[i] = replace(results[i], diagnosis=late) if late is not None else results[i]
@@ -242,31 +242,31 @@ def explained_by(
     device: str,
     executor: Executor | None = None,
 ) -> Diagnosis | None:
-    """Return the diagnosis by those of ``causes`` that explain all of a failure; None if none.
+    """Return the diagnosis by those of ``causes`` that explain a failure wholly; None if none.
 
-    Arguments as of ``diagnose_failure``, and the models and signs that explain others of it.
+    Arguments are those of ``diagnose_failure``; ``causes`` are models and signs of other failures.
     """
     if not causes or record.status != "fail" or record.case.get("question") == _FAR:
         return None
     failure = _Failure(record, subject, device, executor or executor_of(subject))
     models = [name for name in causes if name in FAULT_MODELS]
     findings = failure.findings(models) if models else None
-    # What leaves rows free would explain them whatever they hold: all others are asked first.
-    if findings is not None and count_equals(findings.ranking) and not findings.ranking[0].loose:
+    # A model that leaves rows free fits whatever they hold: the full search comes first.
+    if findings is not None and count_ties(findings.ranking) and not findings.ranking[0].loose:
         return _as_diagnosis(findings.ranking, findings, Case.from_json(record.case).problem)
-    sign = failure.shown_again([name for name in causes if name in _SHOWN_AGAIN])
+    sign = failure.repeated_sign([name for name in causes if name in _SHOWN_AGAIN])
     return None if sign is None else Diagnosis(ranked=(sign,), tied=1, tried=0)
 
 
 def diagnose_result(result: Execution, evidence: EvidenceBuilder) -> Diagnosis | None:
-    """Return what may be wrong with a result that is there; None where nothing is to be said."""
+    """Return the diagnosis of a result by its numbers alone; None where there are no findings."""
     findings = None
     if not _is_too_large(evidence.case.problem):
         with _skip_unfit():
             findings = explain(result, evidence)
     if findings is None:
         return None
-    # By these numbers alone, for there is no kernel to ask again.
+    # Without a kernel to call again, no model can be confirmed.
     diagnosis = _as_diagnosis(findings.ranking, findings, evidence.case.problem)
     return diagnosis if diagnosis.tied else replace(diagnosis, level="unknown")
 
@@ -277,7 +277,7 @@ def _is_too_large(problem: Problem) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """A Record of a failure, and the kernel that can be asked again."""
+    """A Record of a failure, and the kernel, which can be called again."""
 
     record: Record
     subject: Subject
@@ -286,22 +286,22 @@ class _Failure:
 
     @property
     def case(self) -> Case:
-        """What it failed."""
+        """Return the Case that the kernel failed."""
         return Case.from_json(self.record.case)
 
     @property
     def is_of_numbers(self) -> bool:
-        """True where outputs were there, and wrong."""
+        """Return whether the kernel gave outputs that are wrong."""
         return self.record.status == "fail" and self.record.judgement is not None
 
     def status(self, case: Case) -> str:
-        """The verdict alone of ``case``."""
+        """Return the status of the kernel on ``case``."""
         return run_case(
             self.subject, case, device=self.device, executor=self.executor, brief=True
         ).status
 
     def findings(self, among: Collection[str] = FAULT_MODELS) -> Findings | None:
-        """Return what fault models say; None where they could speak of nothing."""
+        """Return the findings of fault models; None where no run of the Case can be explained."""
         if self.record.status != "fail" or self.record.case.get("question") not in _WITH_RUNS:
             return None
         with _skip_unfit():
@@ -309,31 +309,31 @@ class _Failure:
         return None
 
     def _runs(self, case: Case) -> Iterator[tuple[int, EvidenceBuilder]]:
-        """The evidence on each run of a question, by its number."""
+        """Yield the number of each run of a question, and the evidence on it."""
         for number, evidence in enumerate(evidence_of_runs(case, self.device)):
             if not _is_too_large(evidence.case.problem):
                 evidence.establish(reference_errors=False)
                 yield number, evidence
 
     def _wrong_runs(self, case: Case, among: Collection[str]) -> Iterator[Findings]:
-        """Of each run of a question that is wrong beside the exact result."""
+        """Yield the findings on each run of a question that is wrong against the exact result."""
         for number, evidence in self._runs(case):
             origin = Origin(case=case, run=number)
             call = partial(self.executor.run, self.subject, evidence.inputs, origin=origin)
-            # Of several runs that must agree one is wrong: it is not asked how the others round.
-            tell = partial(explain, evidence=evidence, among=among)
+            # One of several runs that must agree is wrong; rounding in the others is no matter.
+            explain_result = partial(explain, evidence=evidence, among=among)
             related = case.question in RELATIONS
             most = _TWICE if related else _CALLS
-            # What varies from call to call is hardly what a model known from another failure says.
+            # A result that varies from call to call hardly fits a model from another failure.
             most = most if among is FAULT_MODELS else 1
-            findings = _explain_calls(call, tell, most=most, related=related)
+            findings = _explain_calls(call, explain_result, most=most, related=related)
             if findings is not None:
                 yield findings
 
     def takes(self, problem: Problem) -> bool:
-        """Return whether it is asked ``problem``: any, where it failed beyond what it takes.
+        """Return whether the kernel may be called on ``problem``.
 
-        And the one that it failed with other numbers, which is all that a claim may take of it.
+        It is supported, or equals the failing one but for its numbers, or that is unsupported, too.
         """
         refusal = partial(self.executor.refusal, self.subject, device=self.device)
         own = self.case.problem
@@ -342,7 +342,7 @@ class _Failure:
         return alike or refusal(problem) is None or refusal(own) is not None
 
     def ask(self, case: Case) -> list[Response]:
-        """Return what it gives in each run of ``case``; nothing where it does not take it."""
+        """Return the kernel's response in each run of ``case``; empty if it does not support it."""
         with _skip_unfit():
             if not self.takes(case.problem):
                 return []
@@ -356,7 +356,7 @@ class _Failure:
         return []
 
     def call(self, inputs: Inputs) -> Response | None:
-        """Return what it gives of ``inputs``; None where it does not take them."""
+        """Return the kernel's response to ``inputs``; None if it does not support them."""
         with _skip_unfit():
             evidence = EvidenceBuilder(
                 Case(problem=inputs.problem), self.device, inputs.to(self.device)
@@ -373,13 +373,13 @@ class _Failure:
     def by_models(
         self, findings: Findings, before: Findings | None, passed: Sequence[Case]
     ) -> Diagnosis:
-        """Return what fault models say: one that is confirmed, the family of several, or nothing.
+        """Return the diagnosis by fault models: a confirmed one, the family of several, or unknown.
 
-        Those that other problems refute are told nowhere.
+        Models that other problems refute are left out.
         """
         ranking, problems = findings.ranking, 1
         if before is not None and before.ranking:
-            # By the problem that is shown, where no model explains both.
+            # Take the shares of the problem that is shown, where no model explains both.
             shares = {one.name: one.share for one in ranking}
             ranking = [
                 dataclasses.replace(one, share=shares[one.name]) if one.all else one
@@ -387,8 +387,8 @@ class _Failure:
             ]
             problems += bool({one.name for one in ranking} & {one.name for one in before.ranking})
         case = self.case
-        equals = ranking[: count_equals(ranking)]
-        # Too far off in the mean, and no number is beyond its bound: other problems may tell.
+        equals = ranking[: count_ties(ranking)]
+        # Where only the mean is too far off and no number is beyond its bound, try other problems.
         if findings.response is not None and not findings.response.error.proven:
             likely = [one for one in ranking if one.share >= _LIKELY and not one.loose]
             equals = [dataclasses.replace(one, all=True) for one in likely[:_MOST_EQUALS]]
@@ -396,42 +396,42 @@ class _Failure:
         models = [
             one.name
             for one in equals
-            # Rows that hold what memory held are others where it holds something else.
+            # Models that leave rows free need a result that changes with the contents of memory.
             if FAULT_MODELS[one.name].applies(case.problem) and (findings.varies or not one.loose)
         ]
         with _skip_unfit():
-            wrong = set()
+            refuted = set()
             if models and findings.response is not None:
-                wrong = contradicted(models, passed, findings.response, self.device)
-            models = [name for name in models if name not in wrong]
+                refuted = contradicted_models(models, passed, findings.response, self.device)
+            models = [name for name in models if name not in refuted]
         confirmation = confirm(models, case, self.ask, seconds=_CONFIRMING, takes=self.takes)
-        # What is within the bound with a model, and nowhere plainly nearer than without, is not it.
+        # A model that brings the result within the bound but never explains much is not the cause.
         ranking = [
             dataclasses.replace(one, share=max(one.share, confirmation.shares.get(one.name, 0.0)))
             for one in ranking
         ]
-        plainly = {one.name for one in ranking if one.share >= _TELLING}
-        rest = [name for name in confirmation.left if name in plainly]
-        plain = [name for name in rest if FAULT_MODELS[name].order < _FITTED]
-        left, families = plain or rest, {FAULT_MODELS[name].family for name in rest}
-        ranking = [one for one in ranking if one.name in left]
+        convincing = {one.name for one in ranking if one.share >= _TELLING}
+        rest = [name for name in confirmation.left if name in convincing]
+        fixed = [name for name in rest if FAULT_MODELS[name].order < _FITTED]
+        candidates, families = fixed or rest, {FAULT_MODELS[name].family for name in rest}
+        ranking = [one for one in ranking if one.name in candidates]
         diagnosis = _as_diagnosis(ranking, findings, case.problem, problems + confirmation.problems)
-        # Of several that predict the very same it is each of them: one fault in several words.
-        one = len(plain) == 1 or (
-            len(plain) > 1 and len(families) == 1 and confirmation.are_alike(plain)
+        # Several models that predict the very same numbers describe one fault in several words.
+        one = len(fixed) == 1 or (
+            len(fixed) > 1 and len(families) == 1 and confirmation.are_alike(fixed)
         )
         if confirmation.confirmed and one:
-            return replace(diagnosis, family=FAMILIES[FAULT_MODELS[left[0]].family])
+            return replace(diagnosis, family=FAMILIES[FAULT_MODELS[candidates[0]].family])
         if confirmation.confirmed and len(families) == 1:
             return replace(diagnosis, level="family", family=FAMILIES[families.pop()])
         return replace(diagnosis, level="unknown", tied=0)
 
     def observed(self, diagnosis: Diagnosis, findings: Findings) -> Diagnosis:
-        """Return ``diagnosis`` with what is seen of the failure, and the family that this tells."""
-        seen = None
+        """Return ``diagnosis`` with facts observed on the failure, and the family they suggest."""
+        result = None
         if findings.response is not None:
             with _skip_unfit():
-                seen = observe(
+                result = observe(
                     findings.response,
                     self.case,
                     self.ask,
@@ -440,27 +440,27 @@ class _Failure:
                     seconds=_OBSERVING,
                     takes=self.takes,
                 )
-        if seen is None:
+        if result is None:
             return diagnosis
-        if seen.sign:
-            proof = (_sign(seen.sign),)
+        if result.sign:
+            proof = (_sign(result.sign),)
             return replace(
-                diagnosis, level="named", ranked=proof, tied=1, tried=0, facts=seen.facts
+                diagnosis, level="named", ranked=proof, tied=1, tried=0, facts=result.facts
             )
-        if diagnosis.level == "family" or seen.family is None:
-            return replace(diagnosis, facts=seen.facts)
-        # Models that nothing refuted stay beside it where they are of that family.
-        ranked = tuple(o for o in diagnosis.ranked if FAULT_MODELS[o.model].family == seen.family)
-        family = FAMILIES[seen.family]
-        return replace(diagnosis, ranked=ranked, level="family", family=family, facts=seen.facts)
+        if diagnosis.level == "family" or result.family is None:
+            return replace(diagnosis, facts=result.facts)
+        # Models of that family that nothing refuted stay in the ranking.
+        ranked = tuple(o for o in diagnosis.ranked if FAULT_MODELS[o.model].family == result.family)
+        family = FAMILIES[result.family]
+        return replace(diagnosis, ranked=ranked, level="family", family=family, facts=result.facts)
 
     def proof(self, *, wrong: bool, explained: bool) -> Explanation | None:
-        """Return what other layouts and surroundings prove; None where that is nothing.
+        """Return the fault that other layouts and surroundings prove; None if they prove none.
 
         Args:
-            wrong: Whether a run of its question is beyond its bound, not only unlike another one.
-            explained: Whether a fault model predicts the numbers it gives: only the layout is asked
-                about then, and only where the question is of one.
+            wrong: Whether a run is beyond its bound, and not only unlike another run.
+            explained: Whether a fault model predicts the kernel's numbers: then only layouts are
+                tried, and only where the question is about one.
         """
         if not self.is_of_numbers:
             return None
@@ -471,19 +471,19 @@ class _Failure:
                 right, names = misread_strides(case, *kernel)
                 if names:
                     return _sign("strides-not-taken", of=names)
-            # What is read beside an input changes with its layout, too: it is asked about first.
+            # Numbers beside an input also change with its layout, so that these reads come first.
             if not explained and case.question in _WITH_RUNS:
                 names = out_of_bounds_reads(case, *kernel)
             if names:
                 return _sign("reads-beside-an-input", of=names)
-            return self._of_layout(case) if right and wrong else None
+            return self._layout_sign(case) if right and wrong else None
         return None
 
-    def _of_layout(self, case: Case) -> Explanation | None:
-        """Explain a failing relation of layouts where no input alone is wrong laid out near."""
+    def _layout_sign(self, case: Case) -> Explanation | None:
+        """Explain a failing layout relation where no single input's strides are misread."""
         if case.question not in (_FAR, _ALONE, *_SAME_NUMBERS):
             return None
-        status = self.status(case)  # far rows take gibibytes: once more is to do
+        status = self.status(case)  # Far rows take gibibytes: repeat it only once.
         if status != "fail":
             return _sign("not-the-same-again") if status == "pass" else None
         of = "k" if case.question == "strides_transposed" else ""
@@ -491,32 +491,32 @@ class _Failure:
             of = STRIDED_TENSORS[int(case.parameters["tensor"])]
         return _sign("far-offsets-wrap" if case.question == _FAR else "strides-not-taken", of=of)
 
-    def of_memory(self) -> Explanation | None:
-        """Return the sign that it gives what memory held; None where that is not certain."""
+    def unwritten_memory_sign(self) -> Explanation | None:
+        """Return the sign that outputs hold unwritten memory; None where that is not certain."""
         with _skip_unfit():
             names = unwritten_memory(self.case, self.subject, self.device, self.executor)
             return _sign("free-memory-read", of=names) if names else None
         return None
 
-    def shown_again(self, signs: Sequence[str]) -> Explanation | None:
-        """Return the first of ``signs`` that a pair of calls shows; None where there is none."""
+    def repeated_sign(self, signs: Sequence[str]) -> Explanation | None:
+        """Return the first of ``signs`` that one pair of calls shows; None if it shows none."""
         if not self.is_of_numbers:
             return None
         with _skip_unfit():
             case = self.case
             for name in signs if case.question in _WITH_RUNS else ():
-                of = _SHOWN_AGAIN[name](case, self.subject, self.device, self.executor, pairs=1)
-                if of:
-                    return _sign(name, of=of)
+                names = _SHOWN_AGAIN[name](case, self.subject, self.device, self.executor, pairs=1)
+                if names:
+                    return _sign(name, of=names)
         return None
 
     def sign(self) -> Explanation | None:
-        """Return the sign that calls differ; None where there is none."""
+        """Return the sign that repeated or smaller calls show; None if they show none."""
         if not self.is_of_numbers:
             return None
         try:
             name = self._sign_name(self.case)
-        except AttncheckError:  # asked of nothing that can be asked again
+        except AttncheckError:  # The question cannot be repeated.
             return None
         return None if name is None else _sign(name)
 
@@ -529,13 +529,13 @@ class _Failure:
             return "not-the-same-again"
         if question in _BATCHES and passes(Case(problem=problem)):
             return None if passes(case) else "depends-on-the-batch"
-        times = 1 if question == _FAR else _AGAIN  # gibibytes each time
+        times = 1 if question == _FAR else _AGAIN  # Far rows take gibibytes each time.
         if question in _WITH_RUNS and (
             any(passes(case) for _ in range(times))
             or changes_between_calls(case, self.subject, self.device, self.executor)
         ):
             return "not-the-same-again"
-        # As many sequences as an axis of a grid has room for.
+        # Try as many sequences as fit along one axis of a grid.
         fits = problem.batch * problem.heads <= MOST_GRID_PLACES
         if question in RELATIONS and not fits and problem.heads <= MOST_GRID_PLACES:
             fewer = problem.replace(batch=MOST_GRID_PLACES // problem.heads)
@@ -546,15 +546,15 @@ class _Failure:
 
 def _explain_calls(
     call: Callable[[], Execution | Failure],
-    tell: Callable[..., Findings | None],
+    explain_result: Callable[..., Findings | None],
     *,
     most: int,
     related: bool,
 ) -> Findings | None:
-    """Explain a call that is wrong; of two that gave different things, both at once.
+    """Explain a wrong call; if two calls gave different results, explain both at once.
 
-    Memory holds something else each time: what is never written looks like it. A kernel that is
-    wrong now and then is called until it is, at most ``most`` times.
+    Memory is filled differently each time, to show unwritten outputs. A kernel that is wrong only
+    sometimes is called until it is wrong, at most ``most`` times.
     """
     each: list[Findings] = []
     results: list[Execution] = []
@@ -566,10 +566,10 @@ def _explain_calls(
         if not isinstance(result, Execution) or (results and not _differ(result, results[-1])):
             continue
         results.append(result)
-        findings = tell(result, proven=True)
+        findings = explain_result(result, proven=True)
         each += [] if findings is None else [findings]
     if len(each) > 1:
-        # What predicts one thing, and does not fit each call, is no mistake that is made in each.
+        # A model with one fixed prediction that does not fit every call is not the cause.
         names = [{one.name for one in findings.ranking} for findings in each]
         combined = combine_rankings(*(one.ranking for one in each))
         return dataclasses.replace(
@@ -580,7 +580,7 @@ def _explain_calls(
         )
     if each or related or not results:
         return dataclasses.replace(each[0], varies=len(results) > 1) if each else None
-    return tell(results[0])
+    return explain_result(results[0])
 
 
 def _differ(one: Execution, other: Execution) -> bool:
@@ -603,11 +603,11 @@ def _sign(name: str, of: str = "") -> Explanation:
 def _as_diagnosis(
     ranking: list[FaultExplanation], findings: Findings, problem: Problem, problems: int = 1
 ) -> Diagnosis:
-    # Nobody is told of a mask, sink or backward that the problem shown does not have.
+    # Leave out models of a mask, sink or backward that the problem shown does not have.
     ranking = [one for one in ranking if FAULT_MODELS[one.name].applies(problem)]
-    # What explains less than half is shown to nobody: it would read like a reason.
-    telling = [one for one in ranking if one.share >= _TELLING]
-    kept = max(EXPLANATIONS_SHOWN, min(count_equals(telling), _MOST_EQUALS))
+    # A model that explains less than half is not shown: it would read like the cause.
+    convincing = [one for one in ranking if one.share >= _TELLING]
+    shown_count = max(EXPLANATIONS_SHOWN, min(count_ties(convincing), _MOST_EQUALS))
     return Diagnosis(
         ranked=tuple(
             Explanation(
@@ -617,9 +617,9 @@ def _as_diagnosis(
                 explains_all=one.all,
                 parameters=dict(one.parameters),
             )
-            for one in telling[:kept]
+            for one in convincing[:shown_count]
         ),
-        tied=count_equals(telling),
+        tied=count_ties(convincing),
         tried=findings.tried,
         problems=problems,
         tiles=UNSET if findings.tiles is None else findings.tiles,

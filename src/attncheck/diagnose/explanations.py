@@ -17,7 +17,7 @@ from attncheck.judge.fault_explanation import (
     FaultExplanation,
     FaultPrediction,
     ObservedError,
-    count_equals,
+    count_ties,
     rank_explanations,
 )
 from attncheck.records.record import TileMap
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from attncheck.verify.evidence_builder import EvidenceBuilder
     from attncheck.verify.executor import Execution
 
-MOST_CELLS = 16  # of a map, down and to the right
+MOST_CELLS = 16  # most cells of a map along each axis
 
-_MOST_KEYS = 1024
+_MOST_KEYS = 1024  # most keys of a problem that gets a map
 
 
 def tile_map(
     call: ExactAttention, got: Mapping[TensorName, Tensor], error: ObservedError
 ) -> TileMap | None:
-    """Return the map of a kernel's error; None where it is not finite, or there is one cell.
+    """Return the map of a kernel's error; None where it is not finite, or has only one cell.
 
-    With w the exact weights of a row, what a kernel gave is Σ (w + δ) v and its row sum 1 + Σ δ, by
-    LSE; 1 where it has none. Of all δ that say so, which are many where there are more keys than
-    columns, the smallest is taken: ``[v 1]⁺``, once for a head.
+    With exact weights w of a row, the kernel's output is Σ (w + δ) v, and its row sum by LSE (1 if
+    it gives none) is 1 + Σ δ. Of all δ that solve this, which are many for more keys than columns,
+    the smallest is taken, by the pseudo-inverse ``[v 1]⁺``, once for a head.
     """
     problem = call.problem
     out, lse = got["out"], got.get("lse")
@@ -64,7 +64,7 @@ def tile_map(
     v = call.v.expand(problem.batch, problem.heads, -1, -1)
     if not bool(target.isfinite().all()) or not bool(v.isfinite().all()):
         return None
-    # One size for all columns: the pseudo-inverse drops what is small beside the others.
+    # Scale v to the column of ones: the pseudo-inverse drops relatively small singular values.
     unit = v.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     columns = torch.cat([v / unit, torch.ones_like(v[..., :1])], -1)
     target = torch.cat([target[..., :-1] / unit, target[..., -1:]], -1)
@@ -77,13 +77,13 @@ def tile_map(
 
 
 def _step(size: int, tile: int) -> int:
-    """The fewest whole tiles, at most ``MOST_CELLS`` of which make up ``size``."""
+    """Return the side of a cell: the fewest tiles such that ``MOST_CELLS`` cells cover ``size``."""
     tile = tile if tile < size else 1
     return tile * math.ceil(math.ceil(size / tile) / MOST_CELLS)
 
 
 def _cells(change: Tensor, rows: int, keys: int) -> tuple[tuple[float, ...], ...]:
-    """Sums of cells, as shares of the largest, in two digits."""
+    """Return the sum in each cell, as a share of the largest, rounded to two digits."""
     sums = [
         [change[i : i + rows, j : j + keys].sum() for j in range(0, change.shape[1], keys)]
         for i in range(0, change.shape[0], rows)
@@ -94,16 +94,16 @@ def _cells(change: Tensor, rows: int, keys: int) -> tuple[tuple[float, ...], ...
 
 
 NO_FIT = (AttncheckError, RuntimeError, IndexError, ValueError, TypeError, ArithmeticError)
-"""What a model may raise that cannot be asked of a Problem."""
+"""Exceptions that a model may raise on a Problem that it does not suit."""
 
-_AT_A_TIME = 2**17  # pairs that a model predicts: of more, some rows
-_WHOLE = 2**19  # of a backward, which needs all rows
+_AT_A_TIME = 2**17  # most (row, key) pairs that models predict; of larger problems some rows
+_WHOLE = 2**19  # most pairs for models of a backward, which need all rows
 _FEWEST_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Response:
-    """What a kernel gave in one call beside the exact result."""
+    """A kernel's result in one call, compared with the exact one."""
 
     error: ObservedError
     call: ExactAttention
@@ -112,31 +112,31 @@ class Response:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Findings:
-    """The fault models' account of a kernel on one Case."""
+    """The fault models' explanations of a kernel's error on one Case."""
 
-    ranking: list[FaultExplanation]  # all that explain anything, the best first
-    tried: int  # how many there were
-    tiles: TileMap | None  # where the error is by tiles
-    # Whether all that it gave is, LSE aside. NaN and infinities say where they are, and no more:
+    ranking: list[FaultExplanation]  # models that explain any of the error, the best first
+    tried: int  # number of models that were tried
+    tiles: TileMap | None  # the size of the error by tiles
+    # Whether all outputs except LSE are finite. Of NaN and infinities only the place is known, and
     # several models may have them there.
     finite: bool
     response: Response | None = None
-    varies: bool = False  # whether two calls, with other things in free memory, differ
+    varies: bool = False  # whether two calls with different contents of free memory differ
 
     @property
     def equals(self) -> list[str]:
-        """Models that explain all, and equally well."""
-        return [one.name for one in self.ranking[: count_equals(self.ranking)]]
+        """Return the names of models that explain all of the error equally well."""
+        return [one.name for one in self.ranking[: count_ties(self.ranking)]]
 
 
 Forms = dict[object, set[object]]
-"""Forms of a model by their words, each with the tiles that it may be of."""
+"""Forms of a model by their parameters that are words, each with the tiles that it may have."""
 
 
 def fitting_predictions(response: Response, model: FaultModel) -> list[FaultPrediction] | None:
-    """Return what ``model`` predicts, of its forms that predict all that a kernel gave.
+    """Return the predictions of ``model`` that agree with all of a kernel's result.
 
-    None where the model says nothing of it, and the kernel is right; empty where it is refuted.
+    None where the kernel is right and every form agrees; empty where the model is refuted.
     """
     error, problem = response.error, response.call.problem
     of = "forward" if error.forward else "backward"
@@ -148,22 +148,22 @@ def fitting_predictions(response: Response, model: FaultModel) -> list[FaultPred
 
 
 def forms_of(fitting: Iterable[FaultPrediction], problem: Problem) -> Forms:
-    """Return these forms by their words: other numbers than a tile go with the problem's sizes."""
+    """Return these forms by their words: numbers except a tile depend on the problem's sizes."""
     forms: Forms = {}
     for one in fitting:
-        forms.setdefault(words_of(one), set()).update(_tiles_alike(one, problem))
+        forms.setdefault(words_of(one), set()).update(_equivalent_tiles(one, problem))
     return forms
 
 
 def words_of(one: FaultPrediction) -> tuple[tuple[str, str], ...]:
-    """Return those of a form's parameters that are words."""
+    """Return the parameters of a form that are words."""
     return tuple((k, v) for k, v in one.parameters.items() if isinstance(v, str))
 
 
-def _tiles_alike(one: FaultPrediction, problem: Problem) -> Iterable[object]:
-    """Yield the tiles of which a form is: where one holds all keys, each that is larger is alike.
+def _equivalent_tiles(one: FaultPrediction, problem: Problem) -> Iterable[object]:
+    """Return the tiles that fit a form: if one holds all keys, every larger one fits as well.
 
-    How many splits there are goes with the length, and where they are cut.
+    With splits it is None, since their number and their cuts depend on the length.
     """
     tile = None if "splits" in one.parameters else one.parameters.get("tile")
     if not isinstance(tile, int) or tile < problem.kv:
@@ -172,10 +172,10 @@ def _tiles_alike(one: FaultPrediction, problem: Problem) -> Iterable[object]:
 
 
 def form_tiles(response: Response, model: FaultModel) -> dict[object, bool]:
-    """Return the tile of each form of ``model``, and whether that one predicts all that was given.
+    """Return each tile of the forms of ``model``, and whether its prediction fits the result.
 
-    Of a form that knows no tiles it is None. A tile that is missing predicts what is exact: one of
-    which all keys are there has no tail, say.
+    The tile is None for a form without tiles. A tile that is missing predicts the exact result:
+    without a padded last tile there is no fault in its tail, say.
     """
     tiles: dict[object, bool] = {}
     forms = _predictions(response.call, [model]) if model.applies(response.call.problem) else ()
@@ -192,17 +192,17 @@ def explain(
     proven: bool = False,
     among: Collection[str] = FAULT_MODELS,
 ) -> Findings | None:
-    """Return what fault models say of what a kernel gave; None where it is right to the last bit.
+    """Return the fault models' findings on a result; None where it is right to the last bit.
 
     Args:
-        proven: Whether only what is beyond its bound is asked about.
+        proven: Whether to explain only errors beyond their bound.
     """
     problem = evidence.case.problem
     response = observed_error(result, evidence)
     error, call = response.error, response.call
     if proven and not error.proven:
         return None
-    # Models of a backward need all rows at once, which a large problem is too large for.
+    # Models of a backward need all rows at once, which takes too long for a large problem.
     if not error.wrong or (not error.forward and pair_count(problem) > _WHOLE):
         return None
     of = "forward" if error.forward else "backward"
@@ -216,8 +216,8 @@ def explain(
     )
 
 
-def within_twice(evidence: EvidenceBuilder, arithmetic: Arithmetic) -> Response:
-    """Return a right answer, as far as it is known: the exact one, with twice what is allowed."""
+def passing_response(evidence: EvidenceBuilder, arithmetic: Arithmetic) -> Response:
+    """Return the exact result as a Response with twice the allowance, for a kernel that passed."""
     exact = float64_tensors(evidence.truth)
     allowed = float64_tensors(deterministic_bounds(evidence.evidence, arithmetic))
     allowed = {name: 2 * bound for name, bound in allowed.items() if name in {"out", "lse"}}
@@ -226,14 +226,14 @@ def within_twice(evidence: EvidenceBuilder, arithmetic: Arithmetic) -> Response:
 
 
 def observed_error(result: Execution, evidence: EvidenceBuilder) -> Response:
-    """Return the error beside the exact result and the exact call; of a large problem some rows."""
+    """Return a result compared with the exact one; only some rows of a large problem."""
     problem = evidence.case.problem
     got, exact = float64_tensors(result.outputs), float64_tensors(evidence.truth)
     allowed = float64_tensors(deterministic_bounds(evidence.evidence, result.arithmetic))
     if problem.backward:
         bounds = gradient_allowance(evidence.evidence, result.arithmetic, result.outputs).bounds
         allowed |= {name: bound.cpu() for name, bound in bounds.items()}
-    # NaN in out makes every gradient NaN, from which no model of a backward is told.
+    # NaN in out makes every gradient NaN, which no model of a backward can explain.
     if not problem.backward or got["out"].isnan().any():
         got = {name: tensor for name, tensor in got.items() if name in ("out", "lse")}
     spacing = {name: torch.finfo(x.dtype).eps for name, x in result.outputs.tensors().items()}
@@ -266,7 +266,7 @@ def pair_count(problem: Problem) -> int:
 
 
 def _rows(problem: Problem, got: Tensor, exact: Tensor, allowed: Tensor) -> Tensor | None:
-    """Of a large problem the worst rows and some of all others; None for every row."""
+    """Return the worst rows of a large problem and some evenly spaced others; None for all rows."""
     if pair_count(problem) <= _AT_A_TIME:
         return None
     most = max(_FEWEST_ROWS, _AT_A_TIME * problem.query // pair_count(problem))
@@ -275,14 +275,14 @@ def _rows(problem: Problem, got: Tensor, exact: Tensor, allowed: Tensor) -> Tens
     off = ((got - exact).abs() / allowed.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(
         nan=torch.inf
     )
-    # Half and half, because a model must also fit where the kernel is right.
+    # Half of each, because a model must also fit rows where the kernel is right.
     worst = off.amax(dim=(0, 1, 3)).argsort(descending=True)[: most // 2]
     spread = torch.linspace(0, problem.query - 1, most - most // 2).long()
     return torch.tensor(sorted({*worst.tolist(), *spread.tolist()}))
 
 
 def _predictions(call: ExactAttention, models: list[FaultModel]) -> Iterator[FaultPrediction]:
-    """Yield what each model predicts; leave out what it cannot be asked of this problem."""
+    """Yield the predictions of each model that suits this problem."""
     for model in models:
         with contextlib.suppress(*NO_FIT), torch.no_grad():
             for one in model.predictions(call):

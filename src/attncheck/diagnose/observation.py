@@ -1,7 +1,7 @@
-"""What is seen of a failure of which no model is confirmed, and the family of faults that tells.
+"""Observe a failure that no fault model explains, and infer the family of its fault.
 
-The kernel is asked again: without a mask, with fewer keys, with unit vectors for values, of which
-each column of the output is a weight, with parts of an input negated, with its keys in order.
+The kernel is called again: without a mask, with fewer keys, with unit vectors as values (so that
+each output column is a key's weight), with parts of an input negated, and with its keys sorted.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
 
     Call = Callable[[Inputs], Response | None]
-    """What the kernel gives of Inputs; None where it does not take them."""
+    """Runs the kernel on Inputs; None where it does not support them."""
 
-_INDEPENDENT = 6  # problems that are asked
+_INDEPENDENT = 6  # independent problems that the kernel is called on
 _LENGTHS = (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128, 129)
-_TILE = 16  # keys of the smallest tile that kernels have
-_WHOLE_TILES = 128  # keys that are whole tiles of any size
-_HALF = 0.5  # of a key, from which it counts
-_MOST_CALLS = 4  # in which the weights of all keys are measured
-_ROUNDED = FORMATS["bf16"].unit_roundoff
+_TILE = 16  # keys in the smallest tile that kernels use
+_WHOLE_TILES = 128  # a multiple of this many keys is whole tiles of every size
+_HALF = 0.5  # A key's count is certain where its doubt is smaller.
+_MOST_CALLS = 4  # calls to measure the weights of all keys
+_ROUNDING = FORMATS["bf16"].unit_roundoff
 _LEAST_OF_FP16 = FORMATS["fp16"].subnormal_spacing
-_FEW_ROWS = 8  # of a head, of which chance makes all right
-_PLAINLY = 16.0  # times what rounding allows that an error is of no rounding
-_FEW_SCORES = 64  # of which any look like a function
-_SOME = 0.05  # of all scores, so many that are plainly off
-_SMOOTH = 0.25  # of what scores are off by, what neighbours differ by: of noise it is more than 1
+_FEW_ROWS = 8  # A head with fewer rows may be right in all of them by chance.
+_PLAINLY = 16.0  # An error this many times the rounding allowance is no rounding error.
+_FEW_SCORES = 64  # The errors of fewer scores may look like a smooth function by chance.
+_SOME = 0.05  # share of the scores that must be plainly off
+_SMOOTH = 0.25  # roughness of errors that are a function of the score; that of noise exceeds 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observations:
-    """What is known of a failure that no model was confirmed of."""
+    """Facts on a failure that no fault model was confirmed for, and the family they suggest."""
 
     family: Family | None = None
     facts: tuple[str, ...] = ()
-    sign: str = ""  # what is proven by it, one of ``SIGNS``
+    sign: str = ""  # key in ``SIGNS`` of a fault that the facts prove
 
 
 def observe(
@@ -71,85 +71,85 @@ def observe(
     seconds: float,
     takes: Callable[[Problem], bool] = lambda _problem: True,
 ) -> Observations:
-    """Return where and when a kernel is wrong, and the family of faults that this tells.
+    """Return facts on where and when a kernel is wrong, and the fault family they suggest.
 
     Args:
-        response: What it gave.
-        case: For it.
-        ask: Calls the kernel.
-        call: Calls it with other numbers.
-        varies: Whether it gives something else where memory holds something else.
-        seconds: After which no shorter length is asked.
-        takes: As of ``independent_cases``.
+        response: The kernel's wrong response.
+        case: The Case that it answers.
+        ask: Runs the kernel on a Case.
+        call: Runs the kernel on given Inputs.
+        varies: Whether the result changes with the contents of free memory.
+        seconds: Time after which no further length is tried.
+        takes: Whether the kernel supports a Problem, as in ``independent_cases``.
     """
-    facts = [_place(response)]
+    facts = [_wrong_places(response)]
     facts += ["what it gives changes with what free memory holds"] if varies else []
     needed = set()
-    for name, (words, change) in _plainer(case.problem).items():
-        if others := _asked_with(case, change, ask):
-            wrong = any(run.error.proven for run in others)
+    for name, (words, change) in _simplifications(case.problem).items():
+        if responses := _responses_with(case, change, ask):
+            wrong = any(run.error.proven for run in responses)
             facts.append(f"{'wrong as well' if wrong else 'right'} {words}")
             needed |= set() if wrong else {name}
     runs = [response]
     for other in itertools.islice(independent_cases(case, takes), _INDEPENDENT):
         runs += ask(other)
     runs = [run for run in runs if run.error.proven]
-    # Of the failure, and of the other one with the most keys, how often each key counts.
+    # Count the keys of the failure, and of the other wrong run with the most keys.
     runs[1:] = sorted(runs[1:], key=_measured_keys, reverse=True)
-    counts = [_Counts.of(run, call) for run in runs[:2]]
+    counts = [_KeyCounts.of(run, call) for run in runs[:2]]
     facts += next((line for one in counts if one is not None and (line := one.facts())), [])
-    facts.append(_shortest(case, ask, time.monotonic() + seconds))
+    facts.append(_shortest_failure(case, ask, time.monotonic() + seconds))
     family = _common_family(runs, counts)
     if varies:
         family = "memory"
     elif case.question.startswith("strides_"):
         family = "mapping"
-    # A score mod that is off changes weights as if parts were not rescaled, or keys not there.
+    # A wrong score mod changes weights as missing rescaling or missing keys would.
     elif family is None or (family != "gradient" and needed & {"score", "sink"}):
-        family = next((family for name, family in _TOLD_BY.items() if name in needed), family)
-    if "score" in needed and (of_cap := _of_cap(runs[0], case, ask, call)):
-        sign = "softcap-of-another-function" if of_cap == "score" else ""
-        return Observations(family=of_cap, facts=tuple(filter(None, facts)), sign=sign)
-    if family in {None, "mapping"} and (fact := _misplaced(runs, call)):
+        family = next((family for name, family in _BY_FEATURE.items() if name in needed), family)
+    if "score" in needed and (cap_family := _cap_family(runs[0], case, ask, call)):
+        sign = "softcap-of-another-function" if cap_family == "score" else ""
+        return Observations(family=cap_family, facts=tuple(filter(None, facts)), sign=sign)
+    if family in {None, "mapping"} and (fact := _misplacement(runs, call)):
         family, facts = "mapping", [*facts, fact]
-    if family is None and (fact := _by_order(case.problem, call, takes)):
+    if family is None and (fact := _order_effect(case.problem, call, takes)):
         family, facts = "rescaling", [*facts, fact]
     return Observations(family=family, facts=tuple(filter(None, facts)))
 
 
-def _of_cap(run: Response, case: Case, ask: Ask, call: Call) -> Family | None:
-    """Return whether a cap makes another function of the score than it should, or rounds it.
+def _cap_family(run: Response, case: Case, ask: Ask, call: Call) -> Family | None:
+    """Return “score” if softcap computes another function, “precision” if it only rounds a score.
 
-    In fp32 where the kernel takes it: there weights say most of a score.
+    The weights are measured in fp32 if the kernel supports it: they reveal a score best there.
     """
     if case.problem.score.name != "softcap":
         return None
     cap: Any = case.problem.score.values["cap"]
-    for one in [*_asked_with(case, {"dtype": "fp32"}, ask), run]:
-        counts = _Counts.of(one, call) if one.error.proven else None
-        slopes = None if counts is None else counts.by_score()
-        if slopes is not None and slopes[1] < _SMOOTH:
+    for one in [*_responses_with(case, {"dtype": "fp32"}, ask), run]:
+        counts = _KeyCounts.of(one, call) if one.error.proven else None
+        errors = None if counts is None else counts.score_errors()
+        if errors is not None and errors[1] < _SMOOTH:
             return "score"
-        # By less than the roundings of one of 16 bits, and not as its neighbours.
-        if slopes is not None and one.call.problem.dtype == "fp32":
-            return "precision" if slopes[0] < _ROUNDED * cap and slopes[1] > 2 * _SMOOTH else None
+        # Errors below bf16's rounding error that are unlike those of neighbouring scores.
+        if errors is not None and one.call.problem.dtype == "fp32":
+            return "precision" if errors[0] < _ROUNDING * cap and errors[1] > 2 * _SMOOTH else None
     return None
 
 
-def _common_family(runs: Sequence[Response], counts: Sequence[_Counts | None]) -> Family | None:
-    """Return one family for all that is wrong: few numbers alone look like many."""
-    every = itertools.zip_longest(runs, counts)
-    families = {_own_family(run, counts=one) for run, one in every}
+def _common_family(runs: Sequence[Response], counts: Sequence[_KeyCounts | None]) -> Family | None:
+    """Return the family that all wrong runs agree on: a single run may fit several by chance."""
+    pairs = itertools.zip_longest(runs, counts)
+    families = {_own_family(run, counts=one) for run, one in pairs}
     if len(families) > 1:
-        families -= {None, *_THROUGHOUT}
+        families -= {None, *_FALLBACK_FAMILIES}
     family = families.pop() if len(families) == 1 else None
-    # Few rows of one shape: a mask that is off may be wrong there alone.
+    # With runs of one shape only, a wrong mask may happen to affect just the empty rows.
     alike = len({run.call.shape for run in runs}) == 1
     return None if family == "empty rows" and alike else family
 
 
-def _own_family(run: Response, *, counts: _Counts | None) -> Family | None:
-    """Return the family that one run's numbers tell by themselves."""
+def _own_family(run: Response, *, counts: _KeyCounts | None) -> Family | None:
+    """Return the family that the numbers of a single run suggest."""
     error, alive = run.error, run.call.parts.lse > -torch.inf
     if not error.forward:
         return "gradient"
@@ -157,25 +157,25 @@ def _own_family(run: Response, *, counts: _Counts | None) -> Family | None:
     off = [x.any(-1) if x.dim() > alive.dim() else x for x in beyond.values()]
     rows = torch.stack(off).any(0)
     if not bool((rows & alive).any()):
-        # Where no row sees a key, a mask that is not looked at is wrong alike.
+        # Where no row sees a key, a kernel that ignores the mask is wrong in the same rows.
         return "empty rows" if bool(alive.any()) else None
     if set(error.wrong) == {"lse"}:
         return "lse"
-    if _of_some_heads(run.call, rows):
+    if _is_wrong_by_heads(run.call, rows):
         return "mapping"
-    wrong = [error.got[name][off & _rows_of(off, alive)] for name, off in beyond.items()]
+    wrong = [error.got[name][off & _broadcast_rows(off, alive)] for name, off in beyond.items()]
     family = None if counts is None else counts.family()
     if not all(bool(x.isfinite().all()) for x in wrong):
-        # NaN that is read is another's: no input has any, and all that is wrong is it.
+        # An overflow, if all wrong numbers are NaN or infinite, and no input is that may be read.
         alone = all(not bool(x.isfinite().any()) for x in wrong)
         return "overflow" if alone and _is_finite(run.call) else family
-    return family or _of_row_factors(run)
+    return family or _row_factor_family(run)
 
 
-def _of_some_heads(call: ExactAttention, rows: Tensor) -> bool:
-    """Return whether all rows of some sequences and heads are wrong, and none of the first.
+def _is_wrong_by_heads(call: ExactAttention, rows: Tensor) -> bool:
+    """Return whether each head is wrong in all rows or in none, and the first head in none.
 
-    What is done to scores, weights and tiles is done to those of each alike.
+    A fault in scores, weights or tiles would affect every sequence and head alike.
     """
     problem = call.problem
     alike = bool((call.seen == call.seen[:1, :1]).all()) and problem.score == NONE
@@ -185,55 +185,55 @@ def _of_some_heads(call: ExactAttention, rows: Tensor) -> bool:
     return bool((some == every).all()) and bool(some.any()) and not bool(some[0])
 
 
-def _of_row_factors(run: Response) -> Family | None:
-    """Return the family of an output of which each row is the exact one times a number.
+def _row_factor_family(run: Response) -> Family | None:
+    """Return “factor” or “rescaling” where each output row is the exact one times a number.
 
-    The padding of a last tile, hidden keys and a sink have no values, and make rows smaller, too.
+    Problems with a padded last tile, hidden keys or a sink are left out: these shrink rows, too.
     """
     problem, call, error = run.call.problem, run.call, run.error
     plain = problem.mask == FULL and not problem.sink and problem.kv % _WHOLE_TILES == 0
     if not plain or "out" not in error.wrong or problem.value_dim < _TILE:
         return None
     got, exact, allowed = error.got["out"], call.parts.out, error.allowed["out"]
-    # 0 is anything times a factor: of rows of zeros nobody is told.
+    # A row of zeros is 0 times any row, and says nothing of a factor.
     if bool((got == 0).all(-1).any()):
         return None
-    size = (got * exact).sum(-1, keepdim=True) / exact.square().sum(-1, keepdim=True)
-    one = size.median()
+    row_factors = (got * exact).sum(-1, keepdim=True) / exact.square().sum(-1, keepdim=True)
+    common_factor = row_factors.median()
 
     def fits(factor: Tensor) -> bool:
         most = allowed * factor.abs().clamp(min=1.0)
         return bool(((got - factor * exact).abs() <= most).all())
 
-    return "factor" if fits(one) else "rescaling" if fits(size) else None
+    return "factor" if fits(common_factor) else "rescaling" if fits(row_factors) else None
 
 
-def _rows_of(tensor: Tensor, rows: Tensor) -> Tensor:
-    """``rows`` as they broadcast to out, or to LSE."""
+def _broadcast_rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Return ``rows`` in a shape that broadcasts to ``tensor``, out or LSE."""
     return rows[..., None] if tensor.dim() > rows.dim() else rows
 
 
 def _is_finite(call: ExactAttention) -> bool:
-    """Return whether no number is NaN or infinite that the kernel may read."""
+    """Return whether all numbers that the kernel may read are finite."""
     problem, inputs = call.problem, call.inputs.tensors().values()
-    # Pages that are nobody's hold NaN.
+    # Pages that belong to no sequence hold NaN.
     return problem.paging is None and all(bool(x.float().isfinite().all()) for x in inputs)
 
 
-_THROUGHOUT: tuple[Family, ...] = ("empty rows", "lse", "gradient", "overflow")
-"""What is told by which numbers are right: by all that it gets wrong, or by nothing."""
+_FALLBACK_FAMILIES: tuple[Family, ...] = ("empty rows", "lse", "gradient", "overflow")
+"""Families inferred from which tensors or rows are right; any other family outweighs them."""
 
-_TOLD_BY: dict[str, Family] = {
+_BY_FEATURE: dict[str, Family] = {
     "score": "score",
     "sink": "score",
     "batch": "mapping",
     "heads": "mapping",
 }
-"""What a kernel has wrong that is right without a feature."""
+"""The family of a fault that vanishes when a feature is removed from the problem."""
 
 
-def _plainer(problem: Problem) -> dict[str, tuple[str, dict[str, object]]]:
-    """What the problem may be without, in words: what makes the kernel right tells its cause."""
+def _simplifications(problem: Problem) -> dict[str, tuple[str, dict[str, object]]]:
+    """Return changes that simplify the problem, as name → (words, change of fields)."""
     if problem.backward or problem.operation != "attention":
         return {}
     one_group = problem.kv_heads == 1
@@ -259,7 +259,7 @@ def _plainer(problem: Problem) -> dict[str, tuple[str, dict[str, object]]]:
     return {name: (words, change) for holds, name, words, change in table if holds}
 
 
-def _asked_with(case: Case, change: dict[str, object], ask: Ask) -> Sequence[Response]:
+def _responses_with(case: Case, change: dict[str, object], ask: Ask) -> Sequence[Response]:
     try:
         other = case.problem.replace(**change)
         return ask(Case(problem=other, question=case.question, parameters=case.parameters))
@@ -267,24 +267,24 @@ def _asked_with(case: Case, change: dict[str, object], ask: Ask) -> Sequence[Res
         return ()
 
 
-def _shortest(case: Case, ask: Ask, end: float) -> str:
-    """Return from how many keys on the kernel is wrong, as far as short lengths tell."""
-    problem, right = case.problem, 0
+def _shortest_failure(case: Case, ask: Ask, end: float) -> str:
+    """Return, in words, from how many keys on the kernel is wrong; tries ``_LENGTHS`` in order."""
+    problem, most_right = case.problem, 0
     for kv in _LENGTHS:
         if kv >= problem.kv or time.monotonic() > end:
             break
         change: dict[str, object] = {"kv": kv}
         if problem.query == problem.kv:
             change["query"] = kv
-        runs = _asked_with(case, change, ask)
+        runs = _responses_with(case, change, ask)
         if any(run.error.proven for run in runs):
-            return f"wrong from {kv} keys on" + (f", right with {right}" if right else "")
-        right = kv if runs else right
-    return f"right with up to {right} keys, wrong with {problem.kv}" if right else ""
+            return f"wrong from {kv} keys on" + (f", right with {most_right}" if most_right else "")
+        most_right = kv if runs else most_right
+    return f"right with up to {most_right} keys, wrong with {problem.kv}" if most_right else ""
 
 
-def _place(response: Response) -> str:
-    """Return which tensors are wrong, and in which sequences, heads, rows, columns or keys."""
+def _wrong_places(response: Response) -> str:
+    """Return, in words, which tensors are wrong, and in which sequences, heads, rows or keys."""
     parts = []
     for name in response.error.wrong:
         beyond = response.error.beyond(name)
@@ -294,17 +294,17 @@ def _place(response: Response) -> str:
         where = []
         for axis, word in enumerate(axes[: beyond.dim()]):
             others = [n for n in range(beyond.dim()) if n != axis]
-            along = beyond.any(dim=others) if others else beyond
-            if not bool(along.all()):
-                own = along.nonzero().flatten()
-                own = response.call.rows[own] if word == "row" and name != "dq" else own
-                where.append(f"{word}s {_ranges(own.tolist())}")
+            is_wrong = beyond.any(dim=others) if others else beyond
+            if not bool(is_wrong.all()):
+                index = is_wrong.nonzero().flatten()
+                index = response.call.rows[index] if word == "row" and name != "dq" else index
+                where.append(f"{word}s {_ranges(index.tolist())}")
         parts.append(f"{name} is wrong in {', '.join(where)}" if where else f"{name} is wrong")
     return "; ".join(parts)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """``0–31, 64``; of many the first few."""
+    """Return ``numbers`` as ranges such as ``0–31, 64``, at most the first four."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:
@@ -316,29 +316,29 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _measured_keys(run: Response) -> int:
-    """Return how many keys have weights that can be measured: all, or none."""
+    """Return the number of keys whose weights can be measured: all of them, or 0."""
     problem = run.call.problem
     fits = problem.operation == "attention" and run.call.whole and run.error.forward
     return problem.kv if fits and problem.kv <= _MOST_CALLS * problem.value_dim else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Counts:
-    """How often each key counts in each row, ``(batch, heads, rows, kv)``: 1 where it must, else 0.
+class _KeyCounts:
+    """How often a kernel counts each key in each row; in a right one 1 if the row sees it, else 0.
 
-    Of unit vectors for values the output is the weights, and LSE says what a key has that counts
-    once. ``doubt`` is by how much that may be off, from what rounding allows of both.
+    With unit vectors as values the output is the weights. Over exp(score − LSE), which a key has
+    that counts once, they are ``counts (batch, heads, rows, kv)``, whose error bound is ``doubt``.
     """
 
     counts: Tensor
     doubt: Tensor
     seen: Tensor
     response: Response
-    with_lse: bool  # without it a tile that is gone looks like another one that weighs more
-    other_sum: bool  # whether LSE is wrong, or not there
+    with_lse: bool  # without LSE a missing tile looks as if the other tiles weighed more
+    other_sum: bool  # whether LSE is wrong or missing
 
     @classmethod
-    def of(cls, response: Response, call: Call) -> _Counts | None:
+    def of(cls, response: Response, call: Call) -> _KeyCounts | None:
         exact, error, problem = response.call, response.error, response.call.problem
         columns = problem.value_dim
         if not _measured_keys(response):
@@ -352,54 +352,54 @@ class _Counts:
             run = call(inputs.replace(v=v.to(inputs.v.dtype)))
             if run is None or not bool(run.error.got["out"].isfinite().all()):
                 return None
-            one = run.call.v[:, :, start, :1, None]  # in fp8 times its descale
-            weights.append(run.error.got["out"][..., :keys] / one)
-            allowed.append(run.error.allowed["out"][..., :keys] / one)
-        dead, every = exact.parts.dead, torch.cat(weights, -1)
+            unit = run.call.v[:, :, start, :1, None]  # in fp8 times its descale
+            weights.append(run.error.got["out"][..., :keys] / unit)
+            allowed.append(run.error.allowed["out"][..., :keys] / unit)
+        dead, all_weights = exact.parts.dead, torch.cat(weights, -1)
         lse = error.got.get("lse", exact.parts.lse)
-        # A row in which no key counts has none, and weighs nothing.
-        none = dead | ((lse == -torch.inf) & (every == 0).all(-1))
-        if not bool(lse[~none].isfinite().all()):
+        # Rows in which no key counts: all weights are 0, and LSE is −∞.
+        empty = dead | ((lse == -torch.inf) & (all_weights == 0).all(-1))
+        if not bool(lse[~empty].isfinite().all()):
             return None
         odds, own = (
-            (torch.where(gone, 0.0, x)[..., None] - exact.s).exp()
-            for x, gone in ((lse, none), (exact.parts.lse, dead))
+            (torch.where(without, 0.0, x)[..., None] - exact.s).exp()
+            for x, without in ((lse, empty), (exact.parts.lse, dead))
         )
-        counts = every * odds
-        # A larger weight is rounded by more than is allowed of the exact one.
+        counts = all_weights * odds
+        # A weight that is too large also has a larger rounding error than the exact one.
         doubt = torch.cat(allowed, -1) * torch.maximum(odds, own)
         if "lse" in error.got:
             doubt = doubt + counts.abs() * error.allowed["lse"].expm1()[..., None]
-        # Nothing is allowed of what must be 0: as much of a key that counts as of any other.
+        # The allowance of a weight that must be 0 is 0: use the row's largest relative doubt.
         usual = torch.where(exact.seen & (doubt < _HALF), doubt, 0.0).amax(-1, keepdim=True)
         doubt = torch.maximum(doubt, counts.abs() * usual)
-        there = ~dead[..., None] & doubt.isfinite()
+        is_known = ~dead[..., None] & doubt.isfinite()
         with_lse = "lse" in error.got
         return cls(
             counts=counts,
-            doubt=torch.where(there, doubt, torch.inf),
+            doubt=torch.where(is_known, doubt, torch.inf),
             seen=exact.seen.expand(counts.shape),
             response=response,
             with_lse=with_lse,
             other_sum="lse" in error.wrong or not with_lse,
         )
 
-    def _whole(self) -> Tensor | None:
-        """Whole counts, where that is what all are; None where they are not."""
+    def _whole_counts(self) -> Tensor | None:
+        """Return the counts as whole numbers; None if they are not whole."""
         sure = self.doubt < _HALF
         near = (self.counts - self.counts.round()).abs() <= self.doubt
         if not bool(sure.any()) or not bool(near[sure].all()):
             return None
         whole = torch.where(sure, self.counts.round(), self.seen.double()).clamp(min=0.0)
-        # These counts have to give what the kernel gave of its own values.
+        # Whole counts must also reproduce the kernel's result with the original values.
         call = self.response.call
         parts = call.softmax(call.s + whole.log(), sink=call.sink)
-        says = FaultPrediction(name="", tensors=parts.outputs.tensors())
-        return whole if self.response.error.agrees(says) else None
+        predicted = FaultPrediction(name="", tensors=parts.outputs.tensors())
+        return whole if self.response.error.agrees(predicted) else None
 
     def facts(self) -> list[str]:
-        """Which keys count too often, and which too rarely, in words."""
-        whole = self._whole()
+        """Return, in words, which keys count too often and which too rarely."""
+        whole = self._whole_counts()
         if whole is None:
             return []
         kinds = {
@@ -415,55 +415,55 @@ class _Counts:
         ]
 
     def family(self) -> Family | None:
-        """Return the family: tiles that are gone as a whole, another mask, parts not rescaled."""
-        whole = self._whole()
+        """Return the family that the counts suggest: tile, mask, factor or rescaling, or None."""
+        whole = self._whole_counts()
         if whole is not None:
             return self._family_of_whole(whole)
-        if self._of_one_factor():
+        if self._fits_scaled_scores():
             return "factor"
-        # Each tile of a row by a factor of its own, and not all by one.
+        # Each tile of a row may have a factor of its own, where one for all does not fit.
         low = torch.where(self.seen, self.counts - self.doubt, -torch.inf)
         high = torch.where(self.seen, self.counts + self.doubt, torch.inf)
         hidden = bool((self.counts.abs() > self.doubt)[~self.seen].any())
         least, most = self._tiles(low, -torch.inf).amax(-1), self._tiles(high, torch.inf).amin(-1)
         apart = least.amax(-1) > most.amin(-1)
         by_tile = bool((least <= most).all() & (most > 0).all()) and bool(apart.any())
-        # What counts a whole number of times is a tile that is gone, or there again.
+        # A tile whose factor is whole is missing or repeated, and not wrongly rescaled.
         by_tile = by_tile and bool((least.ceil() > most).any())
         return "rescaling" if by_tile and self.with_lse and not hidden else None
 
     def _family_of_whole(self, whole: Tensor) -> Family | None:
-        """Return the family of keys that count too often, or not at all."""
+        """Return the family where keys count too often or not at all."""
         wrong = whole != self.seen.double()
-        # Other values than the keys' own, where the weights of all add up as they must.
+        # Where LSE is right the right keys count, and their values are wrong.
         if not bool(wrong.any()) or not self.other_sum:
             return None
         if bool((wrong & ~self.seen).any()):
             return "mask"
-        # What weighs less than fp16 can hold is lost where anything underflows.
+        # Weights below fp16's smallest number may just have underflowed.
         if not bool((self.response.call.parts.weights[wrong] >= _LEAST_OF_FP16).any()):
             return None
-        # Of each tile either all keys that a row sees are wrong, or none.
-        kept = self._tiles((self.seen & (self.doubt < _HALF) & ~wrong).double()).sum(-1) > 0
-        gone = self._tiles(wrong.double()).sum(-1) > 0
-        if bool((kept & gone).any()):
+        # A lost tile loses all its keys that a row sees; a tile lost in part means a mask.
+        right_tiles = self._tiles((self.seen & (self.doubt < _HALF) & ~wrong).double()).sum(-1) > 0
+        broken_tiles = self._tiles(wrong.double()).sum(-1) > 0
+        if bool((right_tiles & broken_tiles).any()):
             return "mask"
-        # Of sequences of other lengths one may have lost what its length says.
+        # Where sequences differ in length, the length of one may have been misread.
         own = wrong.any(dim=(1, 2, 3))
         if not bool(own.all()) and not bool((self.seen == self.seen[:1]).all()):
             return None
-        # What is lost before others are summed may have been rescaled by 0, and where nothing is
-        # kept in any row the sum, or the output, may be what is not kept.
-        some = kept.any(-1)
-        later = bool((gone & (kept.cumsum(-1) > 0)).any())
-        return "tile" if later or bool((gone.any(-1) & ~some).any() & some.any()) else None
+        # Tiles lost before any other is summed may have been rescaled by 0. Where no row has any
+        # right tile, the running sum or output itself may be lost.
+        some = right_tiles.any(-1)
+        later = bool((broken_tiles & (right_tiles.cumsum(-1) > 0)).any())
+        return "tile" if later or bool((broken_tiles.any(-1) & ~some).any() & some.any()) else None
 
-    def by_score(self) -> tuple[float, float] | None:
-        """Return by how much scores are off at most, and how far each is from its neighbours.
+    def score_errors(self) -> tuple[float, float] | None:
+        """Return the largest error of a score, and the roughness of the errors.
 
-        Of the latter the root mean square, in that of what all are off by: in order of size two
-        neighbours are off by the same of any function, and by other roundings. None where few
-        weights are there to tell, or, but in fp32, none is plainly off.
+        Roughness is how far each error is from its two neighbours' mean, in order of score, as the
+        root mean square relative to that of all errors. It is small for another function of the
+        score, and large for roundings. None for few weights, or, except in fp32, few clear errors.
         """
         sure = self.seen & (self.counts > 2 * self.doubt)
         if not self.with_lse or int(sure.sum()) < _FEW_SCORES:
@@ -478,39 +478,39 @@ class _Counts:
         rough = apart.square().mean().sqrt() / off.square().mean().sqrt()
         return float(off.abs().amax()), float(rough)
 
-    def _of_one_factor(self) -> bool:
-        """Return whether the weights are those of all scores times one number."""
+    def _fits_scaled_scores(self) -> bool:
+        """Return whether the weights are the softmax of all scores times one number."""
         call = self.response.call
         sure = self.seen & (self.counts > 2 * self.doubt)
-        number = sure.sum(-1, keepdim=True).clamp(min=1)
+        count = sure.sum(-1, keepdim=True).clamp(min=1)
 
         def centred(x: Tensor) -> Tensor:
             x = torch.where(sure, x, 0.0)
-            return torch.where(sure, x - x.sum(-1, keepdim=True) / number, 0.0)
+            return torch.where(sure, x - x.sum(-1, keepdim=True) / count, 0.0)
 
         s, logs = centred(call.s), centred(self.counts.log())
         factor = 1.0 + (s * logs).sum() / s.square().sum()
 
         def fits(times: Tensor | float) -> bool:
             z = torch.where(call.seen, call.s * times, -torch.inf)
-            says = call.softmax(z, sink=call.sink).outputs.tensors()
-            return self.response.error.agrees(FaultPrediction(name="", tensors=says))
+            predicted = call.softmax(z, sink=call.sink).outputs.tensors()
+            return self.response.error.agrees(FaultPrediction(name="", tensors=predicted))
 
-        # Times 0 all score alike, as where one of both operands is not there.
+        # A factor of 0 makes all scores equal, as does a missing operand of q·k.
         return call.problem.score == NONE and fits(factor) and not fits(0.0)
 
     def _tiles(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """Keys in tiles, ``(…, tiles, keys of one)``."""
+        """Return ``x`` with its keys in padded tiles, ``(…, tiles, keys of a tile)``."""
         missing = -x.shape[-1] % _TILE
         padded: Tensor = torch.nn.functional.pad(x, (0, missing), value=fill)
         return padded.view(*x.shape[:-1], -1, _TILE)
 
 
-def _misplaced(runs: Sequence[Response], call: Call) -> str:
-    """Return what shows that numbers are read, or written, elsewhere; empty where nothing does.
+def _misplacement(runs: Sequence[Response], call: Call) -> str:
+    """Return evidence that numbers are read or written in the wrong place; empty if there is none.
 
-    A row changes with its own query, and with the keys and values of its own sequence and key head,
-    column by column of these; parts of each are negated, which rounds nothing.
+    A right row changes only with its own query, and with the keys and values of its own sequence
+    and key head, each output column only with that column of the values.
     """
     some = [run for run in runs if run.error.forward and run.call.whole]
     if not some or some[0].call.problem.operation != "attention":
@@ -525,7 +525,7 @@ def _misplaced(runs: Sequence[Response], call: Call) -> str:
     if plain is None or not bool(plain.error.got["out"].isfinite().any()):
         return ""
     for finding in _Dependencies(inputs, plain, call).wrong():
-        # What changes from call to call depends on nothing.
+        # A result that changes from call to call proves no dependency.
         again = call(inputs) if finding else None
         if again is not None and not bool(_changes(plain, again).any()):
             return finding
@@ -533,22 +533,22 @@ def _misplaced(runs: Sequence[Response], call: Call) -> str:
 
 
 class _Dependencies:
-    """What a kernel's outputs depend on: parts of its inputs are negated, which rounds nothing."""
+    """Tests what a kernel's outputs depend on by negating parts of its inputs, which is exact."""
 
     def __init__(self, inputs: Inputs, plain: Response, call: Call) -> None:
         self._inputs, self._plain, self._call = inputs, plain, call
         self._problem = inputs.problem
 
     def wrong(self) -> Iterator[str]:
-        """Yield what depends on a part that it must not, or does not depend on what it must."""
+        """Yield, in words, each dependency that should not exist, and each that is missing."""
         yield from self._of_rows()
         yield from self._of_groups()
         yield from self._of_values()
         yield from self._of_keys()
         yield from self._of_columns()
 
-    def _moved(self, **where: Tensor) -> tuple[Tensor, Tensor]:
-        """Which numbers change with parts negated, and which rows' exact outputs do."""
+    def _negate(self, **where: Tensor) -> tuple[Tensor, Tensor]:
+        """Negate marked parts of inputs; return the numbers that change and rows that should."""
         change = {}
         for name, of in where.items():
             tensor = getattr(self._inputs, name)
@@ -562,9 +562,9 @@ class _Dependencies:
     def _of_rows(self) -> Iterator[str]:
         problem = self._problem
         b, h, i = map(torch.arange, (problem.batch, problem.heads, problem.query))
-        # By a rule that no stride goes with.
+        # An irregular pattern, which no wrong stride maps onto itself.
         own = (i.square() + 3 * h[:, None] + 5 * b[:, None, None]) % 7 < 3
-        changes, must = self._moved(q=own[..., None])
+        changes, must = self._negate(q=own[..., None])
         moved = changes.any(-1)
         if bool((moved & ~own).any()) and bool((must & ~moved)[own].any()):
             yield "rows change with the queries of others, and not with their own"
@@ -575,14 +575,14 @@ class _Dependencies:
         for n in (0, batch * kv_heads - 1) if batch * kv_heads > 1 else ():
             mine = (b * kv_heads + h // self._problem.group == n)[..., None]
             of = (torch.arange(batch * kv_heads) == n).view(batch, kv_heads, 1, 1)
-            changes, _ = self._moved(k=of, v=of)
+            changes, _ = self._negate(k=of, v=of)
             if bool((changes.any(-1) & ~mine).any()):
                 at = f"sequence {n // kv_heads}, key head {n % kv_heads}"
                 yield f"other sequences or heads change with the keys and values of {at}"
 
     def _of_values(self) -> Iterator[str]:
         odd = torch.arange(self._problem.value_dim) % 2 == 1
-        changes, _ = self._moved(v=odd)
+        changes, _ = self._negate(v=odd)
         if bool(changes[..., -1].any()):
             yield "LSE changes with the values"
         if bool(changes[..., :-1][..., ~odd].any()):
@@ -600,11 +600,11 @@ class _Dependencies:
             yield f"{first}, and with their {other}"
 
     def _is_unread(self, name: str, part: Tensor) -> bool:
-        """Return whether nothing changes with a part of a tensor, though it does with the rest."""
-        changes, must = self._moved(**{name: part})
+        """Return whether no output changes with a part of a tensor, but some do with the rest."""
+        changes, must = self._negate(**{name: part})
         if not bool(must.any()) or bool(changes.any()):
             return False
-        return bool(self._moved(**{name: ~part})[0].any())
+        return bool(self._negate(**{name: ~part})[0].any())
 
     def _of_columns(self) -> Iterator[str]:
         first = self._problem.head_dim // 4
@@ -615,9 +615,9 @@ class _Dependencies:
 
 
 def _changes(one: Response, other: Response) -> Tensor:
-    """Which numbers of two calls differ by more than rounding, out and then LSE, if there is any.
+    """Return which numbers of two calls differ by more than rounding, out and then LSE.
 
-    ``(batch, heads, rows, value_dim + 1)``
+    The shape is ``(batch, heads, rows, value_dim + 1)``; without LSE its column is False.
     """
 
     def differ(name: TensorName) -> Tensor:
@@ -631,17 +631,17 @@ def _changes(one: Response, other: Response) -> Tensor:
 
 
 def _must_change(one: Response, other: Response) -> Tensor:
-    """Rows ``(batch, heads, rows)`` whose exact outputs differ plainly."""
+    """Return rows ``(batch, heads, rows)`` whose exact outputs differ by far more than rounding."""
     apart = (one.call.parts.out - other.call.parts.out).abs()
     allowed = one.error.allowed["out"] + other.error.allowed["out"]
     return (apart > _PLAINLY * allowed).any(-1)
 
 
-def _by_order(problem: Problem, call: Call, takes: Callable[[Problem], bool]) -> str:
-    """Return that it is right with the largest score of each row first, and wrong with it last.
+def _order_effect(problem: Problem, call: Call, takes: Callable[[Problem], bool]) -> str:
+    """Return a fact if the kernel is right with each row's largest score first, but not last.
 
-    All rows of a head have one query, so that one order of the keys is that of each row's scores.
-    Empty where that is not so.
+    All rows of a head get the same query, so that one order of the keys sorts every row's scores.
+    Empty if the fact does not hold.
     """
     if problem.operation != "attention" or problem.backward:
         return ""
@@ -659,7 +659,7 @@ def _by_order(problem: Problem, call: Call, takes: Callable[[Problem], bool]) ->
             return ""
         plain = nearest
     inputs = draw_inputs(plain, "cpu")
-    # Through float64, because torch gathers no fp8.
+    # Through float64, because torch cannot gather fp8.
     query = inputs.q[:, :: plain.group, :1].double().repeat_interleave(plain.group, 1)
     inputs = inputs.replace(q=query.expand(inputs.q.shape).to(inputs.q.dtype).contiguous())
     q, k, _ = inputs.promoted()

@@ -1,4 +1,4 @@
-"""Proofs that a kernel reads what is no input, never writes, or takes its strides for others."""
+"""Proofs that a kernel reads beside its inputs, leaves memory unwritten, or misreads strides."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.memory_patterns import Fill
 
-_AGAIN = 2
-# Pairs of calls: what gives one of two things by chance agrees with 2 · 4 of them once in 128, and
-# is asked so twice. Of what does not promise to repeat itself more are made.
+_REPEATS = 2
+# Pairs of calls: a kernel that gives one of two results by chance agrees with all 2 · 4 calls once
+# in 128, and is tested twice. Kernels that do not promise repeatable results get more pairs.
 _PAIRS, _PAIRS_UNPROMISED = 4, 8
-_LARGEST = 2**22  # (row, key) pairs of a problem of which many calls are made
+_LARGEST = 2**22  # most (row, key) pairs of a problem that is run many times
 _CONTENTS: tuple[Contents, ...] = ("others", "nan")
 _LAID_OUT = ("q", "k", "v", "dout")
 
 
 class _CallComparison:
-    """One kernel on one run of a Case, among other surroundings each time."""
+    """Calls of one kernel on one run of a Case, with different surroundings of the inputs."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class _CallComparison:
         self._times = pairs or (_PAIRS if self.promised else _PAIRS_UNPROMISED)
 
     def execution(self, by: Surroundings, fill: Fill = "pattern") -> Execution | None:
-        # What it allocates holds the same each time: else it would hold what lay beside an input
-        # of the call before.
+        # Memory that the kernel allocates is filled alike each time: else it would hold what lay
+        # beside an input of the previous call.
         result = self._executor.run(
             self._subject,
             self.evidence.inputs,
@@ -59,29 +59,29 @@ class _CallComparison:
         )
         return result if isinstance(result, Execution) else None
 
-    def differ(self, by: Surroundings, fill: Fill = "pattern") -> tuple[str, ...]:
-        """Return the outputs that are one thing in ordinary conditions, and always another so.
+    def changed_outputs(self, by: Surroundings, fill: Fill = "pattern") -> tuple[str, ...]:
+        """Return the outputs that always change between ordinary and the given conditions.
 
         Args:
-            by: What lies around the inputs.
-            fill: What it allocates holds.
+            by: Contents of memory around the inputs.
+            fill: Contents of memory that the kernel allocates.
         """
         sides: tuple[tuple[Surroundings, Fill], ...] = (Surroundings(), "pattern"), (by, fill)
         first = tuple(self._outputs(*side) for side in sides)
-        names = _differ(*first)
+        names = _differing_outputs(*first)
         for turn in range(1, self._times):
-            # Not in turns alone: what changes from call to call would agree with them.
+            # Vary the order: a result that alternates from call to call would fit a fixed one.
             order = (1, 0) if turn.bit_count() % 2 else (0, 1)
             for side in order:
                 again = self._outputs(*sides[side])
-                if not names or again is None or _differ(again, first[side]):
+                if not names or again is None or _differing_outputs(again, first[side]):
                     return ()
         return names
 
     def changes(self) -> bool:
-        """Return whether calls that are alike in all that we decide give other bits."""
+        """Return whether repeated calls under the same conditions give different bits."""
         first, *more = (self._outputs(Surroundings()) for _ in range(1 + self._times))
-        return any(_differ(again, first) for again in more)
+        return any(_differing_outputs(again, first) for again in more)
 
     def _outputs(self, by: Surroundings, fill: Fill = "pattern") -> Outputs | None:
         result = self.execution(by, fill)
@@ -89,11 +89,11 @@ class _CallComparison:
 
 
 def changes_between_calls(case: Case, subject: Subject, device: str, executor: Executor) -> bool:
-    """Return whether a kernel that promises to repeat itself gives other bits at times.
+    """Return whether a kernel that promises repeatable results gives different bits at times.
 
-    Of memory that it does not clear nothing is told: that holds the same each time.
+    Uncleared memory does not show here, because it has the same contents each time.
 
-    Arguments as of ``out_of_bounds_reads``.
+    Arguments are those of ``out_of_bounds_reads``.
     """
     runs = _comparisons(case, subject, device, executor)
     return any(run.promised and run.changes() for run in runs)
@@ -102,25 +102,24 @@ def changes_between_calls(case: Case, subject: Subject, device: str, executor: E
 def out_of_bounds_reads(
     case: Case, subject: Subject, device: str, executor: Executor, *, pairs: int | None = None
 ) -> str:
-    """Return names of inputs, with commas between, beside which it reads; empty if none is known.
+    """Return the inputs beside which the kernel reads, comma-separated; empty if none is proven.
 
-    Of a kernel that gives the same whatever lies there nothing is said, nor of one that gives
-    something else each time.
+    Nothing is proven if the result ignores memory beside the inputs, or changes with every call.
 
     Args:
-        pairs: Calls in ordinary conditions and in others that must agree; by default as many as
-            chance does not let agree. One is enough where another failure has proven the sign.
+        pairs: Pairs of calls in ordinary and other conditions that must agree; by default too many
+            to agree by chance. One is enough where another failure has proven the sign.
     """
     for run in _comparisons(case, subject, device, executor, pairs):
         for contents in _CONTENTS:
-            if not run.differ(Surroundings(contents=contents)):
+            if not run.changed_outputs(Surroundings(contents=contents)):
                 continue
             alone = [
                 name
                 for name in run.evidence.inputs.tensors()
-                if run.differ(Surroundings(contents=contents, of=name))
+                if run.changed_outputs(Surroundings(contents=contents, of=name))
             ]
-            # What shows beside all inputs and beside none alone may be chance.
+            # A change that no single input's surroundings reproduce may be chance.
             if alone:
                 return ", ".join(alone)
     return ""
@@ -129,13 +128,13 @@ def out_of_bounds_reads(
 def unwritten_memory(
     case: Case, subject: Subject, device: str, executor: Executor, *, pairs: int | None = None
 ) -> str:
-    """Return outputs, with commas between, that hold what memory held that nothing has written.
+    """Return the outputs, comma-separated, that hold unwritten memory; empty if none is proven.
 
-    That is an output's own, or a buffer's between kernels: they change with it, and with nothing
-    else. Empty where none is known. Arguments as of ``out_of_bounds_reads``.
+    The memory is an output's own or that of a buffer between kernels; the outputs change with its
+    contents, and with nothing else. Arguments are those of ``out_of_bounds_reads``.
     """
     for run in _comparisons(case, subject, device, executor, pairs):
-        if names := run.differ(Surroundings(), "inverse"):
+        if names := run.changed_outputs(Surroundings(), "inverse"):
             return ", ".join(names)
     return ""
 
@@ -143,10 +142,10 @@ def unwritten_memory(
 def misread_strides(
     case: Case, subject: Subject, device: str, executor: Executor
 ) -> tuple[bool, str]:
-    """Return whether it is right on contiguous inputs, and which it has wrong laid out otherwise.
+    """Return whether a kernel is right on contiguous inputs, and the inputs with misread strides.
 
     Args:
-        case: Its question is not looked at.
+        case: The Case whose Problem is run; its question does not matter.
     """
     if pair_count(case.problem) > _LARGEST:
         return False, ""
@@ -155,7 +154,7 @@ def misread_strides(
     comparison = _CallComparison(subject, executor, Origin(case=plain), evidence)
 
     def verdicts(by: Surroundings) -> Iterator[str]:
-        for _ in range(_AGAIN):
+        for _ in range(_REPEATS):
             result = comparison.execution(by)
             yield "" if result is None else judge_outputs(result, evidence, brief=True).status
 
@@ -173,16 +172,18 @@ def misread_strides(
 def _comparisons(
     case: Case, subject: Subject, device: str, executor: Executor, pairs: int | None = None
 ) -> Iterator[_CallComparison]:
-    """Yield one for each run; none where many calls would take long or, each, gibibytes."""
-    spacious = case.question in RELATIONS and relation_named(case.question).spacious
-    if spacious or pair_count(case.problem) > _LARGEST:
+    """Yield one for each run; none where calls take gibibytes, or many of them would take long."""
+    needs_much_memory = (
+        case.question in RELATIONS and relation_named(case.question).needs_much_memory
+    )
+    if needs_much_memory or pair_count(case.problem) > _LARGEST:
         return
     for number, evidence in enumerate(evidence_of_runs(case, device)):
         yield _CallComparison(subject, executor, Origin(case=case, run=number), evidence, pairs)
 
 
 def evidence_of_runs(case: Case, device: str) -> Iterator[EvidenceBuilder]:
-    """Yield the evidence on each run that a question asks for: one, but for a relation."""
+    """Yield the evidence on each run of a question: several for a relation, else one."""
     if case.question in RELATIONS:
         for inputs in relation_inputs(case, device):
             yield EvidenceBuilder(Case(problem=inputs.problem), device, inputs)
@@ -190,14 +191,14 @@ def evidence_of_runs(case: Case, device: str) -> Iterator[EvidenceBuilder]:
         yield EvidenceBuilder(case, device)
 
 
-def _differ(one: Outputs | None, before: Outputs | None) -> tuple[str, ...]:
-    """Return what differs in any number; NaN is NaN. Dcaptured is added up in whatever order."""
-    # A call that failed says nothing of what lies beside its inputs.
+def _differing_outputs(one: Outputs | None, before: Outputs | None) -> tuple[str, ...]:
+    """Return the outputs that differ, save dcaptured, which sums in any order; NaN equals NaN."""
+    # A call that failed proves nothing about memory beside its inputs.
     if one is None or before is None:
         return ()
-    then = before.tensors()
+    previous = before.tensors()
     return tuple(
         name
         for name, x in one.tensors().items()
-        if name in then and name != "dcaptured" and not same_numbers(x, then[name])
+        if name in previous and name != "dcaptured" and not same_numbers(x, previous[name])
     )

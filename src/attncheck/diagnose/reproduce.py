@@ -1,4 +1,4 @@
-"""A failure with all that it takes to see it again, and the same Case run once more."""
+"""Failures with all that is needed to reproduce them, and repeated runs of a Case."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attncheck.core.outputs import Outputs
 from attncheck.diagnose.diagnosis import diagnose_failure
 from attncheck.diagnose.out_of_bounds_reads import evidence_of_runs
 from attncheck.inputs.problem import Case, short_id
-from attncheck.records.failures import KeptFailure
+from attncheck.records.failures import StoredFailure
 from attncheck.subjects.capabilities.subject import Subject, capability
 from attncheck.verify.deaths import confirm_death
 from attncheck.verify.environment import environment
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 def new_failure(
     record: Record, *, kernel: str, device: str, convention: str = "", test: str = ""
-) -> KeptFailure:
-    """``record`` as a failure that can be kept.
+) -> StoredFailure:
+    """Return ``record`` as a failure that can be stored.
 
     Raises:
-        UnknownName: for a question that there is not.
+        UnknownName: for an unknown question.
     """
     identity = {"kernel": kernel, "convention": convention, "device": device, "case": record.case}
-    return KeptFailure(
+    return StoredFailure(
         id=short_id(identity),
         kernel=kernel,
         convention=convention,
@@ -50,10 +50,10 @@ def new_failure(
 
 
 def run_again(subject: Subject, case: Case, *, device: str) -> Record:
-    """The Record of ``case``, asked here and now, with what may be wrong where it fails.
+    """Run ``case`` once more and return its Record, with a diagnosis if it fails.
 
     Raises:
-        UsageError: for a question that there is not, or that cannot be asked of its Problem.
+        UsageError: for an unknown question, or one that does not suit its Problem.
     """
     where = environment(device).id
     ask = partial(run_case, subject, case, device=device, environment=where)
@@ -63,28 +63,28 @@ def run_again(subject: Subject, case: Case, *, device: str) -> Record:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ExactRun:
-    """One call that a Case asks for, and what is known of its result."""
+    """One call of a Case, its exact result and the bounds of its error."""
 
     inputs: Inputs  # what the kernel reads
     # The exact result, float64: out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads,
     # query)``.
     exact: Outputs
-    # The deterministic bound of each element; 0 in rows that see no key, infinite in rows that
-    # nothing is known of.
+    # The deterministic bound of each element; 0 in rows that see no key, infinite in rows with no
+    # known bound.
     allowed: Outputs
 
 
 def exact_runs(
     subject: Subject, case: Case, *, device: str, executor: Executor | None = None
 ) -> tuple[ExactRun, ...]:
-    """The calls of ``case`` in their order; one, but for a relation.
+    """Return the calls of ``case`` in order: several for a relation, else one.
 
     Args:
         subject: The kernel, which is called to learn the arithmetic by which it is judged.
-        executor: How to call it; in this process by default.
+        executor: How to call the kernel; in this process by default.
 
     Raises:
-        UsageError: for a question that there is not, or that cannot be asked of its Problem.
+        UsageError: for an unknown question, or one that does not suit its Problem.
     """
     executor = executor or executor_of(subject)
     return tuple(
@@ -98,12 +98,12 @@ def _run(
 ) -> ExactRun:
     inputs, exact = evidence.inputs, evidence.truth
     result = executor.run(subject, inputs, origin=origin)
-    if isinstance(result, Failure):  # it says nothing of its arithmetic either
+    if isinstance(result, Failure):  # A failed call does not report its arithmetic.
         arithmetic = default_arithmetic(inputs.problem.formats, capability(evidence.device))
     else:
         arithmetic = result.arithmetic
     bound = evidence.allowance(arithmetic)
-    # Exactly 0 in rows without keys, also where nothing is known of the others.
+    # Exactly 0 in rows without keys, even if other rows have no known bound.
     alive = evidence.alive
     allowed = Outputs(
         torch.where(alive[..., None], bound.out, 0.0), torch.where(alive, bound.lse, 0.0)

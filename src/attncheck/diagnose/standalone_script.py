@@ -1,4 +1,4 @@
-"""A Case as a script that needs torch and the kernel alone."""
+"""Writes a Case as a standalone script, which needs only torch and the kernel."""
 
 from __future__ import annotations
 
@@ -93,21 +93,21 @@ _NOTE_INTERPRETED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCall:
-    """Source of a script."""
+    """Source text that calls a kernel on one Problem, for a script."""
 
     kernel: str  # ``def the_kernel()``, which imports the kernel and returns it
     name: str  # name of the function that calls it
-    source: str  # that function, of (kernel, q, k, v), which gives out and LSE
+    source: str  # that function: (kernel, q, k, v) → (out, LSE)
     reads_mask: bool  # whether it reads a global ``mask``
-    # Outputs (``out``, ``lse``) that its convention leaves open in rows that see no key.
+    # Outputs (``out``, ``lse``) that the convention leaves undefined in rows that see no key.
     unasked_in_empty_rows: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()  # what a reader must know
+    notes: tuple[str, ...] = ()  # for the reader of the script
 
 
 def kernel_call(
     subject: Subject, problem: Problem, kernel: str, convention: str, *, device: str, folder: Path
 ) -> KernelCall:
-    """Return how ``subject`` is had, and called on ``problem``.
+    """Return the source that loads ``subject`` and calls it on ``problem``.
 
     Args:
         folder: Where the script will lie.
@@ -117,49 +117,49 @@ def kernel_call(
     """
     written = subject.written_call(problem)
     if written is not None:
-        return _of_function(written, problem, _import_expression(kernel, folder), device)
+        return _function_call(written, problem, _import_expression(kernel, folder), device)
     inner = subject.inner if isinstance(subject, Declared) else subject
     if problem.operation == "attention" and isinstance(inner, Sdpa | Flex):
-        return _of_torch(inner, problem, device)
+        return _torch_call(inner, problem, device)
     spec = _load_expression(kernel, folder)
     scales = "descale=Descale(q=q_descale, k=k_descale, v=v_descale)"
     more = [scales] if problem.formats.scaled else []
     more += ["x=x"] if problem.operation == "softmax" else []
     more += ["sink=sink"] if problem.sink else []
     call = _NATIVE.format(problem=problem.to_json(), more="".join(f", {one}" for one in more))
-    made = _OURS.format(device=device, spec=spec, convention=convention or None)
-    return _named_call(made, call, notes=(_NOTE_OURS,))
+    loading = _OURS.format(device=device, spec=spec, convention=convention or None)
+    return _named_call(loading, call, notes=(_NOTE_OURS,))
 
 
-def _of_function(written: WrittenCall, problem: Problem, had: str, device: str) -> KernelCall:
+def _function_call(written: WrittenCall, problem: Problem, load: str, device: str) -> KernelCall:
     interpreted = written.triton and device == "cpu"
-    made = _FUNCTION.format(first=_INTERPRETED if interpreted else "", had=had)
-    # LSE of a row without keys is left open by every convention, out by some.
+    loading = _FUNCTION.format(first=_INTERPRETED if interpreted else "", had=load)
+    # Every convention leaves LSE of a row without keys undefined; some leave out undefined, too.
     plain = written.empty_row in {"", "zero"}
     return _named_call(
-        made,
+        loading,
         _source(written, problem),
         unasked=frozenset({"lse"} if plain else {"lse", "out"}),
         notes=(_NOTE_INTERPRETED,) if interpreted else (),
     )
 
 
-def _of_torch(inner: Sdpa | Flex, problem: Problem, device: str) -> KernelCall:
-    """Return how torch's functions are called, as somebody would write it down."""
+def _torch_call(inner: Sdpa | Flex, problem: Problem, device: str) -> KernelCall:
+    """Return a call of torch's own function, as a user would write it."""
     function: Any
     if isinstance(inner, Sdpa):
         function, convention = torch.nn.functional.scaled_dot_product_attention, "sdpa"
-        made = _SDPA.format(backend=_BACKENDS[inner.name])
+        loading = _SDPA.format(backend=_BACKENDS[inner.name])
     else:
         from torch.nn.attention.flex_attention import flex_attention
 
         function, convention = flex_attention, "flex"
         name = "torch.nn.attention.flex_attention.flex_attention"
         compiled = f"torch.compile({name}, fullgraph=True, dynamic=False)"
-        made = _FLEX.format(function=name if device == "cpu" else compiled)
+        loading = _FLEX.format(function=name if device == "cpu" else compiled)
     adopted = declarations.adopted(function, inner.name, convention)
     assert isinstance(adopted, FunctionSubject), adopted
-    return _named_call(made, _source(adopted.written_call(problem), problem))
+    return _named_call(loading, _source(adopted.written_call(problem), problem))
 
 
 def _source(written: WrittenCall, problem: Problem) -> str:
@@ -172,17 +172,17 @@ def _source(written: WrittenCall, problem: Problem) -> str:
 
 
 def _named_call(
-    made: str, call: str, *, unasked: frozenset[str] = frozenset(), notes: tuple[str, ...] = ()
+    loading: str, call: str, *, unasked: frozenset[str] = frozenset(), notes: tuple[str, ...] = ()
 ) -> KernelCall:
-    # Named by its text, so that runs which call alike share one function.
+    # Named by a checksum of its text, so that runs with equal calls share one function.
     name = f"call_{zlib.crc32(call.encode()):08x}"
     reads_mask = re.search(r"\bmask\b", call) is not None
     call = call.replace("def call(", f"def {name}(", 1)
-    # ``import torch`` alone does not load it.
-    if "torch.nn.attention" in made + call:
+    # ``import torch`` alone does not load ``torch.nn.attention``.
+    if "torch.nn.attention" in loading + call:
         call = f"import torch.nn.attention.flex_attention\n\n\n{call}"
     return KernelCall(
-        kernel=made.rstrip("\n"),
+        kernel=loading.rstrip("\n"),
         name=name,
         source=call.rstrip("\n"),
         reads_mask=reads_mask,
@@ -202,7 +202,7 @@ def _import_expression(kernel: str, folder: Path) -> str:
 
 
 def _load_expression(kernel: str, folder: Path) -> str:
-    """Return an expression for what ``load_subject`` takes."""
+    """Return an expression of the kernel's name for ``load_subject``."""
     file, colons, name = kernel.partition("::")
     if not colons:
         return repr(kernel)
@@ -210,7 +210,7 @@ def _load_expression(kernel: str, folder: Path) -> str:
 
 
 def _reference(kernel: str) -> tuple[str, Path]:
-    """Return what names a function, and the folder that its file or module is looked for in."""
+    """Return a kernel's entry, and the folder where its file or module is looked up."""
     if is_hub_folder(kernel.partition("::")[0]):
         raise UsageError(f"no script can be written of {kernel!r}: a folder of the kernels hub.")
     if ":" in kernel:
@@ -225,14 +225,14 @@ def _reference(kernel: str) -> tuple[str, Path]:
 
 
 def _relative(path: str | os.PathLike[str], folder: Path) -> str:
-    """Return ``path`` as seen from ``folder``; absolute where there is no way."""
+    """Return ``path`` relative to ``folder``; absolute if it is on another drive."""
     try:
         return Path(os.path.relpath(path, folder)).as_posix()
     except ValueError:  # another drive
         return str(Path(path).resolve())
 
 
-LARGEST = 2**26  # bytes of the tensors of the largest script that is written: 64 MiB
+LARGEST = 2**26  # most bytes of tensors in a script: 64 MiB
 
 _TEMPLATE = Path(__file__).with_name("standalone_text.py")
 _MARK = "# --- The text of every script.\n"
@@ -250,7 +250,7 @@ from __future__ import annotations
 '''
 
 
-def render_script(  # what was asked of whom, what was answered, and where it goes
+def render_script(  # The arguments are a question, its answer, and where the script goes.
     subject: Subject,
     case: Case,
     record: Record,
@@ -261,12 +261,12 @@ def render_script(  # what was asked of whom, what was answered, and where it go
     facts: Mapping[str, str],
     path: Path,
 ) -> str:
-    """Return the text of a script that asks ``case`` of ``subject`` again.
+    """Return the text of a script that runs ``subject`` on ``case`` again.
 
     Args:
-        record: What it answered: of a relation, the element that shows it.
-        facts: What the script says of itself, harmless lines by their names.
-        path: Where it will lie: files are named relative to it.
+        record: The kernel's Record, which names the element that breaks a relation.
+        facts: Sanitized lines that the script prints, by their labels.
+        path: Where the script will lie; files are named relative to it.
 
     Raises:
         UsageError: for tensors that are too large, a call that cannot be written out, or a
@@ -281,7 +281,7 @@ def render_script(  # what was asked of whom, what was answered, and where it go
             f"the script would hold {size >> 20} MiB of tensors: it may hold {LARGEST >> 20} MiB."
         )
     memory = _Memory()
-    how = [
+    calls = [
         kernel_call(
             subject, run.inputs.problem, kernel, convention, device=device, folder=path.parent
         )
@@ -291,39 +291,39 @@ def render_script(  # what was asked of whom, what was answered, and where it go
         "title": " ".join([case.question, *(f"{k}={v}" for k, v in case.parameters.items())]),
         "facts": dict(facts),
         "device": device,
-        # torch's word for tf32, which the script's own process has to be told.
+        # torch's name for tf32 products, which the script has to set in its own process.
         "products": "high" if case.problem.dtype == "tf32" else "highest",
         "must": _relation_data(record.judgement) if case.question in RELATIONS else None,
         "note": _blind_note(record.judgement),
-        "runs": [_run_data(run, one, memory) for run, one in zip(run_list, how, strict=True)],
+        "runs": [_run_data(run, one, memory) for run, one in zip(run_list, calls, strict=True)],
     }
-    notes = "".join(f"\n{line}\n" for one in how[:1] for line in one.notes)
+    notes = "".join(f"\n{line}\n" for one in calls[:1] for line in one.notes)
     imports, text = _common_text()
     head = f"{_HEAD.format(name=path.name, notes=notes)}\n{imports}"
-    # How the kernel is loaded, and each way in which it is called, once.
-    sources = dict.fromkeys(source for one in how for source in (one.kernel, one.source))
-    return "\n\n\n".join([head, *sources, text, *_data_text(data, how, memory)]) + "\n"
+    # The source that loads the kernel, and each different call of it, once.
+    sources = dict.fromkeys(source for one in calls for source in (one.kernel, one.source))
+    return "\n\n\n".join([head, *sources, text, *_data_text(data, calls, memory)]) + "\n"
 
 
 def _common_text() -> tuple[str, str]:
-    """Return imports and functions of every script."""
+    """Return the imports and the functions that all scripts share."""
     text = _TEMPLATE.read_text(encoding="utf-8").partition(_MARK)[2]
     imports, _, functions = text.partition(_EXPORTS)
     return imports.strip("\n"), functions.strip("\n")
 
 
 class _Memory:
-    """Tensors' memory by name, each once however many tensors are views of it."""
+    """Contents of tensors' memory by name, stored once for all views of it."""
 
     def __init__(self) -> None:
         self.held: dict[str, tuple[str, str]] = {}
         self._names: dict[tuple[str, bytes], str] = {}
 
     def view(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """Return where a tensor lies, its shape and its strides."""
+        """Store a tensor's memory; return its name, the shape, strides and offset in elements."""
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         far = strided_alloc.has_far_rows(tensor)
-        # Gaps too, because a wrong kernel may read them; but not where they are gibibytes.
+        # Include gaps, because a wrong kernel may read them, unless they take gibibytes.
         whole = tensor.detach() if far else tensor.detach().as_strided((size,), (1,), 0)
         whole = whole.cpu().contiguous().flatten()
         raw = whole.view(torch.uint8).numpy().tobytes()
@@ -345,15 +345,15 @@ def _tensors(run: ExactRun, more: Mapping[str, torch.Tensor]) -> Iterator[torch.
         yield from (part for part in (outputs.out, outputs.lse) if part is not None)
 
 
-def _run_data(run: ExactRun, how: KernelCall, memory: _Memory) -> dict[str, Any]:
-    """Return a run as data."""
+def _run_data(run: ExactRun, call: KernelCall, memory: _Memory) -> dict[str, Any]:
+    """Return the data of a run: its call, inputs, exact outputs and allowances."""
     inputs, problem = run.inputs.tensors(), run.inputs.problem
-    if how.reads_mask:
+    if call.reads_mask:
         inputs["mask"] = attention_mask(problem, str(run.inputs.device))
     empty = run.exact.lse.isneginf() if run.exact.lse is not None else torch.tensor(data=False)
     allowed = {"out": run.allowed.out, "lse": run.allowed.lse}
     data: dict[str, Any] = {
-        "call": how.name,
+        "call": call.name,
         "inputs": {name: memory.view(tensor) for name, tensor in inputs.items()},
         "dtype": str(problem.formats.output.torch_dtype),
     }
@@ -361,9 +361,9 @@ def _run_data(run: ExactRun, how: KernelCall, memory: _Memory) -> dict[str, Any]
         bound = allowed[name]
         assert exact is not None, "the oracle gives LSE"
         assert bound is not None, "the judge bounds it"
-        if name in how.unasked_in_empty_rows:
+        if name in call.unasked_in_empty_rows:
             rows = empty if name == "lse" else empty[..., None]
-            # NaN tells the script that anything may stand there.
+            # An allowance of NaN lets the script accept anything there.
             bound = torch.where(rows, torch.nan, bound)
         data[name] = {
             part: memory.view(tensor.cpu().contiguous())
@@ -373,7 +373,7 @@ def _run_data(run: ExactRun, how: KernelCall, memory: _Memory) -> dict[str, Any]
 
 
 def _relation_data(judgement: Judgement | None) -> dict[str, Any] | None:
-    """Return the element that a broken relation shows; None where it held."""
+    """Return the element that breaks a relation; None where the relation holds."""
     if judgement is None or judgement.worst is None or judgement.rule != "relation":
         return None
     worst = judgement.worst
@@ -396,10 +396,10 @@ def _blind_note(judgement: Judgement | None) -> str:
     )
 
 
-def _data_text(data: dict[str, Any], how: list[KernelCall], memory: _Memory) -> Iterator[str]:
-    """Yield what was asked, and the memory of its tensors."""
+def _data_text(data: dict[str, Any], calls: list[KernelCall], memory: _Memory) -> Iterator[str]:
+    """Yield the parts of the script that hold its data, the memory of tensors and the main call."""
     text = pprint.pformat(data, width=96, sort_dicts=False)
-    for name in {one.name for one in how}:  # functions, where data has their names
+    for name in {one.name for one in calls}:  # a name in the data, a function in the script
         text = text.replace(f"'call': {name!r}", f"'call': {name}")
     yield f"nan, inf = math.nan, math.inf\n\nASKED: dict[str, Any] = {text}"
     yield 'ASKED["kernel"] = the_kernel'

@@ -1,7 +1,7 @@
-"""What every standalone script has in common: its text, below the line that says so.
+"""The text that all standalone scripts share: what is below the marked line.
 
-A script has it after its own call of the kernel. It needs torch and the kernel, nothing else, so
-that nothing here may import a room of attncheck's.
+A script has it after its own call of the kernel. Scripts need only torch and the kernel, so that
+nothing here may import attncheck.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 
 
 def tensor(memory: dict[str, Any], told: dict[str, Any], device: str) -> torch.Tensor:
-    """Return one tensor in memory of its own, with its strides."""
+    """Return a tensor in its own memory, with the strides it had."""
     dtype, text = memory[told["memory"]]
     raw = bytearray(zlib.decompress(base64.b64decode(text)))
     flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
     flat = flat.view(getattr(torch, dtype)).to(device)
-    if "within" in told:  # rows far apart, and nothing between them
+    if "within" in told:  # Rows lie far apart, and the gaps are not stored.
         whole = torch.empty(told["within"], dtype=flat.dtype, device=device)
         view = whole.as_strided(told["shape"], told["stride"], told["offset"])
         return view.copy_(flat.view(told["shape"]))
@@ -55,11 +55,11 @@ def of_module(folder: str, module: str, names: str) -> Any:
 
 
 def answered(asked: dict[str, Any], run: dict[str, Any], kernel: Any, names: dict[str, Any]) -> Any:
-    """Return (out, LSE or None) of one run; raises ValueError for what is no output."""
+    """Run the kernel once; return (out, LSE or None). Raise ValueError for wrong shapes, dtypes."""
     tensors = {
         n: tensor(asked["memory"], data, asked["device"]) for n, data in run["inputs"].items()
     }
-    names.update(tensors)  # a mask, descales and sinks are read as globals
+    names.update(tensors)  # The call reads a mask, descales and a sink as globals.
     with torch.no_grad():
         out, lse = run["call"](kernel, tensors["q"], tensors["k"], tensors["v"])
     for name, got in (("out", out), ("lse", lse)):
@@ -74,8 +74,8 @@ def answered(asked: dict[str, Any], run: dict[str, Any], kernel: Any, names: dic
 def compared(got: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor) -> dict[str, Any]:
     """Compare with the exact result: the worst element, and how many are beyond the allowance.
 
-    Where NaN is allowed nothing is asked; NaN and infinities are wrong where the exact result is
-    finite and something is.
+    Elements with an allowance of NaN or infinity are not compared. Elsewhere NaN and infinities are
+    wrong where the exact result is finite.
     """
     counted = ~allowed.isnan() & ~allowed.isposinf()
     value = got.double().cpu()
@@ -96,7 +96,7 @@ def compared(got: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor) -> d
 
 
 def described(name: str, found: dict[str, Any], which: str) -> list[str]:
-    """Return facts of one element, a line each."""
+    """Return lines on the worst element of an output."""
     return listed(
         {
             "worst": f"{name}{list(found['place'])}{which}",
@@ -109,7 +109,7 @@ def described(name: str, found: dict[str, Any], which: str) -> list[str]:
 
 
 def bounds(asked: dict[str, Any], outputs: list[Any]) -> tuple[list[str], bool]:
-    """Compare every run with the exact result: facts, and whether one is beyond its allowance."""
+    """Compare every run with the exact result; return lines, and whether any is out of bounds."""
     lines, failed = [], False
     for number, (run, output) in enumerate(zip(asked["runs"], outputs, strict=True), start=1):
         for name, got in zip(("out", "lse"), output, strict=True):
@@ -125,7 +125,7 @@ def bounds(asked: dict[str, Any], outputs: list[Any]) -> tuple[list[str], bool]:
 
 
 def relation(must: dict[str, Any], outputs: Any) -> tuple[list[str], bool]:
-    """Check the element that a relation is about: facts, and whether it is broken."""
+    """Check the element that a relation is about; return lines, and whether it is broken."""
     got, place = outputs[("out", "lse").index(must["tensor"])], must["place"]
     value = math.nan if got is None else float(got.double()[place])
     broken = got is None or not agrees(value, must)
@@ -140,7 +140,7 @@ def relation(must: dict[str, Any], outputs: Any) -> tuple[list[str], bool]:
 
 
 def agrees(value: float, must: dict[str, Any]) -> bool:
-    """Return whether an element is right; of equal zeros too, unless their signs are the fault."""
+    """Return whether an element is right; zeros of either sign are, unless ``signed`` is set."""
     expected = must["value"]
     if value == expected:
         same = math.copysign(1.0, value) == math.copysign(1.0, expected)
@@ -150,18 +150,18 @@ def agrees(value: float, must: dict[str, Any]) -> bool:
 
 
 def listed(facts: dict[str, str]) -> list[str]:
-    """Return a line for each fact."""
+    """Return an indented line for each fact."""
     return [f"  {label:<11}{text}" for label, text in facts.items()]
 
 
 def main(asked: dict[str, Any], names: dict[str, Any]) -> int:
-    """Ask the kernel and say what it answers; the exit code: 0 where all is within, else 1."""
+    """Run the kernel and print its results; return the exit code, 0 if all are within bounds."""
     torch.set_float32_matmul_precision(asked["products"])
     lines = listed(asked["facts"])
     try:
         kernel = asked["kernel"]()
         outputs = [answered(asked, run, kernel, names) for run in asked["runs"]]
-    except Exception as error:  # noqa: BLE001  # whatever the kernel raises is its answer
+    except Exception as error:  # noqa: BLE001  # The kernel may raise anything.
         failed = True
         message = "".join(c if c.isprintable() else " " for c in f"{type(error).__name__}: {error}")
         lines += listed({"raised": " ".join(message.split())})

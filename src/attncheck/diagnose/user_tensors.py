@@ -1,4 +1,4 @@
-"""Tensors of a user's own call and its outputs, judged: there is no kernel to call again."""
+"""Judge the tensors and outputs of a user's own call, without a kernel to call again."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 _DEVICES = ("cpu", "cuda")
 _EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
 
-# Nothing that is kept by name may be another call's.
+# A number for each call, so that what is registered by name is not mistaken for another call's.
 _NUMBERS = itertools.count(1)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UserTensors:
-    """A call of attention: its tensors and what else it was given."""
+    """A call of attention: its tensors and its other arguments."""
 
     q: Tensor  # ``(batch, heads, query, head_dim)``, fp32, fp16, bf16 or fp8
     k: Tensor  # ``(batch, kv_heads, kv, head_dim)``, the same dtype
@@ -60,14 +60,13 @@ class UserTensors:
     # A FlexAttention mask, or a bool tensor that broadcasts to ``(batch, heads, query, kv)``,
     # True where a row sees a key; None where all see all.
     mask: Tensor | Callable[..., Tensor] | None = None
-    # What ``F.scaled_dot_product_attention`` takes by this name: booleans, as ``mask``, or what
-    # is added to the scores, −∞ where a row does not see a key.
+    # As in ``F.scaled_dot_product_attention``: booleans, as ``mask``, or numbers that are added to
+    # the scores, −∞ where a row does not see a key.
     attn_mask: Tensor | None = None
     is_causal: bool = False  # row i sees keys up to i, as ``F.scaled_dot_product_attention`` has it
     score_mod: Callable[..., Tensor] | None = None  # a FlexAttention score mod
     scale: float | None = None  # factor of q·k, read as fp32; None for 1/√head_dim
-    # Of fp8: what q, k and v are to be multiplied by, fp32 ``(batch, kv_heads)`` each; 1 where it
-    # is None.
+    # Factors of fp8 q, k and v, fp32 ``(batch, kv_heads)`` each; None for 1.
     descale: Descale | tuple[Tensor, Tensor, Tensor] | None = None
     # Each head's logit beside its keys, fp32 ``(heads,)``; None for none.
     sink: Tensor | None = None
@@ -76,16 +75,16 @@ class UserTensors:
 
     @contextmanager
     def inputs(self) -> Iterator[Inputs]:
-        """Within, the Inputs of their Problem: its mask, mod and distribution have names meanwhile.
+        """Yield the Inputs; their mask, score mod and distribution are registered meanwhile.
 
         Raises:
-            UsageError: for tensors that no call of attention has, or a mask or score mod that
+            UsageError: for tensors that are no call of attention, or a mask or score mod that
                 cannot be traced; in one line.
         """
         self._check_tensors()
         if self.attn_mask is not None:
-            with self._without_attn_mask().inputs() as meant:
-                yield meant
+            with self._without_attn_mask().inputs() as inputs:
+                yield inputs
             return
         with ExitStack() as names:
             name = f"given {next(_NUMBERS)}"
@@ -93,13 +92,13 @@ class UserTensors:
             score = NONE
             if self.score_mod is not None:
                 self._check_mod("score mod", self.score_mod, trace_score)
-                score = _registered(names, SCORES, name, _entry(self.score_mod))
+                score = _register(names, SCORES, name, _entry(self.score_mod))
             distribution = Distribution(
                 name=name, summary="tensors of a call", draw=_refuse_draw, generic=self.generic
             )
-            _registered(names, DISTRIBUTIONS, name, distribution)
+            _register(names, DISTRIBUTIONS, name, distribution)
             problem = self._problem().replace(mask=mask, score=score, distribution=name)
-            # They may require gradients, and autograd would keep all that the oracle computes.
+            # If they required gradients, autograd would keep all intermediates of the oracle.
             q, k, v = (tensor.detach() for tensor in (self.q, self.k, self.v))
             descale = self._descale(problem)
             yield Inputs(problem=problem, q=q, k=k, v=v, descale=descale, sink=self._sink())
@@ -141,7 +140,7 @@ class UserTensors:
         names = {
             dtype.storage.torch_dtype: name
             for name, dtype in DTYPES.items()
-            # tf32 tensors are stored as fp32: which is meant, the dtype does not say.
+            # tf32 tensors are stored as fp32, so that their dtype cannot tell the two apart.
             if dtype.measured and name != "tf32"
         }
         if self.q.dtype not in names:
@@ -161,16 +160,16 @@ class UserTensors:
                     "key; what is added to scores is attn_mask, or a score_mod."
                 )
             table = self._table("mask", self.mask)
-            return _registered(names, MASKS, name, _entry(table_reader(table)))
+            return _register(names, MASKS, name, _entry(table_reader(table)))
         self._check_mod("mask", self.mask, trace_mask)
-        return _registered(names, MASKS, name, _entry(self.mask))
+        return _register(names, MASKS, name, _entry(self.mask))
 
     def _check_mod(
         self, what: str, mod: Callable[..., Tensor], trace: Callable[..., Expression]
     ) -> None:
-        """Raises UsageError for a mod that fails somewhere, or does not mean what its trace does.
+        """Raise UsageError for a mod that fails at some index, or differs from its trace.
 
-        The oracle calls it as it is, and would raise in the middle of its own work.
+        The oracle calls the mod itself, and would otherwise raise in the middle of its work.
         """
         device, name = str(self.q.device), describe_mod(what, mod)
         expression = trace(mod, device)
@@ -185,11 +184,11 @@ class UserTensors:
             )
 
     def _without_attn_mask(self) -> UserTensors:
-        """The same call with the mask and the score mod that ``attn_mask`` means."""
+        """Return the same call with ``attn_mask`` as a mask and a score mod."""
         mask = _require_tensor("attn_mask", self.attn_mask)
         additive = mask.dtype is not torch.bool
         for name in ("mask", "is_causal", *(["score_mod"] if additive else [])):
-            # False is what ``is_causal`` is where nobody gave it.
+            # False is the default of ``is_causal``.
             if getattr(self, name) is not None and getattr(self, name) is not False:
                 raise UsageError(f"attn_mask and {name} are given both: let one of them say it.")
         if additive and mask.dtype not in _EXACT_IN_FP32:
@@ -206,7 +205,7 @@ class UserTensors:
         return replace(
             self,
             mask=None if bool(seen.all()) else seen,
-            # Of 0 and −∞ alone it is a mask and nothing else.
+            # With 0 and −∞ alone it is just a mask.
             score_mod=bias(table.float().masked_fill(~seen, 0))
             if bool(table[seen].any())
             else None,
@@ -247,7 +246,7 @@ class UserTensors:
         return Descale(q=q, k=k, v=v)
 
     def _sink(self) -> Tensor | None:
-        """Exactly what is meant: fp32 holds bf16 and fp16."""
+        """Return the sink as fp32, which holds bf16 and fp16 exactly."""
         if self.sink is None:
             return None
         sink = _require_tensor("sink", self.sink)
@@ -280,9 +279,9 @@ def _entry(mod: Callable[..., Tensor]) -> Entry[Any]:
     return Entry(summary="given with the tensors", build=lambda *_: mod, additive=False)
 
 
-def _registered(names: ExitStack, library: dict[str, Any], name: str, entry: object) -> Spec:
+def _register(names: ExitStack, library: dict[str, Any], name: str, entry: object) -> Spec:
     library[name] = entry
-    # The libraries are the whole process's: nothing of one call stays in them.
+    # The libraries belong to the whole process: remove a call's entries after it.
     names.callback(library.pop, name)
     return Spec.of(name)
 
@@ -293,22 +292,22 @@ def _refuse_draw(*_: object) -> Any:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UserOutputs:
-    """An answer, and the call that it answers."""
+    """The outputs of a kernel, and the call that gave them."""
 
     out: Tensor  # ``(batch, heads, query, value_dim)``
     lse: Tensor | None  # ``(batch, heads, query)``, natural logarithm; None where there is none
-    call: dict[str, Any]  # what ``UserTensors`` takes, by name; all None where a problem is given
-    # In place of the call: Inputs, or a Problem whose Inputs are drawn.
+    call: dict[str, Any]  # arguments of ``UserTensors``; all None where a problem is given
+    # In place of the call: its Inputs, or a Problem whose Inputs are drawn.
     problem: Problem | Inputs | None = None
-    # Of the kernel; None for what is usual at these dtypes on this device.
+    # The kernel's arithmetic; None for the usual one of these dtypes on this device.
     arithmetic: Arithmetic | None = None
     generic: bool = False  # whether the tensors are random and without structure
 
     def judgement(self) -> tuple[Judgement, str]:
-        """Return what the judge says, and where the oracles it rests on disagree, if anywhere.
+        """Return the judgement, and where the oracles that it rests on disagree, if anywhere.
 
         Raises:
-            UsageError: for arguments that are no call of attention, or no answer to it, and where
+            UsageError: for arguments that are no call of attention, or no outputs of it, and where
                 NaN or ∞ reaches the exact result of a row: there is nothing to compare it with.
         """
         with self._evidence() as (result, evidence):
@@ -321,25 +320,25 @@ class UserOutputs:
             return judgement, disagreement(judgement, evidence.evidence)
 
     def diagnosis(self) -> Diagnosis | None:
-        """Return what may be wrong; None where nobody can say, or nothing is."""
+        """Return the diagnosis; None where there are no findings."""
         with self._evidence() as (result, evidence):
             return diagnose_result(result, evidence)
 
     def kept(self) -> UserOutputs | None:
-        """The same in memory of its own; None where it is too large to be looked at."""
+        """Return a copy in memory of its own; None where it is too large to be diagnosed."""
         problem = self.problem.problem if isinstance(self.problem, Inputs) else self.problem
         rows = self.out.shape[:3].numel()
         kv = self.call["k"].shape[2] if problem is None else problem.kv
         if rows * kv > LARGEST_DIAGNOSED:
             return None
         try:
-            # Copies, because whoever called may write to theirs before the diagnosis.
+            # Copies, because the caller may overwrite the tensors before the diagnosis.
             return replace(
                 self,
-                out=_copied(self.out),
-                lse=_copied(self.lse),
-                call={name: _copied(value) for name, value in self.call.items()},
-                problem=_copied(self.problem),
+                out=_copy(self.out),
+                lse=_copy(self.lse),
+                call={name: _copy(value) for name, value in self.call.items()},
+                problem=_copy(self.problem),
             )
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
@@ -356,7 +355,7 @@ class UserOutputs:
 
     @contextmanager
     def _inputs(self) -> Iterator[Inputs]:
-        """The Inputs that are meant."""
+        """Yield the Inputs of the call or problem."""
         _require_tensor("out", self.out)
         if not isinstance(self.arithmetic, Arithmetic | None):
             kind = type(self.arithmetic).__name__
@@ -369,7 +368,7 @@ class UserOutputs:
             with UserTensors(**self.call, tf32=tf32, generic=self.generic).inputs() as inputs:
                 yield inputs
             return
-        # False is what ``is_causal`` is where nobody gave it.
+        # False is the default of ``is_causal``.
         twice = [n for n, value in self.call.items() if value is not None and value is not False]
         if twice:
             raise UsageError(f"problem and {twice[0]} are given both: the problem says it all.")
@@ -379,21 +378,21 @@ class UserOutputs:
         source = self.problem
         if isinstance(source, Problem):
             source = input_tensors.draw_inputs(source, self.out.device)
-        yield source.forward()  # gradients are not given
+        yield source.forward()  # The outputs hold no gradients.
 
     def _result(self, inputs: Inputs) -> Execution:
-        """As if a kernel had just given it."""
+        """Return the outputs as an Execution, as if a kernel had just given them."""
         problem, arithmetic = inputs.problem, self.arithmetic
         columns = problem.kv if problem.operation == "softmax" else problem.value_dim
         rows = (problem.batch, problem.heads, problem.query)
-        output = _checked("out", self.out, (*rows, columns), inputs)
+        output = _output_format("out", self.out, (*rows, columns), inputs)
         output = _format_before_upcast(self.out, output, problem.formats.output)
         if self.lse is not None:
-            _checked("lse", self.lse, rows, inputs)
+            _output_format("lse", self.lse, rows, inputs)
         if arithmetic is None:
             assumed = default_arithmetic(problem.formats, capability(inputs.device.type))
-            # Whoever made out may have divided P by its sum before it was rounded, and have merged
-            # a sink with what keys alone gave.
+            # The kernel may have divided P by its sum before rounding it, and have merged a sink
+            # with the result of the keys alone.
             splits = 2 if problem.sink else 1
             arithmetic = replace(assumed, output=output, normalised_weights=True, splits=splits)
         elif arithmetic.output != output:
@@ -410,28 +409,28 @@ def _check_exact_rows(evidence: EvidenceBuilder) -> None:
     """Raise UsageError where a row that sees keys has no finite exact result."""
     truth, alive = evidence.truth, evidence.alive
     finite = truth.out.isfinite().all(-1) & evidence.evidence.lse.isfinite()
-    lost = int((alive & ~finite).sum())
-    if not lost:
+    bad = int((alive & ~finite).sum())
+    if not bad:
         return
     counts = {
         name: int((~tensor.float().isfinite()).sum())
         for name, tensor in evidence.inputs.tensors().items()
         if name != "sink"  # where −∞ means none
     }
-    held = ", ".join(f"{n} of {name}" for name, n in counts.items() if n)
-    whence = f"{held} are NaN or infinite" if held else "the score mod gives NaN or ∞"
+    counts_text = ", ".join(f"{n} of {name}" for name, n in counts.items() if n)
+    whence = f"{counts_text} are NaN or infinite" if counts_text else "the score mod gives NaN or ∞"
     raise UsageError(
-        f"the exact result of {lost} of {int(alive.sum())} rows is not finite, and nothing can be "
+        f"the exact result of {bad} of {int(alive.sum())} rows is not finite, and nothing can be "
         f"compared with it: {whence}. Give finite numbers, or hide such keys by a mask."
     )
 
 
 def _format_before_upcast(out: Tensor, stored: Format, usual: Format) -> Format:
-    """Return the format that out was rounded to: ``stored``, or ``usual`` of an upcast result.
+    """Return the format that out was rounded to: ``stored``, or a shorter one if it was upcast.
 
-    A result that was not rounded to a shorter format holds a number of it by chance once in 2 to
-    the power of the bits that this lacks: so many different numbers that all do happen no more
-    often than ``MISSED``.
+    A number that was not rounded to a shorter format fits it by chance with a probability of 2 to
+    the power of minus the bits that it lacks. Enough different numbers must fit that all do so by
+    chance no more often than ``MISSED``.
     """
     for shorter in (usual, FORMATS["fp32"]):
         lacking = stored.significand - shorter.significand
@@ -446,8 +445,8 @@ def _format_before_upcast(out: Tensor, stored: Format, usual: Format) -> Format:
     return stored
 
 
-def _checked(name: str, value: object, shape: tuple[int, ...], inputs: Inputs) -> Format:
-    """The format of an output; raises UsageError where it is none."""
+def _output_format(name: str, value: object, shape: tuple[int, ...], inputs: Inputs) -> Format:
+    """Return the format of an output; raise UsageError if it is none of this call."""
     tensor = _require_tensor(name, value)
     if tuple(tensor.shape) != shape:
         raise UsageError(f"{name}.shape={tuple(tensor.shape)}, but should be {shape}.")
@@ -456,19 +455,19 @@ def _checked(name: str, value: object, shape: tuple[int, ...], inputs: Inputs) -
     if tensor.layout != torch.strided:
         raise UsageError(f"{name}.layout={tensor.layout} must be torch.strided.")
     for fmt in FORMATS.values():
-        # fp8 saturates: no kernel gives its result in it.
+        # fp8 formats saturate; no kernel gives its result in one.
         if fmt.torch_dtype == tensor.dtype and not fmt.saturates:
             return fmt
     raise UsageError(f"{name}.dtype={tensor.dtype} is no dtype of a result.")
 
 
-def _copied(value: Any) -> Any:
-    """With tensors of its own, strides as they were; what is no tensor and holds none, itself."""
+def _copy(value: Any) -> Any:
+    """Return a copy with tensors of its own, strides preserved; other values as they are."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, tuple | list):
-        return tuple(map(_copied, value))
+        return tuple(map(_copy, value))
     if isinstance(value, Inputs | Descale):
         each = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
-        return replace(value, **{name: _copied(part) for name, part in each.items()})
+        return replace(value, **{name: _copy(part) for name, part in each.items()})
     return value

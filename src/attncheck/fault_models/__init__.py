@@ -1,7 +1,7 @@
-"""Fault models: what attention would give that is wrong in one known way and exact otherwise.
+"""Fault models: outputs of attention with one known fault, and exact otherwise.
 
-On the truth's side, and a stranger to oracles and kernels. A diagnosis compares what a kernel gave
-with what each model predicts.
+They share no code with oracles or kernels. A diagnosis compares a kernel's outputs with each
+model's prediction.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FAULT_MODELS: dict[str, FaultModel] = {
 
 ORDER: dict[str, int] = {
     model.id: place
-    # As they are defined in each table: what a special mask may have is told first.
+    # Sorting is stable: models of special masks, which are defined first, stay first.
     for place, model in enumerate(sorted(FAULT_MODELS.values(), key=lambda model: model.order))
 }
-"""Where each stands among those that explain as much: the smallest is told first."""
+"""Rank of each model among those that explain as much; the smallest is shown first."""

@@ -1,7 +1,7 @@
-"""Exact attention of one call, and its gradients, in float64, dense, each step open to change.
+"""Exact attention of one call, and its gradients, dense in float64; each step can be changed.
 
-A stranger to oracles and kernels: written once more, for small problems, with a name for each place
-where something may go wrong.
+It shares no code with oracles or kernels: a separate implementation for small problems, with a name
+for each step that may go wrong.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
-TRIED_TILES = (16, 32, 64, 128)  # keys of a tile that are tried where a kernel declares none
-_SPLITS = (2, 3, 4)  # of keys, each of which a recurrence walks over
-_MOST_SPLIT_ROWS = 64  # that who decodes has
-_KEY_TILES = (16, 32, 48, 64, 96, 128)  # where rows may be more, or fewer
+TRIED_TILES = (16, 32, 64, 128)  # keys of a tile to try where a kernel declares no tile
+_SPLITS = (2, 3, 4)  # numbers of splits of the keys, each with a recurrence of its own
+_MOST_SPLIT_ROWS = 64  # most query rows with splits, which kernels use to decode
+_KEY_TILES = (16, 32, 48, 64, 96, 128)  # keys of a tile that need not have as many rows
 
-# What a mod raises that takes 0-d indices alone, or reads a table behind its end.
+# Errors of a mod that takes only 0-d indices, or reads a table beyond its end.
 _NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
 FP32_LOWEST = -150 * math.log(2.0)  # exp below it is 0 in fp32
 _FP32_LARGEST = 128 * math.log(2.0)
@@ -40,45 +40,45 @@ _FP32_LARGEST = 128 * math.log(2.0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SoftmaxParts:
-    """A softmax before it is put together, ``(batch, heads, rows[, kv or value_dim])``."""
+    """The intermediate results of a softmax, ``(batch, heads, rows[, kv or value_dim])``."""
 
-    maximum: Tensor  # largest score of a row, −∞ of one that sees no key and has no sink
+    maximum: Tensor  # largest score of a row; −∞ if it sees no key and has no sink
     weights: Tensor  # exp(score − maximum), 0 where hidden
-    total: Tensor  # their sum, and the sink's
+    total: Tensor  # sum of the weights and the sink's
     values: Tensor  # weights · v
 
     @property
     def dead(self) -> Tensor:
-        """Rows that weigh nothing."""
+        """Return which rows have a total weight of 0."""
         return self.total == 0
 
     @property
     def out(self) -> Tensor:
-        """Return what they give: 0 of a row that weighs nothing."""
+        """Return the output, 0 in dead rows."""
         safe = torch.where(self.dead, 1.0, self.total)[..., None]
         return torch.where(self.dead[..., None], 0.0, self.values / safe)
 
     @property
     def lse(self) -> Tensor:
-        """Natural; −∞ of a row that weighs nothing."""
+        """Return the natural log-sum-exp, −∞ in dead rows."""
         return torch.where(self.dead, -math.inf, self.maximum + self.total.log())
 
     @property
     def outputs(self) -> Outputs:
-        """Both."""
+        """Return out and LSE."""
         return Outputs(self.out, self.lse)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Slip:
-    """What a recurrence does otherwise that is planted in no ideal kernel."""
+class RecurrenceChange:
+    """Changes to the recurrence that are not planted in the ideal kernel."""
 
-    # (scores of a tile, the maximum) → what weights are powers of.
+    # (scores of a tile, the maximum) → the exponents of the weights.
     exponent: Callable[[Tensor, Tensor], Tensor] = lambda part, shift: part - shift
-    # (what was summed so far, what rescales it) → what is kept of it.
+    # of_out, of_sum: (running sums, their rescaling factor) → the rescaled sums.
     of_out: Callable[[Tensor, Tensor], Tensor] = lambda sums, alpha: sums * alpha
     of_sum: Callable[[Tensor, Tensor], Tensor] = lambda sums, alpha: sums * alpha
-    # What a tile's sums are multiplied by.
+    # sign_of_out, sign_of_sum: factors of a tile's sums.
     sign_of_out: float = 1.0
     sign_of_sum: float = 1.0
 
@@ -86,15 +86,15 @@ class Slip:
 class ExactAttention:
     """The numbers of one call, float64 on the CPU, and the exact attention of some of its rows.
 
-    Axes are (batch, heads, rows, kv): k and v are repeated for each query head that reads them. Of
+    Axes are (batch, heads, rows, kv): k and v are repeated for each query head that reads them. For
     a softmax the scores are the products, and v is the unit matrix.
 
     Attributes:
-        inputs: What the kernel read.
+        inputs: The kernel's inputs.
         rows: Indices of the query rows that are predicted, in order.
-        tiles: (query rows, keys) of a tile: the declared one alone, or what is tried.
-        b, h, i, j: Indices that broadcast.
-        q, k, v: As read.
+        tiles: (query rows, keys) of a tile: only the declared one, or several to try.
+        b, h, i, j: Indices of sequence, head, row and key that broadcast.
+        q, k, v: The operands in float64, q of the predicted rows.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ExactAttention:
         self.i = self.rows.view(1, 1, -1, 1)
         self.j = torch.arange(problem.kv).view(1, 1, 1, -1)
         self.scale = problem.scale
-        # Attention with the unit matrix for values: out is the softmax itself.
+        # With the unit matrix as values, out is the softmax itself.
         if problem.operation == "softmax":
             self.v = torch.eye(problem.kv, dtype=torch.float64).expand(1, 1, -1, -1)
             return
@@ -123,116 +123,116 @@ class ExactAttention:
 
     @property
     def whole(self) -> bool:
-        """Return whether every row is predicted, as gradients need it."""
+        """Return whether every row is predicted, which gradients need."""
         return len(self.rows) == self.problem.query
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(batch, heads, rows, kv)."""
+        """Return (batch, heads, rows, kv)."""
         problem = self.problem
         return problem.batch, problem.heads, len(self.rows), problem.kv
 
     @property
     def key_tiles(self) -> tuple[int, ...]:
-        """Keys of a tile; of sizes that hold all keys the smallest alone."""
+        """Return keys of a tile to try; of the sizes that hold all keys only the smallest."""
         sizes = sorted({size for _, size in self.any_tiles})
-        # A tile that holds all keys is like any larger one.
+        # A tile that holds all keys is equivalent to any larger one.
         small = [size for size in sizes if size < self.problem.kv]
         return tuple(small + sizes[len(small) : len(small) + 1])
 
     @property
     def any_tiles(self) -> tuple[tuple[int, int], ...]:
-        """(query rows, keys) of a tile, of which one may be longer than the other."""
+        """Return (query rows, keys) of tiles to try, which need not be square."""
         return self.tiles if len(self.tiles) == 1 else tuple(product(TRIED_TILES, _KEY_TILES))
 
     @property
     def row_tiles(self) -> tuple[int, ...]:
-        """Rows of a tile."""
+        """Return rows of a tile to try."""
         return tuple(dict.fromkeys(rows for rows, _ in self.tiles))
 
     @property
     def tilings(self) -> tuple[tuple[int, int], ...]:
-        """Tiles whose keys are some of all."""
+        """Return the tiles that hold only some of the keys."""
         return tuple((rows, keys) for rows, keys in self.tiles if keys < self.problem.kv)
 
     def by_query_head(self, tensor: Tensor) -> Tensor:
-        """A tensor of key heads, each repeated for the query heads that read it."""
+        """Return a tensor of key heads, each repeated for the query heads that read it."""
         return tensor.repeat_interleave(self.problem.group, dim=1)
 
     @cached_property
     def every_q(self) -> Tensor:
-        """Return all query rows, also of a call of which some are predicted."""
+        """Return all query rows, even if only some are predicted."""
         return self.inputs.promoted()[0]
 
     @cached_property
     def sink(self) -> Tensor | None:
-        """Each head's, ``(1, heads, 1)``."""
+        """Return each head's sink, ``(1, heads, 1)``."""
         sink = self.inputs.sink
         return None if sink is None else sink.double().view(1, -1, 1)
 
     @cached_property
     def qk(self) -> Tensor:
-        """q·k, or the scores of a softmax."""
+        """Return q·k, or the scores of a softmax."""
         if self.problem.operation == "softmax":
             return self.inputs.scores()[:, :, self.rows]
         return self.q @ self.k.mT
 
     @cached_property
     def x(self) -> Tensor:
-        """Return the scores that the score mod gets."""
+        """Return the scores before the score mod."""
         return self.qk * self.scale
 
     @cached_property
     def mask(self) -> MaskMod:
-        """The Problem's."""
+        """Return the Problem's mask."""
         return self.problem.mask_mod("cpu")
 
     @cached_property
     def score(self) -> ScoreMod:
-        """The Problem's."""
+        """Return the Problem's score mod."""
         return self.problem.score_mod("cpu")
 
     @cached_property
     def s(self) -> Tensor:
-        """After the score mod."""
+        """Return the scores after the score mod."""
         return self.modified(self.x)
 
     @cached_property
     def seen(self) -> Tensor:
-        """Return which keys a row sees, bool, in full."""
+        """Return which keys a row sees, bool ``(batch, heads, rows, kv)``."""
         # A score mod that gives −∞ hides a key as a mask does.
         return self.visible(self.mask) & (self.s != -math.inf)
 
     @cached_property
     def z(self) -> Tensor:
-        """After the mask."""
+        """Return the scores after the mask, −∞ where hidden."""
         return torch.where(self.seen, self.s, -math.inf)
 
     @cached_property
     def parts(self) -> SoftmaxParts:
-        """The exact softmax."""
+        """Return the exact softmax."""
         return self.softmax(self.z, sink=self.sink)
 
     @cached_property
     def exact(self) -> Outputs:
-        """Out and LSE without a fault."""
+        """Return out and LSE without a fault."""
         return self.parts.outputs
 
     @cached_property
     def backward(self) -> ExactGradients:
-        """The gradients of the call, every row of which is there."""
+        """Return the call's gradients; every row must be predicted."""
         return ExactGradients(self)
 
     def visible(
         self, mask: MaskMod, *, b: Tensor | None = None, h: Tensor | None = None, i: int = 0
     ) -> Tensor:
-        """Return what a mask shows, bool in full; of other sequences or heads, or ``i`` rows on."""
+        """Return the keys that a mask shows, bool; at other indices, or rows shifted by ``i``."""
         at = (self.b if b is None else b, self.h if h is None else h, self.i + i, self.j)
         try:
             seen = torch.as_tensor(mask(*at))
         except _NOT_BROADCAST:
             last = self.problem.query - 1
-            seen = _over_axes(mask, 0, (at[0], at[1], at[2].clamp(0, last), at[3]))
+            seen = _vmap_axes(mask, 0, (at[0], at[1], at[2].clamp(0, last), at[3]))
         return seen.to(torch.bool).expand(self.shape)
 
     def modified(
@@ -244,27 +244,27 @@ class ExactAttention:
         h: Tensor | None = None,
         i: int = 0,
     ) -> Tensor:
-        """``x`` after a score mod, the Problem's unless another; indices as of ``visible``."""
+        """Return ``x`` after a score mod, by default the Problem's; indices as in ``visible``."""
         score = score or self.score
         at = (self.b if b is None else b, self.h if h is None else h, self.i + i, self.j)
         try:
-            # Of a copy, since a score mod may write into its argument.
+            # A copy, since a score mod may write to its argument.
             s = score(x.clone(), *at)
         except _NOT_BROADCAST:
-            s = _over_axes(score, 1, at, x)
+            s = _vmap_axes(score, 1, at, x)
         return s.to(torch.float64).expand(x.shape)
 
     def softmax(self, z: Tensor, v: Tensor | None = None, *, sink: Tensor | None) -> SoftmaxParts:
-        """The softmax of scores that are −∞ where hidden.
+        """Return the softmax of scores that are −∞ where hidden.
 
         Args:
-            v: Their values; the call's own by default.
+            v: Values of the keys; the call's own by default.
             sink: Natural logits that broadcast to rows; None for none.
         """
         maximum = z.amax(-1)
         if sink is not None:
             maximum = torch.maximum(maximum, sink.expand(maximum.shape))
-        # A row that sees nothing: −∞ − −∞ would be NaN.
+        # In a row that sees nothing −∞ − −∞ would be NaN.
         base = torch.where(maximum == -math.inf, 0.0, maximum)
         weights = (z - base[..., None]).exp()
         total = weights.sum(-1)
@@ -283,7 +283,7 @@ class ExactAttention:
         v: Tensor | None = None,
         hidden: float = -math.inf,
     ) -> Outputs:
-        """Out and LSE of the call with something else in one place.
+        """Return out and LSE of the call with other intermediate results.
 
         Args:
             hidden: The score of a hidden key.
@@ -294,12 +294,12 @@ class ExactAttention:
             seen = self.seen
         return self.softmax(torch.where(seen, s, hidden), v, sink=self.sink).outputs
 
-    def with_keys_behind(self, scores: Tensor, z: Tensor | None = None) -> Outputs:
-        """Out and LSE with more keys behind the last one, whose values are 0.
+    def with_extra_keys(self, scores: Tensor, z: Tensor | None = None) -> Outputs:
+        """Return out and LSE with further keys behind the last one, whose values are 0.
 
         Args:
-            scores: Theirs, that broadcast to ``(batch, heads, rows, any)``.
-            z: Those of the call's own keys, −∞ where hidden; the exact ones unless told.
+            scores: Scores of the further keys, which broadcast to ``(batch, heads, rows, any)``.
+            z: Scores of the call's own keys, −∞ where hidden; the exact ones by default.
         """
         more = scores.expand(*self.shape[:3], -1)
         v = torch.nn.functional.pad(self.v, (0, 0, 0, more.shape[-1]))
@@ -307,9 +307,9 @@ class ExactAttention:
         return self.softmax(z, v, sink=self.sink).outputs
 
     def predict(self, steps: Steps) -> Iterator[tuple[Outputs, dict[str, int]]]:
-        """Yield what ``steps`` give, with the keys of a tile where that matters.
+        """Yield the outputs with ``steps``, and the keys of a tile where that matters.
 
-        Nothing where they are those of a right kernel on this Problem.
+        Yield nothing where the steps equal those of a right kernel on this Problem.
         """
         problem = self.problem
         if steps.of_backward:
@@ -318,7 +318,7 @@ class ExactAttention:
         mask = steps.mask and steps.mask(problem, "cpu")
         score = steps.score and steps.score(problem, "cpu")
         scale = steps.scale and steps.scale(problem)
-        # What is right on this Problem predicts nothing: it would fit every right kernel.
+        # Steps that are right on this Problem would fit every right kernel.
         if (steps.mask and mask is None) or (steps.score and score is None):
             return
         if steps.scale and scale is None:
@@ -341,7 +341,7 @@ class ExactAttention:
         yield Outputs(parts.out * steps.normaliser, lse), {}
 
     def descales(self, name: str) -> Tensor:
-        """Those of q, k or v for each query head, ``(batch, heads, 1, 1)``."""
+        """Return the descales of q, k or v for each query head, ``(batch, heads, 1, 1)``."""
         return self.by_query_head(getattr(self.inputs.descale, name).double())[..., None, None]
 
     def _descaled(
@@ -354,18 +354,18 @@ class ExactAttention:
         return x * (ratios["q"] * ratios["k"]), self.v * ratios["v"]
 
     def by_tile(
-        self, steps: Steps, z: Tensor | None = None, slip: Slip | None = None
+        self, steps: Steps, z: Tensor | None = None, slip: RecurrenceChange | None = None
     ) -> Iterator[tuple[Outputs, dict[str, int]]]:
-        """Yield what the recurrence gives over tiles of all sizes, also in each of several splits.
+        """Yield outputs of the recurrence over tiles of all sizes, also within several splits.
 
-        Arguments as of ``online``.
+        Arguments are those of ``online``.
         """
         z, kv = self.z if z is None else z, self.problem.kv
         for size in self.key_tiles:
             yield self.online(size, steps, z, slip=slip), {"tile": size}
         for count, size in product(_SPLITS, self.key_tiles):
             length = -(-kv // count)
-            # Each has several tiles, or it is as without.
+            # A split of one tile would equal a larger tile.
             if size < length and self.sink is None and len(self.rows) <= _MOST_SPLIT_ROWS:
                 parts = [
                     self.online(size, steps, z[..., at:end], self.v[:, :, at:end], slip)
@@ -379,19 +379,19 @@ class ExactAttention:
         steps: Steps,
         z: Tensor | None = None,
         v: Tensor | None = None,
-        slip: Slip | None = None,
+        slip: RecurrenceChange | None = None,
     ) -> Outputs:
-        """FlashAttention-2's recurrence over tiles of ``size`` keys, with ``steps``.
+        """Return outputs of FlashAttention-2's recurrence over tiles of ``size`` keys.
 
-        In float64, but that what is 0 or infinite in fp32 is so here.
+        It runs in float64, but weights that are 0 or infinite in fp32 are so here, too.
 
         Args:
-            z: Scores, −∞ where hidden; the call's unless told.
-            v: Their values; the call's unless told.
-            slip: What is done otherwise beside ``steps``.
+            z: Scores, −∞ where hidden; the call's by default.
+            v: Values of the keys; the call's by default.
+            slip: Further changes besides ``steps``.
         """
         z, v = self.z if z is None else z, self.v if v is None else v
-        slip = slip or Slip()
+        slip = slip or RecurrenceChange()
         shape = z.shape[:3]
         m = z.new_full(shape, steps.first_maximum)
         total, out = z.new_zeros(shape), z.new_zeros((*shape, self.v.shape[-1]))
@@ -429,12 +429,12 @@ class ExactAttention:
         return Outputs(torch.where(dead[..., None], 0.0, out / safe), lse)
 
     def with_out(self, rows: Tensor, value: float, *, lse: float | None = None) -> Outputs:
-        """The exact outputs, but for ``value`` in some rows ``(batch, heads, rows[, value_dim])``.
+        """Return the exact outputs, but with ``value`` in some rows of out.
 
         Args:
-            rows: Which, bool; of out alone where they have columns.
-            value: Of out.
-            lse: Of LSE there; None leaves it.
+            rows: The rows, bool ``(batch, heads, rows[, value_dim])``; with columns for out alone.
+            value: Value of out there.
+            lse: Value of LSE there; None leaves it exact.
         """
         of_out = rows if rows.dim() == 4 else rows[..., None]
         out = torch.where(of_out, value, self.parts.out)
@@ -442,16 +442,16 @@ class ExactAttention:
         return Outputs(out, own if lse is None else torch.where(rows, lse, own))
 
     def with_lse(self, lse: Tensor) -> Outputs:
-        """The exact out with another LSE."""
+        """Return the exact out with another LSE."""
         return replace(self.exact, lse=lse)
 
 
 class ExactGradients:
-    """Gradients of a call with a loss, all of whose rows are there.
+    """Gradients of a call with a loss, for a call with all rows predicted.
 
     Attributes:
-        call: Its forward.
-        dout, dlse: The loss's.
+        call: The forward.
+        dout, dlse: The loss's gradients of out and LSE.
     """
 
     def __init__(self, call: ExactAttention) -> None:
@@ -460,38 +460,38 @@ class ExactGradients:
 
     @cached_property
     def exact(self) -> Outputs:
-        """Out, LSE and gradients without a fault."""
+        """Return out, LSE and gradients without a fault."""
         return self.gradients()
 
     @cached_property
     def delta(self) -> Tensor:
-        """Σ dO·O."""
+        """Return Σ dO·O of each row."""
         return (self.dout * self.call.parts.out).sum(-1)
 
     @cached_property
     def dp(self) -> Tensor:
-        """dO·v."""
+        """Return dP = dO·v."""
         return self.dout @ self.call.v.mT
 
     @cached_property
     def slopes(self) -> Tensor:
-        """The score mod's derivative."""
+        """Return the score mod's derivative."""
         return self.slopes_at(self.call.x)
 
     @cached_property
     def of_heads(self) -> dict[str, Tensor]:
-        """DK and dV of each query head, ``(batch, heads, kv, …)``: not summed over a group."""
+        """Return dK and dV of each query head, ``(batch, heads, kv, …)``, without a group's sum."""
         p = self.weights()
         dx = p * (self.dp - (self.delta - self.dlse)[..., None]) * self.slopes
         return {"dk": dx.mT @ self.call.q * self.call.scale, "dv": p.mT @ self.dout}
 
     def slopes_at(self, x: Tensor, h: Tensor | None = None) -> Tensor:
-        """The same at other scores, or of other heads."""
+        """Return the score mod's derivative at other scores, or of other heads."""
         call = self.call
         if call.problem.score.name == "none":
             return torch.ones_like(x)
         x = x.clone().requires_grad_()
-        # A diagnosis may be made where a test has switched gradients off.
+        # A test that disabled gradients may run the diagnosis.
         with torch.enable_grad():
             s = call.modified(x, h=h)
             # A mod that does not read the score has a slope of 0.
@@ -503,10 +503,10 @@ class ExactGradients:
     def weights(
         self, *, s: Tensor | None = None, seen: Tensor | None = None, lse: Tensor | None = None
     ) -> Tensor:
-        """P from LSE, 0 where hidden."""
+        """Return P computed from LSE, 0 where hidden."""
         call = self.call
         lse = call.parts.lse if lse is None else lse
-        # A row without keys has weights of 0, not exp(∞).
+        # A row without keys has weights of 0, and not exp(∞).
         base = torch.where(lse == -math.inf, 0.0, lse)[..., None]
         seen = call.seen if seen is None else seen
         p = ((call.s if s is None else s) - base).exp()
@@ -514,7 +514,7 @@ class ExactGradients:
         p = torch.where(p > torch.finfo(torch.float32).max, math.inf, p)
         return torch.where(seen, p, 0.0)
 
-    def gradients(  # a place to change each
+    def gradients(  # Each argument replaces one intermediate result.
         self,
         *,
         weights: Tensor | None = None,
@@ -526,13 +526,13 @@ class ExactGradients:
         q: Tensor | None = None,
         k: Tensor | None = None,
     ) -> Outputs:
-        """Exact out and LSE with these gradients; each argument in place of the exact one."""
+        """Return exact out and LSE with gradients; arguments replace exact intermediate results."""
         call, problem = self.call, self.call.problem
         p = self.weights() if weights is None else weights
         dout = self.dout if dout is None else dout
         off = (self.delta if delta is None else delta) - (self.dlse if dlse is None else dlse)
         dz = p * ((self.dp if dp is None else dp) - off[..., None])
-        # Where P is 0 a derivative that is not finite has no part.
+        # Where P is 0, an infinite or NaN derivative must not matter.
         dx = torch.where(p == 0, 0.0, dz * (self.slopes if slopes is None else slopes))
         dq = _signed_sum(dx, call.k if k is None else k) * call.scale
         dk = _signed_sum(dx.mT, call.q if q is None else q) * call.scale
@@ -540,7 +540,7 @@ class ExactGradients:
         dsink = None
         if call.sink is not None:
             of_sink = torch.exp(call.sink - call.parts.lse)
-            # Where the sink weighs nothing delta may be NaN, and has no part.
+            # Where the sink has no weight, delta may be NaN, and must not matter.
             dsink = torch.where(of_sink > 0, of_sink * -off, 0.0).sum((0, 2))
         return replace(
             call.exact,
@@ -552,20 +552,20 @@ class ExactGradients:
         )
 
     def of_scores(self, dz: Tensor) -> Outputs:
-        """The gradients where those of the scores are ``dz``, after the score mod."""
+        """Return the gradients for ``dz``, the gradients of the scores after the score mod."""
         call, group = self.call, self.call.problem.group
         dx = dz * self.slopes
         dk = _signed_sum(dx.mT, call.q) * call.scale
         return replace(self.exact, dq=_signed_sum(dx, call.k) * call.scale, dk=sum_group(dk, group))
 
     def seeing(self, seen: Tensor) -> Outputs:
-        """The gradients where rows see other keys in the backward."""
+        """Return the gradients where rows see other keys in the backward."""
         return self.gradients(weights=self.weights(seen=seen))
 
     def reading(self, read: Mapping[str, Tensor]) -> Outputs:
-        """The gradients where the backward reads others for q, k, v, dout, lse or delta.
+        """Return the gradients where the backward reads other q, k, v, dout, lse or delta.
 
-        Each ``(batch, heads, …)``, of each query head.
+        Each tensor is ``(batch, heads, …)``, with query heads.
         """
         call = self.call
         q, k, v = (read.get(name, getattr(call, name)) for name in "qkv")
@@ -581,7 +581,7 @@ class ExactGradients:
         )
 
     def summed_over(self, heads: Tensor) -> dict[str, Tensor]:
-        """DK and dV summed over these query heads, ``(kv_heads, any)``."""
+        """Return dK and dV summed over the given query heads, ``(kv_heads, any)``."""
         kv_heads, members = heads.shape
         return {
             name: x[:, heads.flatten()].view(len(x), kv_heads, members, *x.shape[2:]).sum(2)
@@ -589,13 +589,13 @@ class ExactGradients:
         }
 
     def times(self, factor: float, *names: str) -> Outputs:
-        """The exact gradients, some of them times ``factor``."""
-        there: dict[str, Any] = {name: getattr(self.exact, name) for name in names}
-        changed = {name: x * factor for name, x in there.items() if x is not None}
+        """Return the exact gradients, those in ``names`` times ``factor``."""
+        originals: dict[str, Any] = {name: getattr(self.exact, name) for name in names}
+        changed = {name: x * factor for name, x in originals.items() if x is not None}
         return replace(self.exact, **changed)
 
     def predict(self, steps: Steps) -> Iterator[Outputs]:
-        """The gradients that ``steps`` give, where they are others than a right kernel's."""
+        """Yield the gradients with ``steps``, if they differ from a right kernel's."""
         call, problem = self.call, self.call.problem
         seen = None
         if steps.backward_mask is not None:
@@ -613,7 +613,7 @@ class ExactGradients:
             dlse=None if steps.delta is None else torch.zeros_like(self.dlse),
             slopes=None if sloped else torch.ones_like(self.slopes),
         )
-        # Undone at the end: the sums are the same.
+        # A missing scale is divided out at the end, since it is a factor of the sums.
         unscaled = {name for name in ("dq", "dk") if name not in steps.scaled_gradients}
         changed = {name: getattr(outputs, name) / call.scale for name in unscaled}
         if steps.group_heads is not None:
@@ -621,11 +621,11 @@ class ExactGradients:
         yield replace(outputs, **changed)
 
     def captured(self, dz: Tensor, where: Tensor | None = None) -> Tensor:
-        """Return those of what the score mod reads, from gradients of the scores after it.
+        """Return the gradients of tensors that the score mod reads.
 
         Args:
-            dz: Those, ``(batch, heads, query, kv)``.
-            where: Which of them count; those that are seen unless told.
+            dz: Gradients of the scores after the score mod, ``(batch, heads, query, kv)``.
+            where: The seen places that count; all seen ones by default.
         """
         call = self.call
         sums = CapturedSums(call.score, "cpu")
@@ -635,7 +635,7 @@ class ExactGradients:
 
 
 def merged(parts: Sequence[Outputs], base: float = 1.0) -> Outputs:
-    """Return outputs of parts of the keys, merged by LSE times ``base``."""
+    """Merge the outputs of parts of the keys by their LSE times ``base``."""
     outs, lses = (torch.stack(x) for x in zip(*((one.out, one.lse) for one in parts), strict=True))
     lse = (lses * base).logsumexp(0)
     shift = torch.where(lse == -math.inf, 0.0, lse)
@@ -644,7 +644,7 @@ def merged(parts: Sequence[Outputs], base: float = 1.0) -> Outputs:
 
 
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """Weights · values, where a weight of 0 keeps what is not finite away."""
+    """Return weights · values, where a weight of 0 suppresses values that are not finite."""
     finite = values.isfinite()
     if bool(finite.all()):
         return weights @ values
@@ -654,7 +654,7 @@ def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _signed_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """``weighted_sum`` of weights of either sign."""
+    """Return ``weighted_sum`` for weights of either sign."""
     if bool(values.isfinite().all()):
         return weights @ values
     above, below = weights.clamp(min=0.0), (-weights).clamp(min=0.0)
@@ -674,15 +674,15 @@ def _fp32_exp(exponent: Tensor) -> Tensor:
 
 
 def _scaled_weights(name: str, scale: float) -> Callable[[Tensor], Tensor]:
-    """Weights that are multiplied by ``scale`` before they are rounded to format ``name``."""
+    """Return a rounding of weights to format ``name`` after a multiplication by ``scale``."""
     fmt = FORMATS[name]
     return lambda p: (p * scale).clamp(max=fmt.max).float().to(fmt.torch_dtype).double() / scale
 
 
-def _over_axes(
+def _vmap_axes(
     mod: Callable[..., Tensor], scores: int, at: tuple[Tensor, ...], *leading: Tensor
 ) -> Tensor:
-    """A mod of 0-d arguments, over all four axes."""
+    """Apply a mod that takes 0-d arguments over all four axes."""
     # The innermost axis first, so that the result has the axes in their order.
     for axis in (3, 2, 1, 0):
         of_indices = tuple(0 if other == axis else None for other in range(4))

@@ -1,4 +1,4 @@
-"""A fault model: a name, a sentence for who has the fault, and what the call gives with it."""
+"""Fault models: each has a name, a sentence for users, and predictions of a call's outputs."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ Parameters = Mapping[str, int | float | str]
 class Prediction:
     """Outputs of a call that has the fault in one of its forms."""
 
-    # Out and LSE ``(batch, heads, rows, …)`` of the rows that are predicted; of a fault of the
-    # backward the gradients.
+    # Out and LSE ``(batch, heads, rows, …)`` of the predicted rows, or the gradients for a fault in
+    # the backward.
     outputs: Outputs
-    parameters: Parameters = field(default_factory=dict)  # which form: tile sizes, heads
-    # Of a fault that is larger or smaller: the outputs at any size of it, 0 for none; ``outputs``
-    # are those at ``start``.
+    parameters: Parameters = field(default_factory=dict)  # the form: tile sizes, heads
+    # For a fault with a size: the outputs at any size, of which 0 is no fault; ``outputs`` are
+    # those at ``start``.
     family: Callable[[float], Outputs] | None = None
     start: float = 0.0  # the size that is tried first
-    parameter: str = ""  # its name
-    free: Tensor | None = None  # rows ``(batch, heads, rows)`` of which nothing is predicted
+    parameter: str = ""  # name of the size
+    free: Tensor | None = None  # rows ``(batch, heads, rows)`` without a prediction
 
 
 Form = Prediction | Outputs | tuple[Outputs, Parameters]
-"""What a model yields: outputs, with the parameters of the form where there are several."""
+"""An item that a model yields: outputs, with parameters if the model has several forms."""
 
 
 Family = Literal[
@@ -72,38 +72,38 @@ FAMILIES: dict[Family, str] = {
     "precision": "lost precision: something is rounded to too few bits",
     "gradient": "a term of the gradients: the forward is right",
 }
-"""Kinds of fault, in plain words: what is said where no single model is confirmed."""
+"""Kinds of faults, in words for users; shown where no single model is confirmed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultModel:
-    """One way to be wrong."""
+    """A model of one fault."""
 
     id: str  # words with hyphens
     sentence: str  # for a kernel's author
     family: Family
     of: Literal["forward", "backward"]  # which half of the call
-    # Whether a Problem has what it speaks of (a mask, a sink, shared key heads, pages, a
-    # backward), and could have the fault at all.
+    # Whether a Problem has the features that the fault concerns, such as a mask, a sink, shared key
+    # heads, pages or a backward.
     applies: Callable[[Problem], bool]
-    # Where several explain as much, the smaller is told first: 0 a plain slip, 1 a slip in one
-    # tile or head of several, 2 what has a number to fit.
+    # Where several models explain as much, the smaller order comes first: 0 for a plain mistake, 1
+    # for one in a single tile or head of several, 2 for a model with a number to fit.
     order: int
-    # Whether one of a backward's two kernels may have it alone, and no other model is of that.
+    # Whether one of a backward's two kernels may have the fault alone, without a model of its own.
     of_one_kernel: bool = True
-    # Forms that are steps done otherwise: the first is how it is planted in the ideal kernel.
+    # Forms with changed steps; the first is the one planted in the ideal kernel.
     steps: tuple[Steps, ...] = ()
-    # Other forms of the fault, of a call.
+    # Other forms: a function of the call.
     forms: Callable[[ExactAttention], Iterable[Form]] | None = None
 
     def predictions(self, call: ExactAttention) -> Iterator[Prediction]:
-        """Yield what ``call`` gives with the fault, in each form that there is."""
+        """Yield the prediction for ``call`` of each form of the fault."""
         for one in self._forms(call):
             yield one
             if self.of == "backward" and self.of_one_kernel:
-                yield from _of_one_kernel(one, call.backward.exact)
+                yield from _single_kernel_variants(one, call.backward.exact)
             elif self.family in {"mask", "tile"}:
-                yield from _of_lost_rows(one, call)
+                yield from _lost_row_variants(one, call)
 
     def _forms(self, call: ExactAttention) -> Iterator[Prediction]:
         for steps in self.steps:
@@ -118,10 +118,10 @@ class FaultModel:
                 yield Prediction(outputs=form[0], parameters=form[1])
 
 
-def _of_lost_rows(one: Prediction, call: ExactAttention) -> Iterator[Prediction]:
-    """Yield what else a kernel may give of rows that see keys and have lost them all.
+def _lost_row_variants(one: Prediction, call: ExactAttention) -> Iterator[Prediction]:
+    """Yield other results that a kernel may give in rows that have lost all keys that they see.
 
-    That is NaN, of 0 / 0 or ∞ - ∞, or the mean of what is visited, where what hides keys is finite.
+    These are NaN, from 0 / 0 or ∞ - ∞, or the visited values' mean if hidden scores are finite.
     """
     out, lse = one.outputs.out, one.outputs.lse
     lost = torch.zeros(()) if lse is None else (lse == -math.inf) & ~call.parts.dead
@@ -130,7 +130,7 @@ def _of_lost_rows(one: Prediction, call: ExactAttention) -> Iterator[Prediction]
     for other in (lse, torch.where(lost, math.nan, lse)):
         nan = torch.where(lost[..., None], math.nan, out)
         yield replace(one, outputs=Outputs(nan, other))
-    # All keys, or those of a causal loop.
+    # The loop visits all keys, or those up to the diagonal.
     ends = [torch.tensor(call.problem.kv)]
     for end in [*ends, *((call.i // rows + 1) * rows for rows in call.row_tiles)]:
         visited = (call.j < end).double()
@@ -138,22 +138,22 @@ def _of_lost_rows(one: Prediction, call: ExactAttention) -> Iterator[Prediction]
         yield replace(one, outputs=Outputs(torch.where(lost[..., None], mean, out), lse))
 
 
-def _of_one_kernel(whole: Prediction, exact: Outputs) -> Iterator[Prediction]:
-    """Yield what is left where only one of the two kernels that many backwards have has the fault.
+def _single_kernel_variants(whole: Prediction, exact: Outputs) -> Iterator[Prediction]:
+    """Yield the predictions for a fault in only one of the two kernels of many backwards.
 
-    One gives dQ, the other dK and dV.
+    One of them computes dQ, the other dK and dV.
     """
     kernels: dict[str, tuple[TensorName, ...]] = {"dq": ("dq",), "dk, dv": ("dk", "dv")}
     right = exact.tensors()
     changed = {n for n, x in whole.outputs.tensors().items() if not torch.equal(x, right[n])}
-    if not changed:  # where it shows nothing it may be of either
+    if not changed:  # A fault without an effect may be in either.
         for of in kernels:
             yield replace(whole, parameters={**whole.parameters, "kernel of": of})
         return
-    for of, mine in kernels.items():
+    for of, own in kernels.items():
         others = {name: right[name] for names in kernels.values() for name in names}
-        others = {name: x for name, x in others.items() if name not in mine}
-        if not changed & {*mine} or not changed & {*others}:
+        others = {name: x for name, x in others.items() if name not in own}
+        if not changed & {*own} or not changed & {*others}:
             continue
         family = whole.family
         yield replace(
@@ -171,9 +171,9 @@ def _with_others(
 
 
 class ModelTable(dict[str, FaultModel]):
-    """Fault models by id, in the order in which they are told; of one family unless told.
+    """Fault models by id, in the order in which they are shown; of one family by default.
 
-    Of a backward a model applies where there is one, and its forms are of the call's gradients.
+    Models of a backward apply to Problems with one; their forms are functions of ExactGradients.
     """
 
     def __init__(self, family: Family, *, of: Literal["forward", "backward"] = "forward") -> None:
@@ -206,39 +206,39 @@ class ModelTable(dict[str, FaultModel]):
             forms=forms,
         )
 
-    def model(self, **known: Any) -> Callable[[Callable[[Any], Iterable[Form]]], None]:
-        """Return what adds a function as a model: its name is the id, its docstring the sentence.
+    def model(self, **options: Any) -> Callable[[Callable[[Any], Iterable[Form]]], None]:
+        """Return a decorator that adds a function as a model: name is id, docstring is sentence.
 
         Args:
-            known: What ``add`` takes beside them.
+            options: Further arguments of ``add``.
         """
 
         def add(function: Callable[[Any], Iterable[Form]]) -> None:
             sentence = " ".join((function.__doc__ or "").split()).removesuffix(".")
-            # Of LSE and ALiBi the first letter is their own; dQ, say, begins with a small one.
+            # Lower the first letter, but not of names such as LSE, ALiBi or K.
             sentence = re.sub(r"^[A-Z](?=[^A-Z]|[KOQSV]\b)", lambda a: a[0].lower(), sentence)
             of_call = function
             if self._of == "backward":
                 of_call = lambda call: function(call.backward)  # noqa: E731
-            self.add(function.__name__.replace("_", "-"), sentence, forms=of_call, **known)
+            self.add(function.__name__.replace("_", "-"), sentence, forms=of_call, **options)
 
         return add
 
 
 def is_attention(problem: Problem) -> bool:
-    """Return whether it has heads, q and k."""
+    """Return whether a Problem is one of attention, with heads, q and k."""
     return problem.operation == "attention"
 
 
 def has_mask(*names: str) -> Callable[[Problem], bool]:
-    """Return whether the mask, or a part, is one of ``names``; of none: any but the full one."""
+    """Return a test for masks with a part in ``names``; without names, for any but the full one."""
     return lambda problem: any(
         part.name in names if names else part.name != "full" for part in problem.mask.walk()
     )
 
 
 def has_score(*names: str) -> Callable[[Problem], bool]:
-    """The same of the score mod."""
+    """Return a test for score mods with a part in ``names``; without names, for any at all."""
     return lambda problem: any(
         part.name in names if names else part.name != "none" for part in problem.score.walk()
     )
@@ -247,8 +247,8 @@ def has_score(*names: str) -> Callable[[Problem], bool]:
 MOST_GRID_PLACES = 65_535
 """Programs along each of CUDA's grid axes y and z (CUDA C++ Programming Guide, table of limits)."""
 
-# A result that differs from call to call, or with what lies beside an input, is nobody's to
-# predict; that it does is known all the same.
+# No model can predict a result that changes from call to call, or with memory beside an input, but
+# further calls can show that it does.
 SIGNS: dict[str, str] = {
     "not-the-same-again": (
         "the same call gives something else another time: a race, memory that is not cleared or "
@@ -283,4 +283,4 @@ SIGNS: dict[str, str] = {
         "no part of it"
     ),
 }
-"""Faults that no model predicts and a failure tells by itself: a sentence for each, by id."""
+"""Sentences on faults that no model predicts, but further calls of the kernel prove, by id."""

@@ -1,4 +1,4 @@
-"""Fault models of what a backward reads and keeps: strides, delta, LSE, sums, captured tensors."""
+"""Fault models of a backward's memory: strides, delta, LSE, sums and captured tensors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from attncheck.fault_models.layout_models import (
     INDICES,
     contiguous,
     places,
-    read_as,
     read_at,
     read_in_place,
+    read_with_strides,
     same_along,
     transposed_load,
     wider,
@@ -39,35 +39,35 @@ _model = MODELS.model
 
 
 def _last_stored(grad: ExactGradients, dz: Tensor, rows: int, keys: int) -> Iterator[Tensor]:
-    """What each number has of the last score that wrote to it, in the orders of programs there are.
+    """Yield captured gradients that hold only the last term written, for several orders of writes.
 
     A program owns a block of rows of one head and walks over tiles of keys. Programs start with the
     first block of rows or with the last, in each head or in all. A tile is written row by row, or
-    as matrix units leave it: a thread has two keys beside one another, and all threads write the
-    first of theirs before the second, or the second before the first.
+    in the order of matrix units: a thread has two adjacent keys, and all threads write their first
+    one before their second, or their second before their first.
     """
     call, problem = grad.call, grad.call.problem
     at = (call.b, call.h, call.i, call.j)
     read = [one for one in leaf_gradients(call.score, call.x, *at) if one[1] is not None]
     if any(leaf.places is None or leaf.read.shape[2:] != dz.shape[2:] for leaf, _ in read):
-        return  # a tile sums what it has of one number before it writes
+        return  # A tile sums its terms of one number before it writes.
     block, tile = call.i // rows, call.j // keys
     head, heads = call.b * problem.heads + call.h, problem.batch * problem.heads
     blocks, tiles = -(-problem.query // rows), -(-problem.kv // keys)
     in_tile = (call.i % rows) * keys + call.j % keys
-    halves = (call.j % 2, 1 - call.j % 2)  # which of a thread's two keys it writes later
+    halves = (call.j % 2, 1 - call.j % 2)  # the one of a thread's two keys that it writes later
     orders = [in_tile, *((2 * keys * rows) * half + in_tile for half in halves)]
     for row_block in (blocks - 1 - block, block):
         for program in (row_block * heads + head, head * blocks + row_block):
             for order in orders:
                 when = (program * tiles + tile) * (4 * rows * keys) + order
-                yield _stored(grad, dz, read, when)
+                yield _last_writes(grad, dz, read, when)
 
 
-def _stored(
+def _last_writes(
     grad: ExactGradients, dz: Tensor, read: list[tuple[Leaf, Tensor]], when: Tensor
 ) -> Tensor:
-    """All numbers, each the one that was written last."""
+    """Return the captured gradients, each number the last term written to it."""
     call, gradients = grad.call, []
     for tensor in captured_tensors(call.score):
         mine = torch.zeros(tensor.numel(), dtype=torch.float64)
@@ -75,13 +75,13 @@ def _stored(
             if leaf.tensor is tensor:
                 terms = torch.where(call.seen, dz * slope, 0.0)
                 numbers = torch.arange(tensor.numel()).view(tensor.shape)[leaf.places]
-                _store(mine, numbers.expand(dz.shape), terms, when.expand(dz.shape))
+                _write_last(mine, numbers.expand(dz.shape), terms, when.expand(dz.shape))
         gradients.append(mine)
     return torch.cat(gradients)
 
 
-def _store(to: Tensor, numbers: Tensor, terms: Tensor, when: Tensor) -> None:
-    """Each number's last of ``terms``; one of 0 is not written."""
+def _write_last(to: Tensor, numbers: Tensor, terms: Tensor, when: Tensor) -> None:
+    """Write to each number the last of its ``terms``; terms of 0 are not written."""
     written = terms != 0
     numbers, terms, when = numbers[written], terms[written], when[written]
     last = torch.full(to.shape, -1, dtype=torch.int64)
@@ -90,7 +90,7 @@ def _store(to: Tensor, numbers: Tensor, terms: Tensor, when: Tensor) -> None:
     to[numbers[stays]] = terms[stays]
 
 
-_PADDED_TO = (64, 128)  # rows, whatever a tile has
+_PADDED_TO = (64, 128)  # rows to whose multiples kernels pad, whatever their tile
 
 
 @_model(applies=lambda problem: problem.batch * problem.heads > 1)
@@ -101,7 +101,7 @@ def delta_padded_otherwise(grad: ExactGradients) -> Iterator[Form]:
     call = grad.call
     query = call.problem.query
     lengths = {query, *(-(-query // size) * size for size in _row_tiles(grad))}
-    # Two kernels of a backward that pad to tiles of different sizes.
+    # The two kernels of a backward may pad to tiles of different sizes.
     for written in sorted(lengths):
         for read in sorted(lengths - {written}):
             parameters = {"written": written, "read": read}
@@ -111,14 +111,14 @@ def delta_padded_otherwise(grad: ExactGradients) -> Iterator[Form]:
             yield grad.gradients(delta=delta), parameters
             yield grad.gradients(weights=weights), parameters
             yield grad.gradients(delta=delta, weights=weights), parameters
-    yield from _packed(grad)
+    yield from _misread_packed_delta(grad)
 
 
-def _packed(grad: ExactGradients) -> Iterator[Form]:
-    """Delta with heads beside one another and sequences one behind the other, each with padding.
+def _misread_packed_delta(grad: ExactGradients) -> Iterator[Form]:
+    """Yield gradients with a misread delta of packed sequences, whose heads are adjacent in a row.
 
-    A whole tile of it behind each, or what a whole number of tiles lacks. The sink's gradient has
-    the right one, or the same.
+    Each sequence is padded by a whole tile, or to whole tiles. The sink's gradient uses the right
+    delta, or the misread one.
     """
     query, exact = grad.call.problem.query, grad.exact
     sizes = sorted({*_row_tiles(grad), *_PADDED_TO})
@@ -132,13 +132,13 @@ def _packed(grad: ExactGradients) -> Iterator[Form]:
 
 
 def _row_tiles(grad: ExactGradients) -> tuple[int, ...]:
-    """Rows that a kernel may pad to a whole number of: half of a tile and two of them, too."""
+    """Return rows to whose multiples a kernel may pad: those of a tile, half of one, and two."""
     sizes = grad.call.row_tiles
     return tuple(sorted({*sizes, *(size // 2 for size in sizes), *(2 * size for size in sizes)}))
 
 
 def _reread(rows: Tensor, written: int, read: int) -> Tensor:
-    """``(batch, heads, query)`` in a buffer of ``written`` rows each, read as if of ``read``."""
+    """Return ``(batch, heads, query)`` written in ``written`` rows a head, but read in ``read``."""
     query = rows.shape[2]
     memory = pad(rows, (0, written - query)).flatten()
     more = rows.shape[0] * rows.shape[1] * read - memory.numel()
@@ -147,7 +147,7 @@ def _reread(rows: Tensor, written: int, read: int) -> Tensor:
 
 
 def _reread_packed(rows: Tensor, written: int, read: int) -> Tensor:
-    """The same with the heads of a row beside one another."""
+    """Return ``_reread`` for a buffer in which the heads of a row are adjacent."""
     batch, heads, query = rows.shape
     by_row = rows.transpose(1, 2).reshape(batch, 1, query * heads)
     read_rows = _reread(by_row, written * heads, read * heads)
@@ -162,7 +162,7 @@ def backward_rows_behind(grad: ExactGradients) -> Iterator[Form]:
     call, exact = grad.call, grad.exact
     if all(call.problem.query % rows == 0 for rows, _ in call.tiles):
         return
-    # Padding is asked about as the last row, or sees every key.
+    # Padded rows see every key, or the last row's keys.
     for seen in (torch.ones_like(call.seen[:, :, -1]), call.seen[:, :, -1]):
         keys = _of_key_heads(grad, seen)[..., None]
         dk, dv = (nan_where(keys, x) for x in (exact.dk, exact.dv))
@@ -172,7 +172,7 @@ def backward_rows_behind(grad: ExactGradients) -> Iterator[Form]:
 
 
 def _of_key_heads(grad: ExactGradients, keys: Tensor) -> Tensor:
-    """Keys ``(batch, heads, kv)`` of any query head that shares a key head."""
+    """Return keys ``(batch, kv_heads, kv)`` that are set for any query head of the key head."""
     batch, _, kv = keys.shape
     return keys.view(batch, -1, grad.call.problem.group, kv).any(2)
 
@@ -198,7 +198,7 @@ def gradient_added_again(grad: ExactGradients) -> Iterator[Form]:
     """A gradient is a whole number of times what it should be: what is added to is not cleared
     between runs of a kernel.
     """
-    # Which gradients one kernel accumulates differs: dQ by atomics, dK and dV together.
+    # Kernels accumulate different gradients: dQ by atomics, dK and dV together.
     some = (("dq",), ("dk", "dv"), ("dq", "dk", "dv"), ("dk",), ("dv",))
     for names, times in product(some, (2, 3, 4, 5, 8)):
         yield grad.times(float(times), *names), {"of": ", ".join(names), "times": times}
@@ -213,15 +213,15 @@ def captured_not_summed(grad: ExactGradients) -> Iterator[Form]:
     for rows, keys in dict.fromkeys((whole, *call.tiles, *((whole[0], n) for _, n in call.tiles))):
         assert exact.dcaptured is not None, "asked of what has it"
         stored = torch.zeros_like(exact.dcaptured)
-        for part in _parts(grad, rows, keys):
+        for part in _head_tiles(grad, rows, keys):
             mine = grad.captured(dz, part)
             stored = torch.where(mine != 0, mine, stored)
         for gradient in (stored, *_last_stored(grad, dz, rows, keys)):
             yield replace(exact, dcaptured=gradient), {"rows": rows, "keys": keys}
 
 
-def _parts(grad: ExactGradients, rows: int, keys: int) -> Iterator[Tensor]:
-    """Tiles of each head of each sequence, in order: bool that broadcast to the scores."""
+def _head_tiles(grad: ExactGradients, rows: int, keys: int) -> Iterator[Tensor]:
+    """Yield tiles of each head of each sequence, in order, as bool that broadcast to the scores."""
     call, problem = grad.call, grad.call.problem
     for row, key in product(range(-(-problem.query // rows)), range(-(-problem.kv // keys))):
         tile = (call.i // rows == row) & (call.j // keys == key)
@@ -229,8 +229,8 @@ def _parts(grad: ExactGradients, rows: int, keys: int) -> Iterator[Tensor]:
             yield tile & (call.b == b) & (call.h == h)
 
 
-def _whose(grad: ExactGradients) -> dict[str, dict[str, Tensor]]:
-    """What a backward reads, by whom an index is of: each by itself, or rows of a tile together."""
+def _read_groups(grad: ExactGradients) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors that a backward reads, single or grouped by a shared index, by names."""
     call = grad.call
     each = {name: getattr(call, name) for name in "qkv"} | {"dout": grad.dout}
     each |= {"lse": call.parts.lse, "delta": grad.delta}
@@ -244,25 +244,25 @@ def backward_operand_swapped(grad: ExactGradients) -> Iterator[Form]:
     """The backward reads one of q, k, v and dO in place of another."""
     inputs, call = grad.call.inputs, grad.call
     for mine, other in permutations(("q", "k", "v", "dout"), 2):
-        own, its = getattr(inputs, mine), getattr(inputs, other)
-        for read, inside in read_in_place(own, its):
-            # What lies behind the other is nobody's to predict.
+        own, theirs = getattr(inputs, mine), getattr(inputs, other)
+        for read, inside in read_in_place(own, theirs):
+            # The memory behind the other tensor is unknown.
             if bool(inside.all()):
-                there = read.double()
-                there = call.by_query_head(there) if mine in "kv" else there
-                yield grad.reading({mine: there}), {"of": f"{other} for {mine}"}
+                operand = read.double()
+                operand = call.by_query_head(operand) if mine in "kv" else operand
+                yield grad.reading({mine: operand}), {"of": f"{other} for {mine}"}
 
 
 @_model()
 def backward_operand_missing(grad: ExactGradients) -> Iterator[Form]:
     """The backward reads one of q, k, v, dO and LSE as 0, or its last row."""
-    for whose, tensors in _whose(grad).items():
-        for of, kept in {"all of it": 0, "its last row": -1}.items():
+    for whose, tensors in _read_groups(grad).items():
+        for of, start in {"all of it": 0, "its last row": -1}.items():
             read = {name: x.clone() for name, x in tensors.items()}
             for x in read.values():
-                x[:, :, kept:] = 0.0
-            # Without delta, or anything of the rows, it is another fault.
-            if whose != "delta" and not (kept == 0 and {"dout", "delta"} <= {*tensors}):
+                x[:, :, start:] = 0.0
+            # A missing delta, or missing dO and delta, has a model of its own.
+            if whose != "delta" and not (start == 0 and {"dout", "delta"} <= {*tensors}):
                 yield grad.reading(read), {"of": whose, "rows": of}
 
 
@@ -271,12 +271,12 @@ def backward_index_missing(grad: ExactGradients) -> Iterator[Form]:
     """An index is missing where the backward reads: all that it tells apart get the same
     numbers.
     """
-    for whose, tensors in _whose(grad).items():
+    for whose, tensors in _read_groups(grad).items():
         for number, (name, axes) in product((0, 1), INDICES.items()):
             if all(axes[-1] < x.dim() and number < x.shape[axes[-1]] for x in tensors.values()):
                 read = {n: same_along(x, axes, number) for n, x in tensors.items()}
                 yield grad.reading(read), {"of": whose, "index": name}
-        # Or no index is multiplied by how many columns there are.
+        # Or no index is multiplied by the number of columns.
         if all(x.dim() == 4 for x in tensors.values()):
             read = {}
             for name, x in tensors.items():
@@ -295,17 +295,17 @@ def backward_first_tile_again(grad: ExactGradients) -> Iterator[Form]:
     not move on.
     """
     call = grad.call
-    for whose, tensors in _whose(grad).items():
+    for whose, tensors in _read_groups(grad).items():
         length = next(iter(tensors.values())).shape[2]
         for size in call.key_tiles:
             place = torch.arange(length) % size
             read = {name: x[:, :, place] for name, x in tensors.items()}
             yield grad.reading(read), {"of": whose, "tile": size}
-            # Or the first row of each tile in place of all of it.
+            # Or the first row of each tile takes the place of all its rows.
             first = torch.arange(length) // size * size
             read = {name: x[:, :, first] for name, x in tensors.items()}
             yield grad.reading(read), {"of": whose, "tile": size, "index": "within a tile"}
-    # The mask may be asked about the first tile, too: it counts once for each of them.
+    # The mask may be applied at the first tile's places, too, which then counts once a tile.
     for of, index in {"all of keys": call.j, "all of rows": call.i}.items():
         for size in call.key_tiles:
             count = -(-index.numel() // size)
@@ -319,8 +319,8 @@ def backward_load_transposed(grad: ExactGradients) -> Iterator[Form]:
     bounds it.
     """
     call, out = grad.call, grad.call.parts.out
-    for whose, tensors in _whose(grad).items():
-        # Only of tiles with as many rows as columns.
+    for whose, tensors in _read_groups(grad).items():
+        # Only square tiles can be transposed.
         wides = {1 << (x.shape[-1] - 1).bit_length() for x in tensors.values() if x.dim() == 4}
         if len(wides) != 1 or any(x.dim() != 4 for x in tensors.values()):
             continue
@@ -330,7 +330,7 @@ def backward_load_transposed(grad: ExactGradients) -> Iterator[Form]:
         for form in ("the end of the rows", "the tile", "rows by columns"):
             read = {name: transposed_load(x, wide)[form] for name, x in tensors.items()}
             yield grad.reading(read), {"of": whose, "which": form}
-            # Or where it is an operand of one product alone.
+            # Or only one product has the transposed operand.
             if whose == "q":
                 s = call.modified(read["q"] @ call.k.mT * call.scale)
                 yield grad.gradients(weights=grad.weights(s=s)), {"of": "scores", "which": form}
@@ -348,16 +348,16 @@ def dout_strides(grad: ExactGradients) -> Iterator[Form]:
     dout = grad.call.inputs.dout
     assert dout is not None, "asked of a backward"
     _, h, i, d = dout.shape
-    # Those of a contiguous dO, or of one with rows before heads.
+    # The strides of a contiguous dO, or of one with rows before heads.
     for stride in (contiguous(dout.shape), (h * i * d, d, h * d, 1)):
         if stride != dout.stride():
-            for read in read_as(dout, stride):
-                yield from _of_dout(grad, read.double())
+            for read in read_with_strides(dout, stride):
+                yield from _with_dout(grad, read.double())
 
 
-def _of_dout(grad: ExactGradients, dout: Tensor) -> Iterator[Form]:
-    """Return gradients with another dO, and the delta of it, or the right one."""
-    # delta may come from a kernel of its own that reads dO as it should.
+def _with_dout(grad: ExactGradients, dout: Tensor) -> Iterator[Form]:
+    """Yield gradients with another dO, and its delta or the right one."""
+    # A separate kernel for delta may read dO correctly.
     for delta in ((dout * grad.call.parts.out).sum(-1), grad.delta):
         yield grad.gradients(dout=dout, dp=dout @ grad.call.v.mT, delta=delta)
 
@@ -370,7 +370,7 @@ def backward_columns(grad: ExactGradients) -> Iterator[Form]:
     if inputs.descale is not None:
         return
     own, most = problem.value_dim, problem.head_dim
-    # Of a tile that is as wide as a power of two no more than that.
+    # Also no more columns than a tile as wide as a power of two.
     for columns in dict.fromkeys((most, min(most, 1 << (own - 1).bit_length()))):
         both = (wider(x, 3, columns) for x in (inputs.dout, inputs.v))
         for read in zip(*both, strict=False):
@@ -379,13 +379,13 @@ def backward_columns(grad: ExactGradients) -> Iterator[Form]:
             parameters = {"columns": columns}
             yield grad.gradients(dp=dp), parameters
             if columns < own:
-                there = pad(dout, (0, own - columns))
-                delta = (there * grad.call.parts.out).sum(-1)
-                yield grad.gradients(dp=dp, dout=there, delta=delta), parameters
+                padded_dout = pad(dout, (0, own - columns))
+                delta = (padded_dout * grad.call.parts.out).sum(-1)
+                yield grad.gradients(dp=dp, dout=padded_dout, delta=delta), parameters
 
 
 def _heads_by_key_heads(problem: Problem) -> Tensor:
-    """Query heads that a key head is summed over where its own number counts key heads."""
+    """Return the query heads of a key head, from its index times ``kv_heads``, not ``group``."""
     head = torch.arange(problem.kv_heads)[:, None]
     return (head * problem.kv_heads + torch.arange(problem.group)) % problem.heads
 
@@ -405,13 +405,13 @@ def group_other_heads(grad: ExactGradients) -> Iterator[Form]:
     }.items():
         others = heads % problem.heads
         yield replace(exact, **grad.summed_over(others)), {"heads": name}
-        yield replace(exact, **_of_other_heads(grad, others.flatten())), {"heads": name}
+        yield replace(exact, **_with_other_heads(grad, others.flatten())), {"heads": name}
 
 
-def _of_other_heads(grad: ExactGradients, heads: Tensor) -> dict[str, Tensor]:
-    """DK and dV of each key head with rows of ``heads``: what they give with its own keys.
+def _with_other_heads(grad: ExactGradients, heads: Tensor) -> dict[str, Tensor]:
+    """Return dK and dV of each key head from the rows of other query ``heads`` and its own keys.
 
-    Their LSE and delta are of keys that they have seen: these weights are no softmax.
+    LSE and delta of these rows belong to other keys, so that the weights are no softmax.
     """
     call, index = grad.call, heads.view(1, -1, 1, 1)
     q, dout = call.q[:, heads], grad.dout[:, heads]

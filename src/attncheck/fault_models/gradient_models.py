@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import MaskMod
 
-_MOST_PARTS = 12  # of dQ, that are tried
+_MOST_PARTS = 12  # most tiles of scores, of which one is left out of dQ
 _GRADIENTS = ("dq", "dk", "dv", "dsink")
 
 
@@ -56,7 +56,7 @@ MODELS.add(
 def delta_not_summed(grad: ExactGradients) -> Iterator[Form]:
     """Delta is the largest product of dO and O, not the sum of them."""
     delta = (grad.dout * grad.call.parts.out).amax(-1)
-    # What lies behind the last column is 0, and has no part in a sum.
+    # Padded columns are 0: they matter in a maximum, though not in a sum.
     for one in (delta, delta.clamp(min=0.0)):
         yield grad.gradients(delta=one)
 
@@ -104,7 +104,7 @@ for _name, _sentence, _scaled in (
     ("dq-dk-without-scale", "neither dQ nor dK is multiplied by the scale", ()),
 ):
     MODELS.add(_name, _sentence, steps=Steps(scaled_gradients=_scaled))
-# Of one kernel alone it is one of the two before it.
+# In one kernel alone it equals one of the two models before it.
 MODELS["dq-dk-without-scale"] = replace(MODELS["dq-dk-without-scale"], of_one_kernel=False)
 
 
@@ -135,17 +135,17 @@ def backward_mask_ignored(grad: ExactGradients) -> Iterator[Form]:
     ones = torch.ones_like(call.seen)
     yield grad.seeing(ones)
     yield grad.seeing((call.parts.lse > -math.inf)[..., None].expand(call.shape))
-    # Hidden scores may be 0, as of a mask that is multiplied; or hidden in tiles alone.
+    # Hidden scores may be 0, as with a multiplied mask; or only whole tiles are hidden.
     yield grad.gradients(weights=grad.weights(s=torch.where(call.seen, call.s, 0.0), seen=ones))
     for rows, size in call.any_tiles:
         yield grad.seeing(tile_visibility(call, rows, size)[0]), {"tile": size}
-    # Or fp32's largest number where exp overflows.
+    # Or exp overflows to fp32's largest number.
     largest = torch.finfo(torch.float32).max
     yield grad.gradients(weights=grad.weights(seen=ones).clamp(max=largest))
 
 
-def _also_causal(later: Callable[[Problem], int]) -> Steps:
-    """The mask in the backward, and a causal one of ``later`` keys more."""
+def _and_causal(later: Callable[[Problem], int]) -> Steps:
+    """Return Steps whose backward adds a causal mask, shifted by ``later`` keys."""
 
     def mask(problem: Problem, device: str) -> MaskMod:
         own, more = problem.mask_mod(device), later(problem)
@@ -157,7 +157,7 @@ def _also_causal(later: Callable[[Problem], int]) -> Steps:
 MODELS.add(
     "backward-causal-always",
     "the backward applies a causal mask that nobody asked for",
-    steps=(_also_causal(lambda _: 0), _also_causal(lambda problem: problem.kv - problem.query)),
+    steps=(_and_causal(lambda _: 0), _and_causal(lambda problem: problem.kv - problem.query)),
 )
 
 
@@ -188,7 +188,7 @@ MODELS.add(
 @_model(applies=has_score())
 def backward_score_mod_ignored(grad: ExactGradients) -> Iterator[Form]:
     """The backward ignores the score mod."""
-    # The forward's LSE is of modified scores: P does not add up to 1.
+    # The forward's LSE belongs to modified scores, so that P does not add up to 1.
     weights = grad.weights(s=grad.call.x)
     yield grad.gradients(weights=weights, slopes=torch.ones_like(grad.slopes))
     yield grad.gradients(weights=weights)
@@ -201,7 +201,7 @@ def backward_score_mod_ignored(grad: ExactGradients) -> Iterator[Form]:
 def group_last_head(grad: ExactGradients) -> Iterator[Form]:
     """DK and dV of a key head are those of one query head of its group, not the sum."""
     group = grad.call.problem.group
-    # Who stores last wins, or who comes first and is not added to.
+    # The last head to store wins, or the first, to which nothing is added.
     for number in (group - 1, 0):
         mine = {name: x[:, number::group] for name, x in grad.of_heads.items()}
         yield replace(grad.exact, **mine), {"head": number}
@@ -221,9 +221,9 @@ MODELS.add(
 def backward_scale(grad: ExactGradients) -> Iterator[Form]:
     """The backward has another scale in its weights."""
     call = grad.call
-    # The factor is missing or there twice where P is computed again.
+    # The factor may be missing or applied twice when P is recomputed.
     both = call.scale * LOG2E
-    # Or it divides.
+    # Or the backward divides by it.
     factors = (call.scale, 1.0 / call.scale, LOG2E, 1.0 / LOG2E, 1.0 / both, both**-2)
     for factor in (*factors, call.scale**-2):
         yield grad.gradients(weights=grad.weights(s=call.modified(call.x * factor)))
@@ -233,7 +233,7 @@ def backward_scale(grad: ExactGradients) -> Iterator[Form]:
 def backward_scores_rounded(grad: ExactGradients) -> Iterator[Form]:
     """The backward rounds scores to too few bits."""
     call = grad.call
-    # Natural ones, or those to base 2.
+    # The rounded scores may be natural, or to base 2.
     for name, unit in product(("fp16", "bf16"), (1.0, LOG2E)):
         s = call.modified(round_to_format(name)(call.x * unit) / unit)
         yield grad.gradients(weights=grad.weights(s=s)), {"format": name}
@@ -252,7 +252,7 @@ def gradient_rounded(grad: ExactGradients) -> Iterator[Form]:
         yield grad.gradients(dp=rounded(grad.dp)), {"format": name, "of": "dP"}
         yield grad.gradients(delta=rounded(grad.delta)), {"format": name, "of": "delta"}
         yield grad.of_scores(rounded(p * (grad.dp - off))), {"format": name, "of": "dS"}
-        # What a tile adds, or the sum behind each; before the scale, or after it.
+        # A tile's term may be rounded, or the running sum; before the scale, or after it.
         products = {"dq": (dx, call.k, call.key_tiles)}
         products["dk"] = (dx.mT, call.q, call.row_tiles)
         products["dv"] = (p.mT, grad.dout, call.row_tiles)
@@ -279,16 +279,16 @@ def dq_tile_dropped(grad: ExactGradients) -> Iterator[Form]:
             parameters = {"tile": size, "number": number}
             yield replace(exact, dq=dropped.dq), parameters
             yield dropped, parameters
-        # Of atomic additions that are none the last one stays.
+        # If atomic additions are plain stores, only the last one stays.
         only = grad.seeing(call.seen & (call.j // size == count - 1))
         yield replace(exact, dq=only.dq), {"tile": size}
     for rows, size in call.tiles:
         blocks, count = -(-call.problem.query // rows), -(-call.problem.kv // size)
         if 1 < blocks * count <= _MOST_PARTS:
             for block, number in product(range(blocks), range(count)):
-                lost = (call.i // rows == block) & (call.j // size == number)
+                dropped_part = (call.i // rows == block) & (call.j // size == number)
                 parameters = {"tile": size, "number": number, "rows": block * rows}
-                yield replace(exact, dq=grad.seeing(call.seen & ~lost).dq), parameters
+                yield replace(exact, dq=grad.seeing(call.seen & ~dropped_part).dq), parameters
 
 
 @_model(order=1)
@@ -311,12 +311,12 @@ def backward_loop_too_short(grad: ExactGradients) -> Iterator[Form]:
     call, step = grad.call, TRIED_TILES[0]
     for of, index in {"keys": call.j, "rows": call.i}.items():
         length = index.numel()
-        # The first or the last one alone, or whole tiles.
-        gone = {"the first": index < 1, "the last": index >= length - 1}
-        # A loop that ends behind the last one is right.
-        gone |= {f"from {end}": index >= end for end in range(step, length + step, step)}
-        gone |= {f"up to {end}": index < end for end in range(step, length, step)}
-        for name, lost in gone.items():
+        # Only the first or the last one is lost, or whole tiles.
+        lost_parts = {"the first": index < 1, "the last": index >= length - 1}
+        # A loop that ends behind the last key or row is right.
+        lost_parts |= {f"from {end}": index >= end for end in range(step, length + step, step)}
+        lost_parts |= {f"up to {end}": index < end for end in range(step, length, step)}
+        for name, lost in lost_parts.items():
             word = name if name.startswith("the") else name.split()[0]
             yield grad.seeing(call.seen & ~lost), {"of": of, "which": word}
     of_keys = once_for_each(lambda visited: grad.seeing(call.seen & visited))
@@ -346,12 +346,12 @@ def backward_kv_heads(grad: ExactGradients) -> Iterator[Form]:
 @_model()
 def delta_of_another_row(grad: ExactGradients) -> Iterator[Form]:
     """Delta is that of another row."""
-    # A tile of rows that begins one row off.
+    # A tile of rows may begin one row off.
     for later in (1, -1):
         yield grad.gradients(delta=grad.delta.roll(later, -1))
-    # Or of the first column alone.
+    # Or delta may be that of the first column alone.
     yield grad.gradients(delta=grad.dout[..., 0] * grad.call.parts.out[..., 0]), {"of": "column 0"}
-    # Or one whose kernel has an index or a stride missing where it reads O and dO.
+    # Or an index or a stride may be missing where its kernel reads O and dO.
     out, dout = (x.contiguous() for x in (grad.call.parts.out, grad.dout))
     b, h, i, _ = dout.stride()
     columns = dout.shape[3]
@@ -380,7 +380,7 @@ def backward_empty_rows_nan(grad: ExactGradients) -> Iterator[Form]:
     yield replace(exact, dq=dq, dk=dk, dv=dv)
     yield replace(exact, dk=dk, dv=dv)
     yield replace(exact, dv=dv)
-    # Their weights are exp(score − LSE) = ∞; where they have a part in dS they make that NaN.
+    # Weights of these rows are exp(score − LSE) = ∞, and make dS NaN if they enter it.
     infinite = (grad.weights() + torch.where(dead, math.inf, 0.0)[..., None]).mT @ grad.dout
     infinite = sum_group(infinite, grad.call.problem.group)
     yield replace(exact, dv=infinite)
@@ -388,7 +388,7 @@ def backward_empty_rows_nan(grad: ExactGradients) -> Iterator[Form]:
 
 
 def nan_where(here: Tensor, gradient: Tensor | None) -> Tensor:
-    """A gradient that is NaN in some places."""
+    """Return a gradient with NaN in some places."""
     assert gradient is not None, "of a backward"
     return torch.where(here, math.nan, gradient)
 
@@ -396,6 +396,6 @@ def nan_where(here: Tensor, gradient: Tensor | None) -> Tensor:
 @_model()
 def backward_tail_nan(grad: ExactGradients) -> Iterator[Form]:
     """The padding of the last tile of keys makes dQ NaN: exp overflows."""
-    # exp(0 − LSE) of padding, whose score is 0, is ∞ in fp32 there.
+    # Padding scores 0, and exp(0 − LSE) is ∞ in fp32 in these rows.
     low = grad.call.parts.lse < -math.log(torch.finfo(torch.float32).max)
     yield replace(grad.exact, dq=nan_where(low[..., None], grad.exact.dq))

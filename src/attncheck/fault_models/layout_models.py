@@ -34,18 +34,18 @@ _model = MODELS.model
 
 
 def contiguous(shape: torch.Size) -> tuple[int, ...]:
-    """Strides of a tensor that is."""
+    """Return the strides of a contiguous tensor."""
     return torch.empty(shape, device="meta").stride()
 
 
-def read_as(
+def read_with_strides(
     tensor: Tensor, stride: tuple[int, ...], shape: tuple[int, ...] | None = None
 ) -> Iterator[Tensor]:
-    """Yield what is read with other strides; beyond its memory the last number, or else 0.
+    """Yield the tensor read with other strides; beyond its memory the last number, or else 0.
 
     Args:
-        stride: As many numbers as it has axes.
-        shape: Its own unless told.
+        stride: A stride for each axis.
+        shape: Shape to read; the tensor's own by default.
     """
     steps = places(shape or tuple(tensor.shape), stride)
     values, inside = read_at(tensor, sum(steps, torch.zeros((), dtype=torch.int64)))
@@ -55,7 +55,7 @@ def read_as(
 
 
 def places(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[Tensor]:
-    """Along each axis, in elements: int64 that broadcast to ``shape`` together."""
+    """Return offsets along each axis, in elements: int64 that broadcast to ``shape`` together."""
     steps = []
     for axis, (length, step) in enumerate(zip(shape, stride, strict=True)):
         along = [-1 if other == axis else 1 for other in range(len(shape))]
@@ -64,8 +64,8 @@ def places(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[Tensor]:
 
 
 def read_at(tensor: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what its memory holds ``at`` elements behind the first, clamped, and where it does."""
-    # A view begins within its memory: a wrong index may also read what lies before it.
+    """Return the numbers at offsets ``at``, clamped, and which offsets are within the memory."""
+    # A view may begin within its memory: a wrong index may also read what lies before the view.
     at = at + int(tensor.storage_offset())
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
     values = tensor.as_strided((size,), (1,), 0)[at.clamp(0, size - 1)]
@@ -73,36 +73,36 @@ def read_at(tensor: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def wider(tensor: Tensor, axis: int, length: int) -> Iterator[Tensor]:
-    """The same with another length of one axis: what lies behind its own in memory."""
+    """Yield the tensor with another length of one axis, read on into the memory behind it."""
     shape = list(tensor.shape)
     shape[axis] = length
-    yield from read_as(tensor, tensor.stride(), tuple(shape))
+    yield from read_with_strides(tensor, tensor.stride(), tuple(shape))
 
 
 def with_keys(
     call: ExactAttention, k: Tensor, v: Tensor, **parameters: str | int
 ) -> Iterator[Whole]:
     """Yield outputs with other k and v ``(batch, heads, kv, …)``: both, and each alone."""
-    # Keys and values have index computations of their own: one may be right.
+    # Kernels compute the indices of keys and values separately: one may be right.
     for whose in ("keys and values", "keys", "values"):
         x = call.q @ k.mT * call.scale if "keys" in whose else None
         outputs = call.attend(x=x, v=v if "values" in whose else None)
         yield outputs, parameters | {"of": whose}
 
 
-def _shared(problem: Problem) -> bool:
+def _has_key_heads(problem: Problem) -> bool:
     return is_attention(problem) and problem.kv_heads > 1
 
 
 def _key_heads(call: ExactAttention, **others: Tensor) -> Iterator[Whole]:
-    """Yield outputs with key heads of these indices, one a query head, by each form's name."""
+    """Yield outputs with other key heads, given for each query head, by the form's name."""
     _, k, v = call.inputs.promoted()
     for name, heads in others.items():
         parameters = {"head": name.replace("_", " ")} if len(others) > 1 else {}
         yield from with_keys(call, k[:, heads], v[:, heads], **parameters)
 
 
-@_model(applies=lambda problem: _shared(problem) and problem.group > 1)
+@_model(applies=lambda problem: _has_key_heads(problem) and problem.group > 1)
 def kv_heads_interleaved(call: ExactAttention) -> Iterator[Form]:
     """Query head h reads key head h mod kv_heads, not h // group."""
     problem, h = call.problem, call.h.flatten()
@@ -110,17 +110,17 @@ def kv_heads_interleaved(call: ExactAttention) -> Iterator[Form]:
         yield from _key_heads(call, other=heads)
 
 
-@_model(applies=_shared)
+@_model(applies=_has_key_heads)
 def kv_heads_first(call: ExactAttention) -> Iterator[Prediction]:
     """Every query head reads the first key head."""
     for outputs, parameters in _key_heads(call, first=0 * call.h.flatten()):
         yield Prediction(outputs=outputs, parameters=parameters)
-        # A number of heads that share one may be 0 where any do, and right where none does.
+        # The fault may exist only where query heads share a key head.
         some = outputs if call.problem.group > 1 else call.exact
         yield Prediction(outputs=some, parameters={**parameters, "when": "heads are shared"})
 
 
-@_model(applies=_shared)
+@_model(applies=_has_key_heads)
 def heads_swapped(call: ExactAttention) -> Iterator[Form]:
     """Query heads read each other's key heads."""
     last, h = call.problem.kv_heads - 1, call.h.flatten()
@@ -148,7 +148,7 @@ def batches_swapped(call: ExactAttention) -> Iterator[Form]:
 
 
 @_model(
-    # Of pages it reads the first one's, which a model of their own says.
+    # With pages the first sequence's pages are read, which a model of pages covers.
     applies=lambda problem: _batched(problem) and problem.paging is None,
 )
 def batch_first(call: ExactAttention) -> Iterator[Form]:
@@ -162,23 +162,23 @@ def operand_swapped(call: ExactAttention) -> Iterator[Form]:
     """One of q, k and v is read in place of another."""
     by_query_head = {"q": call.q, "k": call.k, "v": call.v}
     for mine, other in permutations("qkv", 2):
-        # Where keys are repeated for the heads that share them the other's is that of the head.
+        # With k and v repeated for query heads: the other operand of the same head is read.
         if by_query_head[mine].shape == by_query_head[other].shape:
             yield attending(call, {mine: by_query_head[other]}), {"of": f"{other} for {mine}"}
         for read, inside in read_in_place(*(getattr(call.inputs, name) for name in (mine, other))):
-            # What lies behind the other is nobody's to predict.
+            # The memory behind the other tensor is unknown.
             if bool(inside.all()):
-                yield _reading(call, {mine: read}, of=f"{other} for {mine}")
+                yield _with_inputs(call, {mine: read}, of=f"{other} for {mine}")
             elif mine == "q":
-                outputs, parameters = _reading(call, {mine: read}, of=f"{other} for {mine}")
+                outputs, parameters = _with_inputs(call, {mine: read}, of=f"{other} for {mine}")
                 behind = ~inside.all(-1)[:, :, call.rows]
                 yield Prediction(outputs=outputs, parameters=parameters, free=behind)
 
 
 def read_in_place(own: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield what is read of ``other`` where ``own`` was to be, and where that has any.
+    """Yield ``other`` read with the offsets of ``own``, and which offsets are within ``other``.
 
-    Both are taken for contiguous, with heads before rows, or rows before heads.
+    Both are assumed contiguous, with heads before rows, or rows before heads.
     """
     for axes in ((0, 1, 2, 3), (0, 2, 1, 3)):
         shape, size = own.permute(axes).shape, other.numel()
@@ -197,14 +197,14 @@ INDICES: dict[str, tuple[int, ...]] = {
     "sequence and row": (0, 2),
     "sequence, head and row": (0, 1, 2),
 }
-"""Axes of q, k and v that an index, or several in one, tells apart; keys are their rows."""
+"""Axes of q, k and v that an index, or a combined index, runs over; keys are rows of k and v."""
 
 
 INDEX_NAMES = ("sequence", "head", "row")
 
 
 def same_along(tensor: Tensor, axes: tuple[int, ...], number: int) -> Tensor:
-    """Return a tensor whose ``number`` along the last of these axes is everywhere."""
+    """Return a tensor with one slice of ``axes`` everywhere: at ``number`` of the last, else 0."""
     same = tensor
     for axis in axes:
         same = same.narrow(axis, number if axis == axes[-1] else 0, 1)
@@ -214,14 +214,14 @@ def same_along(tensor: Tensor, axes: tuple[int, ...], number: int) -> Tensor:
 @_model(applies=is_attention)
 def index_missing(call: ExactAttention) -> Iterator[Form]:
     """An index is missing where q, k or v is read: all that it tells apart get the same numbers."""
-    # Without its number all are the first; where only a stride is left, the second.
+    # Without its index everything is the first; if only its stride is left, the second.
     for number, (names, axes) in product((0, 1), INDICES.items()):
         for whose in ("q", "k", "v", "kv"):
             own: dict[str, Tensor] = {name: getattr(call, name) for name in whose}
-            # Keys of the first head, or sequence, are told by models of their own.
+            # Keys of the first head or sequence have models of their own.
             if whose != "q" and number == 0 and names in {"sequence", "head"}:
                 continue
-            # And one key in place of all: no score depends on it any more.
+            # With one key for all, scores are alike, which has a model of its own.
             if whose == "k" and 2 in axes:
                 continue
             if all(number < x.shape[axes[-1]] for x in own.values()):
@@ -232,7 +232,7 @@ def index_missing(call: ExactAttention) -> Iterator[Form]:
 @_model(applies=is_attention)
 def stride_of_another_axis(call: ExactAttention) -> Iterator[Form]:
     """An index of q, k or v is multiplied by the stride of another axis, or by none."""
-    # Taken for contiguous, with heads before rows, or rows before heads; pages are not.
+    # Tensors are assumed contiguous, with heads before rows, or rows before heads; pages are not.
     names = "qkv" if call.problem.paging is None else "q"
     for whose, order in product(names, _ORDERS):
         tensor: Tensor = getattr(call.inputs, whose).permute(order).contiguous()
@@ -242,24 +242,24 @@ def stride_of_another_axis(call: ExactAttention) -> Iterator[Form]:
             if shape[axis] == 1:
                 yield call.exact, parameters
                 continue
-            # Without a stride it has that of the columns.
+            # An index without a stride has that of the columns.
             for other in {*own} - {own[axis]}:
                 steps = places(shape, (*own[:axis], other, *own[axis + 1 :]))
                 read, inside = read_at(tensor, sum(steps, torch.zeros((), dtype=torch.int64)))
                 if bool(inside.all()):
-                    yield _reading(call, {whose: read.permute(order)})[0], parameters
-        # One index for all rows of all sequences, as of packed ones.
+                    yield _with_inputs(call, {whose: read.permute(order)})[0], parameters
+        # One index for all rows of all sequences, as in packed sequences.
         rows = order.index(2)
         for other in {*own} - {own[rows]} if rows == 1 else ():
             steps = places(shape, (shape[1] * other, other, *own[2:]))
             read, inside = read_at(tensor, sum(steps, torch.zeros((), dtype=torch.int64)))
             if bool(inside.all()):
                 parameters = {"of": whose, "index": "sequence and row"}
-                yield _reading(call, {whose: read.permute(order)})[0], parameters
+                yield _with_inputs(call, {whose: read.permute(order)})[0], parameters
 
 
 def key_counts(problem: Problem) -> tuple[int, ...]:
-    """Return how many keys each sequence has by a padding mask, or all that there are."""
+    """Return the number of keys of each sequence by a padding mask; all without one."""
     lengths: tuple[int, ...] = (problem.kv,) * problem.batch
     for spec in problem.mask.walk():
         if spec.name == "padding":
@@ -269,16 +269,16 @@ def key_counts(problem: Problem) -> tuple[int, ...]:
 
 
 _WHOSE = ("q", "k", "v", "kv", "qkv")
-_PARTS = (1, 2, 3, 4, 8)  # of the keys
+_PARTS = (1, 2, 3, 4, 8)  # numbers of splits of the keys
 _ORDERS = ((0, 1, 2, 3), (0, 2, 1, 3))
-"""Heads before rows, or rows before heads."""
+"""Orders of axes: heads before rows, or rows before heads."""
 
 
 @_model(applies=lambda problem: is_attention(problem) and problem.paging is None)
 def index_of_another_axis(call: ExactAttention) -> Iterator[Form]:
     """Where q, k or v is read one index is in another's place, or has the wrong sign."""
     problem = call.problem
-    if call.inputs.descale is not None:  # other numbers have descales of their own
+    if call.inputs.descale is not None:  # Numbers read elsewhere have other descales.
         return
     key_head, keys = call.h // problem.group, torch.arange(problem.kv).view(1, 1, -1, 1)
     of_heads = {"the query head": call.h, "the key head": key_head, "the sequence": call.b}
@@ -308,7 +308,7 @@ def index_of_another_axis(call: ExactAttention) -> Iterator[Form]:
                     read[one] = read[one].expand(shape)
                     inside = inside and bool(there.all())
                 words = {"of": ", ".join(whose), "index": INDEX_NAMES[axis], "instead": name}
-                # What lies elsewhere is nobody's to predict.
+                # Memory outside the tensor is unknown.
                 if inside:
                     yield attending(call, read), words
 
@@ -319,7 +319,7 @@ def load_transposed(call: ExactAttention) -> Iterator[Form]:
     a vector is spread along the other axis of a tile.
     """
     for whose in ("q", "k", "v", "kv"):
-        # Only of tiles with as many rows as columns.
+        # Only square tiles can be transposed.
         dims = {getattr(call, name).shape[-1] for name in whose}
         wide = 1 << (max(dims) - 1).bit_length()
         if len(dims) > 1 or wide not in (*call.row_tiles, *call.key_tiles):
@@ -343,7 +343,7 @@ def load_transposed(call: ExactAttention) -> Iterator[Form]:
 
 
 def transposed_load(own: Tensor, wide: int) -> dict[str, Tensor]:
-    """Return what is read of tiles of ``wide`` rows and columns, by what is the wrong way round."""
+    """Return tiles of ``wide`` rows and columns as read, by the part that is transposed."""
     row, column = torch.arange(own.shape[2])[:, None], torch.arange(own.shape[3])
     start, last = row // wide * wide, own.shape[2] - 1
     there = start + column <= last
@@ -356,7 +356,7 @@ def transposed_load(own: Tensor, wide: int) -> dict[str, Tensor]:
 
 
 def _transposed(own: Tensor, size: int) -> Tensor:
-    """Each tile of as many rows as columns with one for the other; 0 beyond its own."""
+    """Return a tensor with each square tile transposed; padded with 0."""
     *_, rows, columns = own.shape
     whole = torch.nn.functional.pad(own, (0, size - columns, 0, -rows % size))
     tiles = whole.view(*own.shape[:2], -1, size, size).mT
@@ -389,7 +389,7 @@ def last_row_as_zero(call: ExactAttention) -> Iterator[Form]:
         yield attending(call, {whose: getattr(call, whose) * inside}), {"of": whose}
     kv = call.problem.kv
     for count in _PARTS:
-        # The last one may be shorter than the others.
+        # The last split may be shorter than the others.
         length = -(-kv // count)
         j = torch.arange(kv)
         inside = ((j % length < length - 1) & (j < kv - 1))[:, None]
@@ -405,18 +405,18 @@ def first_tile_again(call: ExactAttention) -> Iterator[Form]:
     """
     kv, query = call.problem.kv, call.problem.query
     for size in call.key_tiles:
-        # Of one tile it is right.
+        # With a single tile this is right.
         place = torch.arange(kv) % size
         for names in ("k", "v", "kv"):
             read = {name: getattr(call, name)[:, :, place] for name in names}
             yield attending(call, read), {"of": ", ".join(names), "tile": size}
-        # The mask may be asked about the first tile, too: it counts once for each of them.
+        # The mask may be applied at the first tile's places, too, which then counts once a tile.
         count, there = -(-kv // size), call.j < size
         again = call.s + math.log(count)
         yield call.attend(s=again, seen=call.seen & there), {"of": "all", "tile": size}
     for size in call.row_tiles:
         place = torch.arange(query) % size
-        yield attending(call, {"q": _of_rows(call, place)}), {"of": "q", "tile": size}
+        yield attending(call, {"q": _permuted_rows(call, place)}), {"of": "q", "tile": size}
 
 
 @_model(applies=is_attention)
@@ -428,22 +428,22 @@ def first_of_tile_again(call: ExactAttention) -> Iterator[Form]:
         for names in ("k", "v", "kv"):
             read = {name: getattr(call, name)[:, :, place] for name in names}
             yield attending(call, read), {"of": ", ".join(names), "tile": size}
-        # The mask may be asked about it, too: it counts once for each key that a tile has room for.
+        # The mask may be applied at that key's place, too, which then counts once for each key.
         first = call.j % size == 0
         outputs = call.attend(s=call.s + math.log(size), seen=call.seen & first)
         yield outputs, {"of": "all", "tile": size}
     for size in call.row_tiles:
         place = torch.arange(call.problem.query) // size * size
-        yield attending(call, {"q": _of_rows(call, place)}), {"of": "q", "tile": size}
+        yield attending(call, {"q": _permuted_rows(call, place)}), {"of": "q", "tile": size}
 
 
-def _of_rows(call: ExactAttention, place: Tensor) -> Tensor:
-    """Return q with another row in place of each, of those that are predicted."""
+def _permuted_rows(call: ExactAttention, place: Tensor) -> Tensor:
+    """Return the predicted rows of q, each replaced by the row at ``place``."""
     return call.every_q[:, :, place[call.rows]]
 
 
 def attending(call: ExactAttention, read: dict[str, Tensor]) -> Outputs:
-    """Return outputs with other q, k or v ``(batch, heads, …)``, of each query head."""
+    """Return outputs with other q, k or v ``(batch, heads, …)``, repeated for query heads."""
     q, k = read.get("q", call.q), read.get("k", call.k)
     x = q @ k.mT * call.scale if {"q", "k"} & {*read} else None
     return call.attend(x=x, v=read.get("v"))
@@ -462,7 +462,7 @@ def query_heads_swapped(call: ExactAttention) -> Iterator[Form]:
     }.items():
         out = Outputs(exact.out[:, of], call.parts.lse[:, of])
         yield out, {"head": name}
-        # LSE may be written with indices of its own, and be right.
+        # Kernels compute the indices of LSE separately: it may be right.
         yield Outputs(exact.out[:, of], exact.lse), {"head": name}
 
 
@@ -470,17 +470,17 @@ def query_heads_swapped(call: ExactAttention) -> Iterator[Form]:
 def contiguous_assumed(call: ExactAttention) -> Iterator[Form]:
     """A tensor is read as if it were contiguous: its strides are not looked at."""
     names = ("q", "k", "v")
-    # One tensor may have the others' strides by chance: every set of them that occurs.
+    # Some tensors may be right, as they have the others' strides by chance: try these sets.
     for wrong in (names, ("q",), ("k",), ("v",), ("k", "v")):
         read = {}
         for name in wrong:
             tensor = getattr(call.inputs, name)
             stride = contiguous(tensor.shape)
-            # A contiguous tensor shows nothing of this fault.
+            # A contiguous tensor does not show this fault.
             if stride != tensor.stride():
-                read[name] = list(read_as(tensor, stride))
+                read[name] = list(read_with_strides(tensor, stride))
         for way in range(max(map(len, read.values()), default=0)):
-            yield _reading(call, {name: ways[way % len(ways)] for name, ways in read.items()})
+            yield _with_inputs(call, {name: ways[way % len(ways)] for name, ways in read.items()})
 
 
 @_model(applies=is_attention)
@@ -490,11 +490,11 @@ def values_of_keys_strides(call: ExactAttention) -> Iterator[Form]:
     for name, other in (("v", inputs.k), ("k", inputs.v), ("k", inputs.q), ("v", inputs.q)):
         own: Tensor = getattr(inputs, name)
         if other.stride() != own.stride():
-            for read in read_as(own, other.stride()):
-                yield _reading(call, {name: read})
+            for read in read_with_strides(own, other.stride()):
+                yield _with_inputs(call, {name: read})
 
 
-def _reading(
+def _with_inputs(
     call: ExactAttention, changed: dict[str, Tensor], of: str = ""
 ) -> tuple[Outputs, dict[str, str]]:
     read = dataclasses.replace(call.inputs, **changed)  # type: ignore[arg-type]  # q, k and v
@@ -528,10 +528,10 @@ def columns_missing(call: ExactAttention) -> Iterator[Form]:
     not read.
     """
     problem, exact = call.problem, call.exact
-    # A kernel compiled for one dim, or for the power of two below.
+    # The kernel may be compiled for one dim, or for the power of two below.
     dims = {min(problem.head_dim, problem.value_dim)}
     dims |= {1 << (dim.bit_length() - 1) for dim in (problem.head_dim, problem.value_dim)}
-    # Or one too few.
+    # Or it may read one column too few.
     dims |= {problem.head_dim - 1, problem.value_dim - 1}
     for kept in sorted(dims):
         if kept < problem.value_dim:
@@ -541,21 +541,21 @@ def columns_missing(call: ExactAttention) -> Iterator[Form]:
         if kept < problem.head_dim:
             x = call.q[..., :kept] @ call.k[..., :kept].mT * call.scale
             yield call.attend(x=x), {"columns": kept}
-            # One bound may be of both.
+            # One bound may hold for both head dim and value dim.
             both = call.v * (torch.arange(problem.value_dim) < kept)
             yield call.attend(x=x, v=both), {"columns": kept}
 
 
 _FAR = 2**31
-_BLOCKS = (8, 16, 32, 64)  # columns that a head dim is read in whole numbers of
+_BLOCKS = (8, 16, 32, 64)  # columns of the blocks in which a head dim is read
 
 
 def _columns(problem: Problem) -> tuple[int, ...]:
-    """Return how many columns may be read where there are ``head_dim``: more of them."""
+    """Return numbers of columns above ``head_dim`` that a kernel may read."""
     dim = problem.head_dim
-    # Tiles are as wide as a power of two, or a whole number of blocks.
+    # The width of a tile is a power of two, or a multiple of a block.
     some = {1 << (dim - 1).bit_length(), *(-(-dim // block) * block for block in _BLOCKS)}
-    # Or one more than there are, where a tile has room for it.
+    # Or one column too many, if the tile has room for it.
     some |= {dim + 1} if dim & (dim - 1) else set()
     return tuple(sorted(columns for columns in some if columns > dim))
 
@@ -585,18 +585,18 @@ def offsets_of_32_bits(call: ExactAttention) -> Iterator[Form]:
         tensor: Tensor = getattr(call.inputs, name)
         if _reach(tensor) < _FAR:
             continue
-        # Steps wrap one by one, or their sum does.
+        # Either the offsets along each axis wrap, or their sum does.
         for each in (True, False):
-            yield _reading(call, {name: _read_wrapped(tensor, each=each)})
+            yield _with_inputs(call, {name: _read_wrapped(tensor, each=each)})
 
 
 def _reach(tensor: Tensor) -> int:
-    """Return how far behind its first element the last one lies."""
+    """Return the offset of the last element from the first."""
     return sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _read_wrapped(tensor: Tensor, *, each: bool) -> Tensor:
-    """Return what is read where an int32 counts: the steps along each axis, or all together."""
+    """Return the tensor read with int32 offsets: those along each axis wrap, or their sum."""
     steps = places(tuple(tensor.shape), tensor.stride())
     start = torch.zeros((), dtype=torch.int64)
     at = sum(map(_wrap, steps), start) if each else _wrap(sum(steps, start))
@@ -605,15 +605,15 @@ def _read_wrapped(tensor: Tensor, *, each: bool) -> Tensor:
 
 
 def _wrap(offsets: Tensor) -> Tensor:
-    """Return them as an int32 has them."""
+    """Return offsets wrapped to int32."""
     return offsets.to(torch.int32).long()
 
 
 def _halves(call: ExactAttention) -> Iterator[tuple[dict[str, str | int], Tensor]]:
-    """Rows (1, 1, rows) that a second launch was to write: the first or last half of something."""
+    """Yield parameters and rows (1, 1, rows) that a missing second launch should have written."""
     query = call.problem.query
     half = query // 2
-    # Two launches that were to write half each: halves of all rows, or every other tile.
+    # Each launch may write one half of all rows, or every other tile.
     number = call.i[..., 0]
     for name, first in {"the first half": number < half, "the last half": number >= half}.items():
         yield {"rows": name}, first
@@ -629,6 +629,6 @@ def half_unwritten(call: ExactAttention) -> Iterator[Form]:
     exact = call.exact
     shape = call.parts.lse.shape
     for parameters, rows in _halves(call):
-        gone = rows.expand(shape)
-        if bool(gone.any()) and not bool(gone.all()):  # or it would explain anything
-            yield Prediction(outputs=exact, parameters=parameters, free=gone)
+        unwritten = rows.expand(shape)
+        if bool(unwritten.any()) and not bool(unwritten.all()):  # Else it would explain anything.
+            yield Prediction(outputs=exact, parameters=parameters, free=unwritten)

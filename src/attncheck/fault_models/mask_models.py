@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 MODELS = ModelTable("mask")
 
 _model = MODELS.model
-# Masks of the library that have a causal edge.
+# Masks of the library with a causal edge.
 _CAUSAL = ("causal", "causal_bottom_right", "sliding_window", "prefix_lm")
 _DOCUMENTS = ("document", "documents")
 
-Values = Any  # a Spec's, by name
+Values = Any  # a Spec's values, by name
 Rows = tuple["Outputs", "Parameters"]
 
 
-def _parts(**instead: Callable[[Values, Dimensions, str], MaskMod]) -> Steps:
-    """Steps with another mask in place of the parts of these names."""
+def _replace_parts(**instead: Callable[[Values, Dimensions, str], MaskMod]) -> Steps:
+    """Return Steps with other masks in place of the named parts."""
 
     def change(spec: Spec, dims: Dimensions, device: str) -> MaskMod | None:
         build = instead.get(spec.name)
@@ -45,8 +45,8 @@ def _parts(**instead: Callable[[Values, Dimensions, str], MaskMod]) -> Steps:
     return Steps(mask=lambda problem, device: replace_mask_parts(problem, device, change))
 
 
-def _edge(later: int, *names: str) -> Steps:
-    """Masks with a causal edge, that edge ``later`` keys to the right."""
+def _shift_edge(later: int, *names: str) -> Steps:
+    """Return Steps that move the edge of causal masks ``later`` keys to the right."""
     every: dict[str, Callable[[Values, Dimensions, str], MaskMod]] = {
         "causal": lambda _v, _d, _: lambda _b, _h, i, j: i + later >= j,
         "causal_bottom_right": lambda _v, d, _: masks.causal_bottom_right(d.kv - d.query + later),
@@ -55,40 +55,40 @@ def _edge(later: int, *names: str) -> Steps:
         ),
         "prefix_lm": lambda v, _d, _: lambda _b, _h, i, j: (j < v["prefix"]) | (i + later >= j),
     }
-    return _parts(**{name: every[name] for name in names or every})
+    return _replace_parts(**{name: every[name] for name in names or every})
 
 
 def mask_without(*names: str, instead: MaskMod = masks.full) -> Steps:
-    """Steps with ``instead`` in place of the mask's parts of these names."""
-    return _parts(**dict.fromkeys(names, lambda _v, _d, _: instead))
+    """Return Steps with ``instead`` in place of the mask's named parts."""
+    return _replace_parts(**dict.fromkeys(names, lambda _v, _d, _: instead))
 
 
-def _rows_later(call: ExactAttention, rows: int) -> Rows:
-    """The whole mask as a later row has it."""
-    # By one row the sentence says it: nobody need be told by how many.
+def _with_later_rows(call: ExactAttention, rows: int) -> Rows:
+    """Return outputs with the mask of the row ``rows`` later, and parameters."""
+    # A shift by one row is in the sentence, and needs no parameter.
     parameters = {"rows": rows} if abs(rows) > 1 else {}
     return call.attend(seen=call.visible(call.mask, i=rows)), parameters
 
 
-def _with_counted_last(whose: str) -> Steps:
-    """Documents whose empty ones come last: each of the others has a smaller number."""
+def _with_empty_last(whose: str) -> Steps:
+    """Return Steps that move empty documents to the end, so that the others' numbers shift."""
 
     def build(values: Values, dims: Dimensions, device: str) -> MaskMod:
         moved = sorted(values[whose], key=lambda length: length == 0)
         spec = type(FULL).of("documents", **{**values, whose: moved})
         return build_mask(spec, dims, device)
 
-    return _parts(documents=build)
+    return _replace_parts(documents=build)
 
 
-@_model(applies=has_mask("documents"), steps=_with_counted_last("query_lengths"))
+@_model(applies=has_mask("documents"), steps=_with_empty_last("query_lengths"))
 def empty_documents_not_counted(call: ExactAttention) -> Iterator[Rows]:
     """Documents without rows, or keys, are not counted: rows behind one see another document's
     keys.
     """
-    # Rows and keys have offsets of their own: either may be the one that is counted wrong.
+    # Rows and keys have separate offsets: either may be counted wrong.
     for whose in ("query_lengths", "kv_lengths"):
-        for outputs, _ in call.predict(_with_counted_last(whose)):
+        for outputs, _ in call.predict(_with_empty_last(whose)):
             yield outputs, {"of": whose}
 
 
@@ -109,22 +109,22 @@ MODELS.add(
 )
 
 
-@_model(applies=has_mask(*_CAUSAL), steps=_edge(1))
+@_model(applies=has_mask(*_CAUSAL), steps=_shift_edge(1))
 def mask_one_key_wider(call: ExactAttention) -> Iterator[Rows]:
     """The causal mask is one key too wide: row i sees key i + 1."""
-    # The whole mask may be asked about the next row, whatever else it has but a causal edge.
-    yield _rows_later(call, 1)
-    # In a loop that ends with the tile in which a block's last row sees its last key: nobody need
-    # be told of which size, for in short problems any fits.
+    # The whole mask may be shifted by a row, with all its parts.
+    yield _with_later_rows(call, 1)
+    # The loop may end with the tile of the last key that a block's last row sees. The tile is no
+    # parameter, because any size fits short problems.
     wider = call.visible(call.mask, i=1)
     for rows, size in call.tiles:
         yield call.attend(seen=wider & tile_visibility(call, rows, size)[0]), {}
 
 
-@_model(applies=has_mask(*_CAUSAL), steps=_edge(-1))
+@_model(applies=has_mask(*_CAUSAL), steps=_shift_edge(-1))
 def mask_one_key_narrower(call: ExactAttention) -> Iterator[Rows]:
     """The causal mask is one key too narrow: row i does not see key i."""
-    yield _rows_later(call, -1)
+    yield _with_later_rows(call, -1)
 
 
 def _rectangular(problem: Problem) -> bool:
@@ -139,7 +139,7 @@ def mask_top_left(call: ExactAttention) -> Iterator[Rows]:
     """The causal mask starts at the top left corner: row i sees keys up to i, where it should see
     kv − query more.
     """
-    yield _rows_later(call, call.problem.query - call.problem.kv)
+    yield _with_later_rows(call, call.problem.query - call.problem.kv)
 
 
 @_model(applies=lambda p: _rectangular(p) and has_mask("causal", "sliding_window", "prefix_lm")(p))
@@ -148,21 +148,21 @@ def mask_bottom_right(call: ExactAttention) -> Iterator[Outputs | Rows]:
     i.
     """
     later = call.problem.kv - call.problem.query
-    # Also of a part that is bottom right already, and so is so twice.
-    yield from (outputs for outputs, _ in call.predict(_edge(later)))
-    yield _rows_later(call, later)
+    # Also of a part that is bottom right already, and is then shifted twice.
+    yield from (outputs for outputs, _ in call.predict(_shift_edge(later)))
+    yield _with_later_rows(call, later)
 
 
 def _window(more: int) -> Steps:
-    return _parts(sliding_window=lambda v, _d, _: masks.sliding_window(v["window"] + more))
+    return _replace_parts(sliding_window=lambda v, _d, _: masks.sliding_window(v["window"] + more))
 
 
 def _prefix(more: int) -> Steps:
-    return _parts(prefix_lm=lambda v, _d, _: masks.prefix_lm(v["prefix"] + more))
+    return _replace_parts(prefix_lm=lambda v, _d, _: masks.prefix_lm(v["prefix"] + more))
 
 
 def _padding(more: int) -> Steps:
-    return _parts(
+    return _replace_parts(
         padding=lambda v, _d, device: masks.padding(
             torch.tensor(v["lengths"], device=device) + more
         )
@@ -174,7 +174,7 @@ def _padding(more: int) -> Steps:
 )
 def window_ignored(call: ExactAttention) -> Iterator[Rows]:
     """The sliding window is ignored: only what is causal of it is left."""
-    # A loop that begins where the window does visits no more than its tiles.
+    # A loop that begins with the window visits only the window's tiles.
     causal = call.visible(masks.causal)
     for rows, size in call.any_tiles:
         some, _ = tile_visibility(call, rows, size)
@@ -217,13 +217,13 @@ for _names, _sentence, _steps in (
     MODELS.add(_names, _sentence, applies=has_mask("prefix_lm"), steps=_steps)
 
 
-def _number(spec: Spec, name: str) -> int:
+def _integer(spec: Spec, name: str) -> int:
     values: Values = spec.values
     return int(values[name])
 
 
 def _without_offset(problem: Problem, device: str) -> MaskMod | None:
-    """The mask of a chunk of rows that are counted from 0."""
+    """Return the mask of a chunk whose rows are counted from 0."""
     if problem.mask.name == "causal_bottom_right":
         return masks.causal
     if problem.mask.name == "offset":
@@ -243,16 +243,16 @@ def query_offset_missing(call: ExactAttention) -> Iterator[Outputs]:
     sequence.
     """
     problem = call.problem
-    # The mask alone may miss its offset, or the score mod with it, as one index serves both.
+    # The mask alone may lack its offset, or the score mod, too, if they share an index.
     for spec in problem.mask.walk():
         if spec.name in {"offset", "causal_bottom_right"}:
-            rows = _number(spec, "rows") if spec.name == "offset" else problem.kv - problem.query
+            rows = _integer(spec, "rows") if spec.name == "offset" else problem.kv - problem.query
             seen = call.visible(call.mask, i=-rows)
             both = call.modified(call.x, i=-rows) if problem.score.name == "offset" else call.s
             yield call.attend(seen=seen)
             yield call.attend(seen=seen, s=both)
     if problem.score.name == "offset":
-        rows = _number(problem.score, "rows")
+        rows = _integer(problem.score, "rows")
         yield call.attend(s=call.modified(call.x, i=-rows))
 
 
@@ -262,12 +262,12 @@ def one_part_ignored(call: ExactAttention) -> Iterator[Rows]:
     spec = call.problem.mask
     if spec.name not in {"and", "or"}:
         return
-    # A kernel may know only one of two masks: without any part nothing is hidden.
-    for number, gone in enumerate(spec.parts):
+    # Without its only part the mask hides nothing.
+    for number, ignored in enumerate(spec.parts):
         parts = spec.parts[:number] + spec.parts[number + 1 :]
-        left = FULL if not parts else parts[0] if len(parts) == 1 else spec.of(spec.name, *parts)
-        seen = call.visible(build_mask(left, call.problem.dimensions))
-        yield call.attend(seen=seen), {"ignored": str(gone)}
+        rest = FULL if not parts else parts[0] if len(parts) == 1 else spec.of(spec.name, *parts)
+        seen = call.visible(build_mask(rest, call.problem.dimensions))
+        yield call.attend(seen=seen), {"ignored": str(ignored)}
 
 
 @_model(
@@ -278,11 +278,11 @@ def mask_ignored(call: ExactAttention) -> Iterator[Rows]:
     """The mask is ignored: every row sees every key."""
     if call.problem.mask == FULL:
         return
-    # The end of the keys may be part of what is ignored: padding of the last tile counts.
+    # The end of the keys may be ignored, too, so that padding of the last tile counts.
     for _, size in call.tiles:
         count = -call.problem.kv % size
         if count:
-            yield call.with_keys_behind(call.s.new_zeros(count), call.s), {}
+            yield call.with_extra_keys(call.s.new_zeros(count), call.s), {}
 
 
 @_model(applies=has_mask())
@@ -298,13 +298,13 @@ def mask_reversed(call: ExactAttention) -> Iterator[Rows]:
         edges["the diagonal"] = (call.j >= call.i + later).expand(call.shape)
     for of, seen in edges.items():
         yield call.attend(seen=seen), {"of": of}
-        # A causal loop ends with the block all the same.
+        # A causal loop still ends with the block.
         for rows, size in call.any_tiles:
             visited = call.j // size * size < (call.i // rows + 1) * rows + later
             parameters: Parameters = {"of": of, "tile": size, "rows": rows}
             outputs = of_keys(seen & visited)
             yield outputs, parameters
-            # ∞ - ∞ in a first tile of which a row sees nothing.
+            # A row that sees nothing of the first tile computes ∞ - ∞.
             blind = ~(seen & (call.j < size)).any(-1)
             if outputs.lse is not None and bool(blind.any()):
                 nan = torch.where(blind[..., None], torch.nan, outputs.out)
@@ -314,17 +314,17 @@ def mask_reversed(call: ExactAttention) -> Iterator[Rows]:
 @_model()
 def causal_always(call: ExactAttention) -> Iterator[Rows]:
     """A causal mask, or its reverse, is applied that nobody asked for."""
-    # Both alignments that published kernels have.
+    # Published kernels align either corner.
     corners = [0, call.problem.kv - call.problem.query]
-    # Or one key narrower, so that a row does not see its own: of what is causal that is an edge.
+    # Or one key narrower, so that a row does not see its own; causal masks have an edge model.
     if not has_mask(*_CAUSAL)(call.problem):
         corners += [corner - 1 for corner in corners]
     for later in dict.fromkeys(corners):
         yield call.attend(seen=call.seen & (call.i + later >= call.j)), {"offset": later}
-    # Or that of each sequence, of which some are shorter.
+    # Or aligned with the end of each sequence, some of which are shorter.
     own = torch.tensor(key_counts(call.problem)).view(-1, 1, 1, 1) - call.problem.query
     yield call.attend(seen=call.seen & (call.i + own >= call.j)), {"offset": "of each sequence"}
-    # Of what is causal its reverse leaves nothing.
+    # The reverse of a causal mask leaves nothing of a causal one.
     for later in dict.fromkeys(corners) if not has_mask(*_CAUSAL)(call.problem) else ():
         seen = call.seen & (call.i + later < call.j)
         yield call.attend(seen=seen), {"offset": later, "which": "its reverse"}

@@ -38,9 +38,9 @@ def page_table_ignored(call: ExactAttention) -> Iterator[Form]:
     )
     count = -(-problem.kv // size)
     place = torch.arange(count)
-    # The first pages, or those of the sequence's number.
+    # Consecutive pages, starting at the sequence's number times the pages of one.
     own = place + count * torch.arange(problem.batch)[:, None]
-    # Of each sequence the same pages, or consecutive ones.
+    # All sequences read the first pages, or each its consecutive ones.
     for order in (place.expand(problem.batch, -1), own):
         read = []
         for tensor in (call.inputs.k, call.inputs.v):
@@ -48,7 +48,7 @@ def page_table_ignored(call: ExactAttention) -> Iterator[Form]:
             pages = pool[order.clamp(max=len(pool) - 1)].double()
             keys = pages.flatten(1, 2)[:, : problem.kv].transpose(1, 2)
             read.append(call.by_query_head(keys.contiguous()))
-        # Descales are one a head: of other pages they would be the same, and are not tried.
+        # With descales, which each head has one of, other pages are not tried.
         if call.inputs.descale is None:
             yield from with_keys(call, *read)
 
@@ -74,36 +74,36 @@ def page_index_wrong(call: ExactAttention) -> Iterator[Form]:
     slots = {"missing": 0 * t, "the second": 0 * t + 1, "the page's number": page, "the key": t}
     heads = {"the query head": h, "the second": 0 * h + 1, "the sequence": b}
     heads |= {"its place in its group": h % problem.group}
-    pages = {name: (_entry(flat, at), slot, head) for name, at in entries.items() if name}
-    own = _entry(flat, entries[""])
+    pages = {name: (_table_entries(flat, at), slot, head) for name, at in entries.items() if name}
+    own = _table_entries(flat, entries[""])
     pages |= {"page 0": (0 * own, slot, head), "page 1": (0 * own + 1, slot, head)}
     pages |= {f"slot: {name}": (own, at, head) for name, at in slots.items()}
     pages |= {f"head: {name}": (own, slot, at) for name, at in heads.items()}
     for name, indices in pages.items():
         steps = pools[0].stride()[:3]
         at = sum((i * step for i, step in zip(indices, steps, strict=True)), 0 * t)
-        yield from _of_pools(call, pools, at, name)
+        yield from _at_offsets(call, pools, at, name)
     for axis, other in permutations(range(3), 2):
         strides = [*pools[0].stride()[:3]]
         strides[axis] = strides[other]
         at = sum((i * step for i, step in zip((own, slot, head), strides, strict=True)), 0 * t)
-        yield from _of_pools(call, pools, at, f"stride {axis} for {other}")
+        yield from _at_offsets(call, pools, at, f"stride {axis} for {other}")
 
 
-def _entry(flat: Tensor, at: Tensor) -> Tensor:
-    """Return entries of the table; of what lies beyond it a page that there is not."""
+def _table_entries(flat: Tensor, at: Tensor) -> Tensor:
+    """Return entries of the table; beyond its end the number of a page that does not exist."""
     return torch.where(at < len(flat), flat[at.clamp(max=len(flat) - 1)], 1 << 40)
 
 
-def _of_pools(call: ExactAttention, pools: list[Tensor], at: Tensor, name: str) -> Iterator[Form]:
-    """Yield outputs with keys and values that begin ``at`` these numbers of their pools."""
+def _at_offsets(call: ExactAttention, pools: list[Tensor], at: Tensor, name: str) -> Iterator[Form]:
+    """Yield outputs with keys and values read at offsets ``at`` of their pools."""
     read, inside = [], True
     for pool in pools:
         values, there = read_at(pool, at + torch.arange(pool.shape[3]))
         shape = (*call.shape[:2], call.problem.kv, pool.shape[3])
         read.append(values.double().expand(shape))
         inside = inside and bool(there.all())
-    # What lies behind all pages is nobody's to predict.
+    # The memory behind all pages is unknown.
     if inside and pools[0].shape == pools[1].shape:
         yield from with_keys(call, *read, which=name)
 
@@ -117,7 +117,7 @@ def page_boundary_leak(call: ExactAttention) -> Iterator[Form]:
     if count:
         for outputs in with_padding(call, count):
             yield outputs, {"page": size}
-        # What lies behind the last key is NaN: it reaches out alone, or LSE too.
+        # Memory behind the last key is NaN, which reaches only out, or LSE, too.
         every = torch.ones(call.shape[:3], dtype=torch.bool)
         yield call.with_out(every, math.nan, lse=math.nan), {"page": size}
         yield call.with_out(every, math.nan), {"page": size}
@@ -150,15 +150,15 @@ def values_behind_keys(call: ExactAttention) -> Iterator[Form]:
             wild = ~read[:, :, kv:].double().isfinite().all(2, keepdim=True)
             if not bool(wild.any()):
                 continue
-            # Every row loads the last tile, or those of blocks that visit it.
+            # All rows load the last tile, or only blocks of rows that visit it.
             last = torch.ones(call.shape[:3], dtype=torch.bool)
-            for rows in [last, *_visiting(call, size)]:
+            for rows in [last, *_visiting_rows(call, size)]:
                 hit = rows[..., None] & call.by_query_head(wild)
                 yield call.with_out(hit, math.nan), {"tile": size}
 
 
-def _visiting(call: ExactAttention, size: int) -> Iterator[Tensor]:
-    """Rows ``(batch, heads, rows)`` of blocks that visit the last tile of keys."""
+def _visiting_rows(call: ExactAttention, size: int) -> Iterator[Tensor]:
+    """Yield rows ``(batch, heads, rows)`` of blocks that visit the last tile of keys."""
     for rows, keys in call.tiles:
         if keys == size:
             yield tile_visibility(call, rows, size)[0][..., -1]
@@ -171,21 +171,21 @@ def rows_unwritten(call: ExactAttention) -> Iterator[Form]:
     query = call.problem.query
     for rows in call.row_tiles:
         number = call.i[..., 0] // rows
-        # A last block that is not full, rows without keys, or blocks of such rows.
+        # A partial last block, rows without keys, or blocks of such rows.
         ragged = number == (query - 1) // rows
         dead = (~call.seen.any(-1)) & (call.parts.lse == -math.inf)
-        for gone in (ragged.expand(dead.shape), dead, _dead_blocks(dead, number)):
-            if bool(gone.any()) and bool(gone.all()):  # of what sees keys it would explain anything
+        for unwritten in (ragged.expand(dead.shape), dead, _dead_blocks(dead, number)):
+            if bool(unwritten.any()) and bool(unwritten.all()):  # Else it fits any rows.
                 if bool(dead.all()):
-                    yield Prediction(outputs=exact, free=gone)
-            elif bool(gone.any()):
-                yield Prediction(outputs=exact, parameters={"rows": rows}, free=gone)
-                yield call.with_out(gone, 0.0), {"rows": rows}
-                yield call.with_out(gone, 0.0, lse=0.0), {"rows": rows}
+                    yield Prediction(outputs=exact, free=unwritten)
+            elif bool(unwritten.any()):
+                yield Prediction(outputs=exact, parameters={"rows": rows}, free=unwritten)
+                yield call.with_out(unwritten, 0.0), {"rows": rows}
+                yield call.with_out(unwritten, 0.0, lse=0.0), {"rows": rows}
 
 
 def _dead_blocks(dead: Tensor, number: Tensor) -> Tensor:
-    """Rows of blocks in which no row is alive."""
+    """Return the rows of blocks in which all rows are dead."""
     dead_blocks = torch.zeros_like(dead)
     for block in sorted(set(number.flatten().tolist())):
         mine = (number == block).expand(dead.shape)
@@ -194,10 +194,10 @@ def _dead_blocks(dead: Tensor, number: Tensor) -> Tensor:
     return dead_blocks
 
 
-def _visits(call: ExactAttention, size: int) -> Iterator[Tensor]:
-    """Places (batch, heads, rows, kv) whose tile of ``size`` keys is looked at for their row.
+def _visited_places(call: ExactAttention, size: int) -> Iterator[Tensor]:
+    """Yield places (batch, heads, rows, kv) in visited tiles of ``size`` keys.
 
-    Every tile; or those in which the row sees a key, or its block of rows does.
+    A row visits every tile, or those in which the row, or its block of rows, sees a key.
     """
     yield torch.ones(call.shape, dtype=torch.bool)
     for rows in dict.fromkeys((1, *(rows for rows, keys in call.tiles if keys == size))):
@@ -205,15 +205,15 @@ def _visits(call: ExactAttention, size: int) -> Iterator[Tensor]:
 
 
 def _ragged(call: ExactAttention, size: int) -> Tensor:
-    """Keys (1, 1, 1, kv) of a last tile that is not full; none of them where it is."""
+    """Return the keys (1, 1, 1, kv) of a partial last tile; none if the last tile is full."""
     kv = call.problem.kv
     return (call.j // size == kv // size) if kv % size else torch.zeros_like(call.j).bool()
 
 
-def _nan_rows(
+def _with_nan_rows(
     call: ExactAttention, rows: Tensor, /, *, lse: bool = True, **parameters: int
 ) -> Form:
-    """NaN in these rows: in out, and in LSE too."""
+    """Return outputs with NaN in these rows of out, and of LSE by default, and parameters."""
     return call.with_out(rows, math.nan, lse=math.nan if lse else None), parameters
 
 
@@ -222,28 +222,28 @@ def scale_of_zero_after_mask(call: ExactAttention) -> Iterator[Form]:
     """A scale that is 0 in fp32 multiplies what is −∞, hidden scores or the maximum before the
     first tile: 0 · ∞ is NaN.
     """
-    for gone in _gone(call):
-        if not bool(gone.any()):
+    for zero in _zero_factors(call):
+        if not bool(zero.any()):
             continue
-        # The maximum is −∞ before the first tile, whatever is seen.
-        yield _nan_rows(call, gone.expand(call.shape[:3]))
+        # The maximum is −∞ before the first tile, whatever a row sees.
+        yield _with_nan_rows(call, zero.expand(call.shape[:3]))
         for size in call.key_tiles:
             ragged = _ragged(call, size)
-            for visited in _visits(call, size):
+            for visited in _visited_places(call, size):
                 hidden = (visited & (~call.seen | ragged)).any(-1)
-                yield _nan_rows(call, hidden & gone, tile=size)
+                yield _with_nan_rows(call, hidden & zero, tile=size)
 
 
-def _gone(call: ExactAttention) -> Iterator[Tensor]:
-    """Sequences and query heads ``(batch, heads, 1)`` whose factor of q·k is 0 in fp32.
+def _zero_factors(call: ExactAttention) -> Iterator[Tensor]:
+    """Yield sequences and query heads ``(batch, heads, 1)`` whose factor of q·k is 0 in fp32.
 
-    That of exp, or of exp2; also where what is smaller than a normal number is 0.
+    The factor is that for exp or exp2; subnormal numbers may be flushed to 0.
     """
     problem, descale = call.problem, call.inputs.descale
     products = torch.ones((problem.batch, problem.heads, 1))
     if descale is not None:
         products = products * call.by_query_head(descale.q.float() * descale.k.float())[..., None]
-    # Kernels multiply by the scale alone, or by scale · log2 e at once.
+    # Kernels multiply by the scale, or by scale · log2 e.
     for unit in (1.0, LOG2E):
         factor = torch.tensor(call.scale * unit, dtype=torch.float32) * products
         yield factor == 0
@@ -255,12 +255,12 @@ def mask_times_infinity(call: ExactAttention) -> Iterator[Form]:
     """The mask is multiplied by −∞ and added to the scores: what is seen gets 0 · ∞,
     which is NaN.
     """
-    yield _nan_rows(call, call.seen.any(-1))
-    # Or only in tiles that need a mask.
+    yield _with_nan_rows(call, call.seen.any(-1))
+    # Or the mask is applied only in tiles that need one.
     for rows, size in call.tiles:
         some, every = tile_visibility(call, rows, size)
         masked = some & (~every | _ragged(call, size))
-        yield _nan_rows(call, (call.seen & masked).any(-1), tile=size, rows=rows)
+        yield _with_nan_rows(call, (call.seen & masked).any(-1), tile=size, rows=rows)
 
 
 def _scaled_format(problem: Problem) -> bool:
@@ -280,7 +280,7 @@ def column_scale_of_zero(call: ExactAttention) -> Iterator[Form]:
         if not bool(empty.any()):
             continue
         of_keys = empty[..., whose].double()
-        for visited in _visits(call, size):
+        for visited in _visited_places(call, size):
             touched = visited.double() @ of_keys.mT > 0
             yield call.with_out(touched, math.nan), {"tile": size}
 
@@ -291,7 +291,7 @@ def tail_in_block_scale(call: ExactAttention) -> Iterator[Form]:
     for size in call.key_tiles:
         ragged = _ragged(call, size)
         if bool(ragged.any()):
-            for visited in _visits(call, size):
+            for visited in _visited_places(call, size):
                 rows = (visited & ragged).any(-1)
-                for of_keys in (False, True):  # whose scores LSE is of
-                    yield _nan_rows(call, rows, lse=of_keys, tile=size)
+                for of_keys in (False, True):  # whether NaN reaches the scores, and so LSE
+                    yield _with_nan_rows(call, rows, lse=of_keys, tile=size)

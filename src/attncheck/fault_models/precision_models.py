@@ -11,7 +11,7 @@ import torch
 
 from attncheck.core.formats import FORMATS
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.exact_attention import Slip
+from attncheck.fault_models.exact_attention import RecurrenceChange
 from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, is_attention
 from attncheck.fault_models.softmax_models import SENTINELS
 from attncheck.fault_models.steps import LOG2E, RIGHT, Steps, round_to_format
@@ -25,13 +25,11 @@ if TYPE_CHECKING:
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.inputs.problem import Problem
 
-RECURRENCE = ModelTable(
-    "rescaling"
-)  # of the online softmax: tile by tile, with something not rescaled
-FP8 = ModelTable("factor")  # of descales, and of what of P is lost in 8 bits
-MODELS = ModelTable("precision")  # of what is rounded that must not be, or rounded too far
+RECURRENCE = ModelTable("rescaling")  # faults in the recurrence of the online softmax
+FP8 = ModelTable("factor")  # faults in descales, and in the rounding of P to fp8
+MODELS = ModelTable("precision")  # faults of rounding to too few bits
 _SUMS = ("out", "sum")
-_LEAST_FACTOR = 2.0**-10  # of an output: what is smaller is 0
+_LEAST_FACTOR = 2.0**-10  # least factor of an output that counts as a bias; less is missing
 
 for _name, _sentence, _steps in (
     (
@@ -56,7 +54,7 @@ for _name, _sentence, _steps in (
 @RECURRENCE.model(steps=(Steps(rescale_exponent=LOG2E), Steps(rescale_exponent=1.0 / LOG2E)))
 def alpha_of_another_base(call: ExactAttention) -> Iterator[Form]:
     """What was summed so far is rescaled by a power of another base than the weights are of."""
-    # The scale may be in the weights and not in what rescales, or the reverse.
+    # The scale may be in the weights and not in the rescaling factor, or the reverse.
     for exponent in (call.scale, 1 / call.scale):
         yield from call.predict(Steps(rescale_exponent=exponent))
 
@@ -99,7 +97,7 @@ def maximum_from_zero(call: ExactAttention) -> Iterator[Form]:
     """
     lowest = float(call.parts.maximum.min())
     for first in SENTINELS:
-        if first < lowest:  # every row rises above it
+        if first < lowest:  # Every row's maximum rises above it.
             yield call.exact, {"first": str(first)}
         elif first < 0:
             for outputs, parameters in call.predict(Steps(first_maximum=first)):
@@ -115,8 +113,8 @@ def weights_of_another_sign(call: ExactAttention) -> Iterator[Form]:
         "plus": lambda part, shift: part + shift,
         "reversed": lambda part, shift: torch.where(part == -math.inf, math.inf, shift - part),
     }.items():
-        for outputs, parameters in call.by_tile(RIGHT, slip=Slip(exponent=exponent)):
-            # What is hidden weighs infinitely much then, padding too.
+        for outputs, parameters in call.by_tile(RIGHT, slip=RecurrenceChange(exponent=exponent)):
+            # Hidden keys and padding have infinite weights then.
             padded = of == "reversed" and padded_keys(call, parameters["tile"])
             every = torch.ones_like(call.parts.dead)
             spoilt = call.with_out(every, math.nan, lse=math.inf)
@@ -143,7 +141,7 @@ def alpha_misapplied(call: ExactAttention) -> Iterator[Form]:
     every = [(f"{of} {name}", {f"of_{of}": slip}) for of in _SUMS for name, slip in slips.items()]
     every += [(f"{of} taken off", {f"sign_of_{of}": -1.0}) for of in _SUMS]
     for name, slip in every:
-        for outputs, parameters in call.by_tile(RIGHT, slip=Slip(**slip)):
+        for outputs, parameters in call.by_tile(RIGHT, slip=RecurrenceChange(**slip)):
             yield outputs, {**parameters, "of": name}
 
 
@@ -155,7 +153,7 @@ def earlier_tiles_lost(call: ExactAttention) -> Iterator[Form]:
     parts = call.parts
     for size in call.key_tiles:
         tile = call.j // size
-        # Of each row, or of each of a block of rows that walk together.
+        # The last tile of each row, or of each block of rows, which share a loop.
         some = [(call.seen, {"tile": size})]
         some += [
             (tile_visibility(call, rows, size)[0], {"tile": size, "rows": rows})
@@ -172,19 +170,19 @@ def earlier_tiles_lost(call: ExactAttention) -> Iterator[Form]:
                 "both": dataclasses.replace(parts, values=values, total=total),
             }.items():
                 yield one.outputs, {"of": of, **parameters}
-    slips = {"out": Slip(of_out=_lost), "sum": Slip(of_sum=_lost)}
-    for of, slip in {**slips, "both": Slip(of_out=_lost, of_sum=_lost)}.items():
+    slips = {"out": RecurrenceChange(of_out=_discard), "sum": RecurrenceChange(of_sum=_discard)}
+    for of, slip in {**slips, "both": RecurrenceChange(of_out=_discard, of_sum=_discard)}.items():
         for outputs, parameters in call.by_tile(RIGHT, slip=slip):
-            # Of each split its own last tile.
+            # Each split has its own last tile.
             if "splits" in parameters:
                 yield outputs, {"of": of, **parameters}
 
 
-def _lost(sums: Tensor, _alpha: Tensor) -> Tensor:
+def _discard(sums: Tensor, _alpha: Tensor) -> Tensor:
     return torch.zeros_like(sums)
 
 
-def _fp8(problem: Problem) -> bool:
+def _is_fp8(problem: Problem) -> bool:
     return problem.formats.scaled
 
 
@@ -196,12 +194,12 @@ for _name in "qkv":
     FP8.add(
         f"descale-{_name}-missing",
         f"the descale of {_name} is ignored",
-        applies=_fp8,
+        applies=_is_fp8,
         steps=_without_descales(_name),
     )
 
 
-@FP8.model(applies=_fp8, order=1)
+@FP8.model(applies=_is_fp8, order=1)
 def descales_missing(call: ExactAttention) -> Iterator[Form]:
     """Several descales are ignored."""
     for names in ("qk", "qkv", "kv", "qv"):
@@ -209,13 +207,13 @@ def descales_missing(call: ExactAttention) -> Iterator[Form]:
             yield outputs, {"of": ", ".join(names)}
 
 
-# Which index is missing: both, that of the batch, or that of the head.
+# Slices where both indices are missing, that of the batch, or that of the head.
 _FIRST = {"all": (slice(1), slice(1)), "batch": (slice(1), slice(None))}
 _FIRST["head"] = (slice(None), slice(1))
 
 
 def _first_descales(names: str, where: str) -> Steps:
-    """The first descale of some tensors in place of all, of a batch's or of a head's."""
+    """Return Steps where the first descale along ``where`` replaces all others of some tensors."""
 
     def first(name: str, own: Tensor) -> Tensor:
         return own[_FIRST[where]].expand_as(own) if name in names else own
@@ -224,7 +222,7 @@ def _first_descales(names: str, where: str) -> Steps:
 
 
 @FP8.model(
-    applies=lambda problem: _fp8(problem) and problem.batch * problem.kv_heads > 1,
+    applies=lambda problem: _is_fp8(problem) and problem.batch * problem.kv_heads > 1,
     steps=_first_descales("k", "all"),
     family="mapping",
 )
@@ -238,30 +236,30 @@ def descale_first_head(call: ExactAttention) -> Iterator[Form]:
 FP8.add(
     "weights-underflow",
     "small weights are lost in fp8: they are not multiplied by anything before they are rounded",
-    applies=_fp8,
+    applies=_is_fp8,
     steps=Steps(weights_scale=1.0),
     family="precision",
 )
 
 
-@FP8.model(applies=_fp8, family="precision")
+@FP8.model(applies=_is_fp8, family="precision")
 def weights_saturated(call: ExactAttention) -> Iterator[Form]:
     """Large weights are cut off in fp8: they are multiplied by too much before they are rounded."""
     for size, bits in product(call.key_tiles, (9, 10, 11, 12)):
         yield call.online(size, Steps(weights_scale=2.0**bits)), {"tile": size, "bits": bits}
 
 
-@FP8.model(applies=_fp8)
+@FP8.model(applies=_is_fp8)
 def weights_scale_left(call: ExactAttention) -> Iterator[Form]:
     """The factor of P is not taken off the output."""
-    # Taken off the wrong way round it is there twice.
+    # If it is multiplied instead of divided, it is there twice.
     scale = call.problem.formats.weights_scale
     for factor in (scale, 1.0 / scale):
         out = (call.exact.out * factor).clamp(torch.finfo(torch.float32).min)
         yield Outputs(out, call.parts.lse)
 
 
-def _rounded_steps(call: ExactAttention, forms: Iterable[tuple[str, Steps]]) -> Iterator[Form]:
+def _predict_formats(call: ExactAttention, forms: Iterable[tuple[str, Steps]]) -> Iterator[Form]:
     for name, steps in forms:
         for outputs, parameters in call.predict(steps):
             yield outputs, {"format": name, **parameters}
@@ -271,12 +269,12 @@ def _rounded_steps(call: ExactAttention, forms: Iterable[tuple[str, Steps]]) -> 
 def weights_rounded(call: ExactAttention) -> Iterator[Form]:
     """The weights are rounded to too few bits before they multiply the values."""
     formats = ("fp16", "bf16", "e4m3", "e5m2")
-    yield from _rounded_steps(call, ((f, Steps(weights=round_to_format(f))) for f in formats))
-    # And before they are summed, or there alone.
+    yield from _predict_formats(call, ((f, Steps(weights=round_to_format(f))) for f in formats))
+    # Also before they are summed, or only there.
     for name in ("fp16", "bf16"):
         r = round_to_format(name)
         forms = Steps(weights=r, summed_weights=r), Steps(summed_weights=r)
-        yield from _rounded_steps(call, ((name, steps) for steps in forms))
+        yield from _predict_formats(call, ((name, steps) for steps in forms))
 
 
 @MODELS.model(steps=Steps(kept_sum=round_to_format("bf16")), order=1)
@@ -285,7 +283,7 @@ def sum_rounded(call: ExactAttention) -> Iterator[Form]:
     for name in ("bf16", "fp16"):
         rounded = round_to_format(name)
         both = Steps(kept_sum=rounded), Steps(summed_weights=rounded, kept_sum=rounded)
-        yield from _rounded_steps(call, ((name, steps) for steps in both))
+        yield from _predict_formats(call, ((name, steps) for steps in both))
 
 
 @MODELS.model(order=1)
@@ -299,7 +297,11 @@ def alpha_rounded(call: ExactAttention) -> Iterator[Form]:
         ) -> Tensor:
             return sums * rounded(alpha)
 
-        for one in (Slip(of_out=slip, of_sum=slip), Slip(of_out=slip), Slip(of_sum=slip)):
+        for one in (
+            RecurrenceChange(of_out=slip, of_sum=slip),
+            RecurrenceChange(of_out=slip),
+            RecurrenceChange(of_sum=slip),
+        ):
             for outputs, parameters in call.by_tile(RIGHT, slip=one):
                 yield outputs, {"format": name, **parameters}
 
@@ -308,7 +310,7 @@ def alpha_rounded(call: ExactAttention) -> Iterator[Form]:
 def lse_rounded(call: ExactAttention) -> Iterator[Form]:
     """LSE is rounded to too few bits."""
     formats = ("fp16", "bf16")
-    yield from _rounded_steps(call, ((f, Steps(lse=round_to_format(f))) for f in formats))
+    yield from _predict_formats(call, ((f, Steps(lse=round_to_format(f))) for f in formats))
 
 
 @MODELS.model(
@@ -318,7 +320,7 @@ def lse_rounded(call: ExactAttention) -> Iterator[Form]:
 def out_rounded(call: ExactAttention) -> Iterator[Form]:
     """The output is accumulated in too few bits."""
     formats = ("bf16", "fp16")
-    yield from _rounded_steps(call, ((f, Steps(kept_out=round_to_format(f))) for f in formats))
+    yield from _predict_formats(call, ((f, Steps(kept_out=round_to_format(f))) for f in formats))
 
 
 @MODELS.model(steps=Steps(products=round_to_format("fp16")), order=1)
@@ -326,7 +328,7 @@ def scores_rounded(call: ExactAttention) -> Iterator[Form]:
     """Scores are rounded to too few bits before the softmax."""
     for name in ("bf16", "fp16"):
         rounded = round_to_format(name)
-        # Before the scale, after it, or after the score mod: each may be beyond fp16.
+        # Rounded before the scale, after it, or after the score mod: any may exceed fp16.
         yield call.attend(x=rounded(call.qk) * call.scale), {"format": name}
         yield call.attend(x=rounded(call.x)), {"format": name}
         yield call.attend(s=rounded(call.s)), {"format": name}
@@ -350,7 +352,7 @@ def products_tf32(call: ExactAttention) -> Iterator[Form]:
 def normaliser_biased(call: ExactAttention) -> Iterator[Form]:
     """The output is off by a factor: the reciprocal of the row sum is biased."""
 
-    # Times 0 it is no bias: what is missing, or never written, is 0 as well.
+    # A factor of 0 is no bias: missing or unwritten outputs are 0, too.
     def at(share: float) -> Outputs:
         off = 1.0 + share
         ((outputs, _),) = call.predict(Steps(normaliser=off if abs(off) > _LEAST_FACTOR else 1.0))
@@ -362,7 +364,7 @@ def normaliser_biased(call: ExactAttention) -> Iterator[Form]:
 @MODELS.model(family="overflow")
 def out_overflows(call: ExactAttention) -> Iterator[Form]:
     """The output before it is normalised overflows fp16."""
-    # What overflows is an infinity in hardware, and NaN where it meets a weight of 0.
+    # Hardware overflows to infinity, which becomes NaN if it meets a weight of 0.
     largest = FORMATS["fp16"].max
     for steps in (
         Steps(kept_out=round_to_format("fp16")),

@@ -30,21 +30,21 @@ _model = MODELS.model
 
 
 def fixed_scale(constant: float) -> Steps:
-    """Steps that multiply q·k by a constant; of a call whose scale it is they are right."""
+    """Return Steps that multiply q·k by a constant; right where that is the call's scale."""
     return Steps(
         scale=lambda problem: constant if abs(constant / problem.scale - 1.0) > 1e-6 else None
     )
 
 
-def _factor(call: ExactAttention, factor: float, **parameters: float) -> Iterator[Form]:
-    """Scores times ``factor``: all the same, or all but the maximum that LSE adds."""
+def _with_factor(call: ExactAttention, factor: float, **parameters: float) -> Iterator[Form]:
+    """Yield outputs with scores times ``factor``, also without it in the maximum that LSE adds."""
     yield call.attend(x=call.x * factor), parameters
-    # Behind the score mod the same factor is another fault: what it added is scaled, too.
+    # After the score mod the factor also scales what the mod has added.
     if call.problem.score.name != "none" or call.sink is not None:
         yield call.attend(s=call.s * factor), parameters
     sink = None if call.sink is None else call.sink * factor
     parts = call.softmax(call.z * factor, sink=sink)
-    # A kernel may take the maximum in right units, and the rest of LSE from scaled scores.
+    # The maximum in LSE may have the right units, and its sum those of the scaled scores.
     lse = parts.lse - parts.maximum + call.parts.maximum
     dead = parts.maximum == -math.inf
     yield Outputs(parts.out, torch.where(dead, -math.inf, lse)), parameters
@@ -53,28 +53,28 @@ def _factor(call: ExactAttention, factor: float, **parameters: float) -> Iterato
 @_model(applies=is_attention, family="factor")
 def scale_missing(call: ExactAttention) -> Iterator[Form]:
     """Q·k is not multiplied by the scale."""
-    yield from _factor(call, 1.0 / call.scale)
+    yield from _with_factor(call, 1.0 / call.scale)
 
 
 @_model(applies=is_attention, family="factor")
 def scale_twice(call: ExactAttention) -> Iterator[Form]:
     """Q·k is multiplied by the scale twice."""
-    yield from _factor(call, call.scale)
+    yield from _with_factor(call, call.scale)
 
 
 @_model(applies=is_attention, family="factor")
 def scale_of_dim(call: ExactAttention) -> Iterator[Form]:
     """The scale is another power of head_dim than 1 / √head_dim: 1 / head_dim, or head_dim."""
     for power in (-1, 1):
-        yield from _factor(call, call.problem.head_dim**power / call.scale)
+        yield from _with_factor(call, call.problem.head_dim**power / call.scale)
 
 
 @_model(family="factor")
 def scale_log2e(call: ExactAttention) -> Iterator[Form]:
     """Log2 e is missing or there twice: weights are powers of another base than e."""
-    # exp for exp2 or the reverse: the factor is missing, or there where exp has it already.
+    # exp for exp2 or the reverse: the factor is missing, or exp includes it already.
     for factor in (1.0 / LOG2E, LOG2E, 1.0 / LOG2E**2):
-        yield from _factor(call, factor)
+        yield from _with_factor(call, factor)
 
 
 @_model(
@@ -82,25 +82,25 @@ def scale_log2e(call: ExactAttention) -> Iterator[Form]:
 )
 def scale_inverted(call: ExactAttention) -> Iterator[Form]:
     """Q·k is multiplied by √head_dim, not divided by it."""
-    yield from _factor(call, 1.0 / call.scale**2)
-    # Divided by it in base 2.
-    yield from _factor(call, 1.0 / (call.scale * LOG2E) ** 2)
-    yield from _factor(call, math.sqrt(call.problem.head_dim) / call.scale)
+    yield from _with_factor(call, 1.0 / call.scale**2)
+    # Or divided by the scale in base 2.
+    yield from _with_factor(call, 1.0 / (call.scale * LOG2E) ** 2)
+    yield from _with_factor(call, math.sqrt(call.problem.head_dim) / call.scale)
 
 
 @_model(applies=is_attention, steps=fixed_scale(0.125), family="factor")
 def scale_fixed(call: ExactAttention) -> Iterator[Form]:
     """The scale is a constant, whatever the call says."""
-    # Constants that stand in kernels: of usual head dims, of those of the call, of a padded one.
+    # Kernels have constants of usual head dims, of the call's dims, or of a padded one.
     dims = dict.fromkeys((call.problem.head_dim, 32, 64, 128, call.problem.value_dim))
     padded = 1 << (call.problem.head_dim - 1).bit_length()
     for dim in dict.fromkeys([*dims, padded]):
         constant = 1.0 / math.sqrt(dim)
         if any(True for _ in call.predict(fixed_scale(constant))):
-            yield from _factor(call, constant / call.scale, scale=constant)
+            yield from _with_factor(call, constant / call.scale, scale=constant)
 
 
-def _usual(problem: Problem) -> bool:
+def _has_usual_scale(problem: Problem) -> bool:
     return is_attention(problem) and problem.scale == problem.replace(scale=USUAL_SCALE).scale
 
 
@@ -108,19 +108,19 @@ def _usual(problem: Problem) -> bool:
 def scale_default(call: ExactAttention) -> Iterator[Form]:
     """The scale that is taken where none is given is not 1 / √head_dim."""
     dim = call.problem.head_dim
-    # A scale that is given is taken: there it is right.
-    if not _usual(call.problem):
+    # An explicit scale is used, and right.
+    if not _has_usual_scale(call.problem):
         yield call.exact, {}
         return
     for factor in (1.0, 1.0 / dim, dim, math.sqrt(dim), 1.0 / dim**2, dim**-0.25):
-        yield from _factor(call, factor / call.scale)
+        yield from _with_factor(call, factor / call.scale)
 
 
 @_model(order=2, family="factor")
 def scale_off(call: ExactAttention) -> Iterator[Form]:
     """The scale is off by a factor."""
 
-    # A factor is fitted by its logarithm, so that no step makes it negative.
+    # Fit the logarithm of the factor, so that no step makes the factor negative.
     def at(log: float) -> Outputs:
         return call.attend(x=call.x * math.exp(min(max(log, -20.0), 20.0)))
 
@@ -134,7 +134,7 @@ def score_mod_before_scale(call: ExactAttention) -> Iterator[Form]:
 
 
 def _in_base_2(problem: Problem, device: str) -> ScoreMod | None:
-    """Return an additive mod that gets and gives scores times log2 e, as exp2 wants them."""
+    """Return an additive mod that takes and returns scores times log2 e, as exp2 needs them."""
     if not is_additive(problem.score):
         return None
     mod = problem.score_mod(device)
@@ -146,16 +146,16 @@ def _in_base_2(problem: Problem, device: str) -> ScoreMod | None:
 )
 def bias_not_scaled(call: ExactAttention) -> Iterator[Form]:
     """What the score mod adds is in other units than the scores: log2 e is missing there."""
-    # What is added alone is in other units, as in kernels that keep scores in base 2.
+    # Only the added term is in other units, as in kernels that keep scores in base 2.
     added = call.s - call.x
     for factor in (1.0 / LOG2E, LOG2E):
         yield call.attend(s=call.x + added * factor)
-    # Scores in base 2 go into the mod, and what comes out is taken for base 2.
+    # The mod gets scores in base 2, and its result is taken for base 2.
     yield call.attend(s=call.modified(call.x * LOG2E) / LOG2E)
 
 
 def score_with(name: str, instead: Callable[[Any, Dimensions, str], ScoreMod]) -> Steps:
-    """Steps with another mod, of (values, dimensions, device), in place of the parts ``name``."""
+    """Return Steps with ``instead`` (values, dimensions, device) in place of the parts ``name``."""
 
     def change(spec: Spec, dims: Dimensions, device: str) -> ScoreMod | None:
         return instead(spec.values, dims, device) if spec.name == name else None
@@ -164,7 +164,7 @@ def score_with(name: str, instead: Callable[[Any, Dimensions, str], ScoreMod]) -
 
 
 def _softcap(capped: Callable[[Tensor, float], Tensor]) -> Steps:
-    """Steps with another function of (score, cap)."""
+    """Return Steps with another function (score, cap) in place of softcap."""
     return score_with(
         "softcap", lambda values, _d, _: lambda s, _b, _h, _i, _j: capped(s, values["cap"])
     )
@@ -243,20 +243,20 @@ for _name, _sentence, _steps in (
 @_model(applies=has_score("softcap"))
 def softcap_after_mask(call: ExactAttention) -> Iterator[Form]:
     """Softcap is applied after the mask: hidden keys get −cap, and are seen."""
-    # tanh(−∞) is −1: a hidden key has a finite score then.
+    # tanh(−∞) is −1, so that a hidden key has a finite score.
     s = call.modified(torch.where(call.seen, call.x, -math.inf))
     yield call.attend(s=s, seen=torch.ones_like(call.seen))
 
 
 @_model(
-    # Of softcap alone there is a model of its own.
+    # Softcap alone has a model of its own.
     applies=lambda problem: has_score()(problem) and problem.score.name != "softcap",
 )
 def score_mod_ignored(call: ExactAttention) -> Iterator[Form]:
     """The score mod is ignored."""
     yield call.attend(s=call.x)
     for part in dict.fromkeys(part.name for part in call.problem.score.walk()):
-        # The whole mod was left out above; here a part of a composed one is.
+        # The whole mod is left out above; here it is a part of a composed one.
         if part != call.problem.score.name:
             for outputs, _ in call.predict(score_with(part, lambda _v, _d, _: scores.none)):
                 yield outputs, {"ignored": part}
@@ -277,18 +277,18 @@ def _negative_alibi(_values: Any, dims: Dimensions, device: str) -> ScoreMod:
 )
 def alibi_sign(call: ExactAttention) -> Iterator[Form]:
     """What the score mod adds has the wrong sign."""
-    # Of an additive mod: x − (s − x).
+    # For an additive mod this is x − (s − x).
     yield call.attend(s=2 * call.x - call.s)
 
 
-def _of_key_head(problem: Problem, device: str) -> ScoreMod | None:
+def _by_key_head(problem: Problem, device: str) -> ScoreMod | None:
     mod = problem.score_mod(device)
     return lambda score, b, h, i, j: mod(score, b, h // problem.group, i, j)
 
 
 @_model(
     applies=lambda problem: has_score()(problem) and problem.heads > 1,
-    steps=Steps(score=_of_key_head),
+    steps=Steps(score=_by_key_head),
 )
 def alibi_head_order(call: ExactAttention) -> Iterator[Form]:
     """The score mod is asked about another head: slopes or biases are those of the wrong one."""
@@ -307,30 +307,30 @@ def alibi_head_order(call: ExactAttention) -> Iterator[Form]:
 
 
 def _published_slopes(heads: int) -> tuple[float, ...]:
-    """ALiBi's of any number of heads: those of the power of two below, then every other above."""
+    """Return ALiBi's slopes of the power of two below ``heads``, then every other of the next."""
     power = 1 << (heads.bit_length() - 1)
     return (*scores.alibi_slopes(power), *scores.alibi_slopes(2 * power)[::2])[:heads]
 
 
-def _sloped(slopes: Callable[[int], tuple[float, ...]]) -> Steps:
+def _alibi_with(slopes: Callable[[int], tuple[float, ...]]) -> Steps:
     return score_with(
         "alibi",
         lambda _v, dims, device: scores.alibi(torch.tensor(slopes(dims.heads), device=device)),
     )
 
 
-@_model(applies=has_score("alibi"), steps=_sloped(_published_slopes))
+@_model(applies=has_score("alibi"), steps=_alibi_with(_published_slopes))
 def alibi_slopes(call: ExactAttention) -> Iterator[Form]:
     """Slopes are those of another number of heads."""
     heads = call.problem.heads
     power = 1 << (heads.bit_length() - 1)
-    # From 2⁰ on, where the published slopes begin at 2^(-8 / heads).
+    # These slopes begin at 2⁰, and the published ones at 2^(-8 / heads).
     later = tuple(2.0 ** (-8.0 * h / heads) for h in range(heads))
     for slopes in dict.fromkeys(
         (scores.alibi_slopes(power * 2)[:heads], later, scores.alibi_slopes(call.problem.kv_heads))
     ):
         if len(slopes) == heads:
-            for outputs, _ in call.predict(_sloped(dict.fromkeys([heads], slopes).__getitem__)):
+            for outputs, _ in call.predict(_alibi_with(dict.fromkeys([heads], slopes).__getitem__)):
                 yield outputs
 
 
@@ -343,7 +343,7 @@ def _without_offset(problem: Problem, device: str) -> ScoreMod | None:
 @_model(applies=has_score(), steps=Steps(score=_without_offset))
 def alibi_offset(call: ExactAttention) -> Iterator[Form]:
     """The score mod is asked about another row: an offset is missing, or there once too often."""
-    # A row is counted from the end or the start of the keys, or from 1.
+    # Rows may be counted from the end or the start of the keys, or from 1.
     apart = call.problem.kv - call.problem.query
     for rows in dict.fromkeys((apart, -apart, 1, -1)):
         if rows:

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.inputs.problem import Problem
 
-MODELS = ModelTable("empty rows")  # of the softmax itself
-SINKS = ModelTable("score")  # of sinks: what has a part in the softmax and no value
+MODELS = ModelTable("empty rows")  # faults in the softmax itself
+SINKS = ModelTable("score")  # faults in sinks, which take part in the softmax without a value
 
 _model = MODELS.model
 
-# 0, as of a mask that is multiplied; large numbers of published kernels; the lowest of fp16 and
-# fp32.
+# Scores of hidden keys: 0, as with a multiplied mask; large numbers in published kernels; the
+# lowest numbers of fp16 and fp32.
 SENTINELS = (0.0, -1e4, -1e5, -1e6, -1e9, -1e10, -1e30, -65504.0, -3.4028234663852886e38)
 
 
@@ -52,11 +52,11 @@ def sum_of_another_row(call: ExactAttention) -> Iterator[Form]:
     """A row is divided by the row sums of others: they are spread along the columns."""
     parts, query = call.parts, call.problem.query
     columns = torch.arange(call.problem.value_dim)
-    # Only of a block with as many rows as columns.
+    # Only a square block can have them along its columns.
     wide = 1 << (call.problem.value_dim - 1).bit_length()
     if wide in call.row_tiles and call.whole:
         of = torch.arange(query)[:, None] // wide * wide + columns
-        # Of rows behind the last one, which are zeros, all keys weigh 1.
+        # In padded rows, which are zeros, all keys weigh 1.
         more = torch.nn.functional.pad(parts.total, (0, wide), value=float(call.problem.kv))
         yield Outputs(parts.values / more[:, :, of], parts.lse)
 
@@ -66,7 +66,7 @@ def sum_missing(call: ExactAttention) -> Iterator[Form]:
     """Nothing is added to the row sum: it is 0, and LSE is that of no key."""
     parts = call.parts
     lse = torch.full_like(parts.total, -math.inf)
-    # What is 0 is divided by all the same, or 1 is in its place.
+    # The kernel may divide by the sum of 0, or by 1 in its place.
     nothing = torch.where(parts.dead[..., None], 0.0, parts.values * math.inf)
     for out in (parts.values, nothing):
         for of_none in (lse, parts.maximum):
@@ -77,12 +77,12 @@ def sum_missing(call: ExactAttention) -> Iterator[Form]:
 def values_missing(call: ExactAttention) -> Iterator[Form]:
     """Out is 0, and LSE right: V is read as 0, or no product with it is kept."""
     yield Outputs(torch.zeros_like(call.parts.out), call.parts.lse)
-    # Or of some blocks of rows: all but the first, or the last, if it is not full.
+    # Or out is 0 in some blocks of rows: all but the first, or the last, which may be partial.
     for rows in call.row_tiles:
         number, last = call.i[..., 0] // rows, (call.problem.query - 1) // rows
-        for which, gone in {"later blocks": number > 0, "the last block": number == last}.items():
-            lost = call.with_out(gone.expand(call.shape[:3]), 0.0)
-            yield lost, {"rows": rows, "which": which}
+        for which, zero in {"later blocks": number > 0, "the last block": number == last}.items():
+            outputs = call.with_out(zero.expand(call.shape[:3]), 0.0)
+            yield outputs, {"rows": rows, "which": which}
 
 
 @_model(family="rescaling")
@@ -103,11 +103,11 @@ def only_padding_counts(call: ExactAttention) -> Iterator[Form]:
     for size in dict.fromkeys(size for _, size in call.tiles):
         count = padded_keys(call, size)
         for of, seen in {"the end": torch.zeros_like(shown), "what is hidden": ~shown}.items():
-            # A key that is the end itself may be hidden, too.
+            # The key at the end itself may be hidden, too.
             for more in (count, max(0, count - 1)):
                 score = math.log(more) if more else -math.inf
                 z = torch.where(seen, call.s, -math.inf)
-                outputs = call.with_keys_behind(z.new_full((1,), score), z)
+                outputs = call.with_extra_keys(z.new_full((1,), score), z)
                 yield outputs, {"of": of, "tile": size}
 
 
@@ -117,7 +117,7 @@ def sum_of_padding(call: ExactAttention) -> Iterator[Form]:
     parts = call.parts
     base = torch.where(parts.maximum == -math.inf, 0.0, parts.maximum)
 
-    # Such keys score 0, as products with padding do.
+    # These keys score 0, as do products with padding.
     def at(count: float) -> Outputs:
         total = parts.total + max(count, 0.0) * (-base).exp()
         return Outputs(parts.values / total.clamp(min=1e-300)[..., None], base + total.log())
@@ -130,18 +130,18 @@ def sentinel_finite(call: ExactAttention) -> Iterator[Form]:
     """Hidden keys get a finite score: they have weight where all others score lower."""
     for score, sentinel in _sentinels(call).items():
         yield call.attend(hidden=score), {"sentinel": sentinel}
-    # 0 in tiles that are visited alone, and what pads the last one as well.
+    # Or hidden keys score 0 only in visited tiles, and so does the last one's padding.
     for rows, size in call.tiles:
         visited = tile_visibility(call, rows, size)[0]
         z = torch.where(call.seen, call.s, torch.where(visited, 0.0, -math.inf))
         count = padded_keys(call, size)
         padding = math.log(count) if count else -math.inf
         behind = torch.where(visited[..., -1:], padding, -math.inf)
-        yield call.with_keys_behind(behind, z), {"tile": size, "rows": rows, "sentinel": 0.0}
+        yield call.with_extra_keys(behind, z), {"tile": size, "rows": rows, "sentinel": 0.0}
 
 
 def _sentinels(call: ExactAttention) -> dict[float, float]:
-    """Sentinels by the score that each is, put there before or after the scale, or in base 2."""
+    """Return sentinels by their scores: set before or after the scale, or in base 2."""
     units = dict.fromkeys((1.0, call.scale, 1.0 / LOG2E))
     return {unit * one: one for one in SENTINELS for unit in units}
 
@@ -152,12 +152,12 @@ def padding_sentinel_finite(call: ExactAttention) -> Iterator[Form]:
     all keys score lower.
     """
     lowest = float(call.parts.maximum.min())
-    # Of others it weighs nothing; a score of 0 is the tail unmasked.
-    heard = [one for one in _sentinels(call) if lowest + FP32_LOWEST < one < 0]
-    for sentinel, size in product(heard, call.key_tiles):
+    # Lower scores have no weight; for a score of 0 there is ``tail_unmasked``.
+    sentinels = [one for one in _sentinels(call) if lowest + FP32_LOWEST < one < 0]
+    for sentinel, size in product(sentinels, call.key_tiles):
         if count := padded_keys(call, size):
             score = call.z.new_full((1,), sentinel + math.log(count))
-            yield call.with_keys_behind(score), {"tile": size}
+            yield call.with_extra_keys(score), {"tile": size}
 
 
 @_model(applies=has_mask())
@@ -168,7 +168,7 @@ def empty_rows_mean(call: ExactAttention) -> Iterator[Form]:
         return
     scores = tuple(_sentinels(call))
     visited = [torch.ones(call.shape, dtype=torch.bool)]
-    # A kernel that skips tiles has the mean of what it visits alone.
+    # A kernel that skips tiles computes the mean of visited values only.
     visited += [tile_visibility(call, rows, size)[0] for rows, size in call.tilings]
     for keys in visited:
         there = keys.sum(-1, keepdim=True).clamp(min=1)
@@ -189,7 +189,7 @@ def empty_rows_nan(call: ExactAttention) -> Iterator[Form]:
     if bool(dead.any()):
         yield call.with_out(dead, math.nan, lse=math.nan)
         yield call.with_out(dead, math.nan)
-        # Or LSE alone: log of 0 plus −∞ is fine, but not their difference.
+        # Or LSE alone: log of 0 plus −∞ is −∞, but their difference is NaN.
         yield call.with_lse(torch.where(dead, math.nan, call.parts.lse))
 
 
@@ -253,37 +253,37 @@ def lse_mixed_units(call: ExactAttention) -> Iterator[Form]:
         yield call.with_lse(torch.where(parts.dead, -math.inf, lse))
 
 
-def _sunk(problem: Problem) -> bool:
+def _has_sink(problem: Problem) -> bool:
     return problem.sink
 
 
 def _with_sink(call: ExactAttention, change: Tensor | float) -> Outputs:
-    """Return outputs with another sink, each head's times a number or new ``(1, heads, 1)``."""
+    """Return outputs with another sink ``(1, heads, 1)``, or with each head's times a number."""
     assert call.sink is not None, "asked of what has one"
     sink = change * call.sink if isinstance(change, float) else change
     return call.softmax(call.z, sink=sink).outputs
 
 
-@SINKS.model(applies=_sunk, steps=Steps(sink=False))
+@SINKS.model(applies=_has_sink, steps=Steps(sink=False))
 def sink_ignored(call: ExactAttention) -> Iterator[Form]:
     """The sink is ignored."""
     plain = call.softmax(call.z, sink=None)
-    # Out and LSE are computed apart: either may lack the sink alone.
+    # Out and LSE are computed separately: only one of them may lack the sink.
     yield Outputs(plain.out, call.parts.lse)
     yield Outputs(call.parts.out, plain.lse)
 
 
-@SINKS.model(applies=_sunk)
+@SINKS.model(applies=_has_sink)
 def sink_twice(call: ExactAttention) -> Iterator[Form]:
     """The sink counts more than once."""
     assert call.sink is not None, "asked of what has one"
-    # Once for each split, or for each tile of keys.
+    # The sink may count once for each split, or for each tile of keys.
     blocks = {-(-call.problem.kv // size) for size in call.key_tiles}
     for count in sorted({2, 3, 4, 5, *(n for n in blocks if 1 < n < 64)}):
         yield _with_sink(call, call.sink + math.log(count)), {"times": count}
 
 
-@SINKS.model(applies=_sunk)
+@SINKS.model(applies=_has_sink)
 def sink_in_other_units(call: ExactAttention) -> Iterator[Form]:
     """The sink is in other units than the scores: log2 e or the scale is missing, or there too
     often.
@@ -292,7 +292,7 @@ def sink_in_other_units(call: ExactAttention) -> Iterator[Form]:
         yield _with_sink(call, factor)
 
 
-@SINKS.model(applies=_sunk)
+@SINKS.model(applies=_has_sink)
 def sink_of_head_0(call: ExactAttention) -> Iterator[Form]:
     """Every head has another head's sink."""
     assert call.sink is not None, "asked of what has one"
@@ -301,11 +301,11 @@ def sink_of_head_0(call: ExactAttention) -> Iterator[Form]:
         yield _with_sink(call, call.sink[:, other])
 
 
-@SINKS.model(applies=_sunk)
+@SINKS.model(applies=_has_sink)
 def sink_as_key(call: ExactAttention) -> Iterator[Form]:
     """The sink is a key with a value."""
     plain, exact = call.softmax(call.z, sink=None), call.parts
-    # Whose share is that of a gate: out · sigmoid(LSE − sink), with LSE of the keys alone.
+    # Its share may be that of a gate: out · sigmoid(LSE − sink), with LSE of the keys alone.
     assert call.sink is not None, "asked of what has one"
     gate = torch.sigmoid(plain.lse - call.sink)
     yield Outputs(plain.out * gate[..., None], plain.lse)

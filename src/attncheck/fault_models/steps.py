@@ -1,7 +1,7 @@
-"""Steps of attention that a faulty kernel does otherwise: a fault, written once.
+"""Steps of attention that a faulty kernel changes: one definition of a fault for two uses.
 
 The same ``Steps`` plant a fault in the ideal kernel (``subjects.ideal``), in fp32 and tile by tile,
-and predict in float64 what a kernel with that fault gives (``exact_attention``).
+and predict in float64 the outputs of a kernel with that fault (``exact_attention``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
-# Kernels compute exp2: scores are multiplied by it, and LSE is divided by it.
+# Kernels compute exp2: they multiply scores by this factor, and divide LSE by it.
 LOG2E = math.log2(math.e)
 
 Mod = TypeVar("Mod")
@@ -34,51 +34,51 @@ Mod = TypeVar("Mod")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Steps:
-    """Steps that one kernel does otherwise; every default is what a right kernel does.
+    """Changes to the steps of a kernel; the defaults are the steps of a right kernel.
 
-    A mask, score mod or scale of None, or a function that gives None for a Problem, leaves it.
+    A mask, score mod or scale stays right if it is None, or its function returns None.
     """
 
     # (problem, device) → the mask that is applied, in both passes.
     mask: Callable[[Problem, str], MaskMod | None] | None = None
-    # (problem, device) → the score mod, its derivative included.
+    # (problem, device) → the score mod, also for its derivative.
     score: Callable[[Problem, str], ScoreMod | None] | None = None
-    scale: Callable[[Problem], float | None] | None = None  # what q·k is multiplied by
-    # (which of q, k and v, its descales) → those that are used.
+    scale: Callable[[Problem], float | None] | None = None  # factor of q·k
+    # (name of q, k or v, its descales) → the descales that are applied.
     descale: Callable[[str, Tensor], Tensor] | None = None
-    products: Callable[[Tensor], Tensor] | None = None  # what becomes of q·k before it is scaled
+    products: Callable[[Tensor], Tensor] | None = None  # change of q·k before it is scaled
     hidden: float = -math.inf  # the score of a hidden key
-    sink: bool = True  # whether the sink has a part in the softmax
+    sink: bool = True  # whether the sink takes part in the softmax
     first_maximum: float = -math.inf  # the running maximum before the first tile
     # Whether a row that has seen nothing keeps a maximum of 0.
     zero_maximum_when_empty: bool = False
-    # Of which tiles the weights are relative to the maximum.
+    # Tiles whose weights are relative to the maximum.
     maximum_in_tiles: Literal["all", "all but the last", "none"] = "all"
-    # rescales_out, rescales_sum: whether what was summed before a tile is rescaled.
+    # rescales_out, rescales_sum: whether the running sums are rescaled at a tile.
     rescales_out: bool = True
     rescales_sum: bool = True
-    rescale_exponent: float = 1.0  # what the exponent of that factor is multiplied by
-    rescale_maximum: float = 1.0  # what the new maximum is multiplied by in that exponent
-    first_weight: float = 1.0  # what the first key's weight is multiplied by
-    # What becomes of a tile's weights before they multiply the values.
+    rescale_exponent: float = 1.0  # factor of the exponent of the rescaling
+    rescale_maximum: float = 1.0  # factor of the new maximum in that exponent
+    first_weight: float = 1.0  # factor of the first key's weight
+    # Change of a tile's weights before they multiply the values.
     weights: Callable[[Tensor], Tensor] | None = None
-    # What becomes of them before they are summed.
+    # Change of a tile's weights before they are summed.
     summed_weights: Callable[[Tensor], Tensor] | None = None
-    weights_scale: float | None = None  # what fp8 weights are multiplied by before they are rounded
-    # kept_out, kept_sum: what becomes of the running sums after each tile.
+    weights_scale: float | None = None  # factor of fp8 weights before they are rounded
+    # kept_out, kept_sum: change of the running sums after each tile.
     kept_out: Callable[[Tensor], Tensor] | None = None
     kept_sum: Callable[[Tensor], Tensor] | None = None
-    # What out is multiplied by at the end, beside the reciprocal of the row sum.
+    # Factor of out at the end, besides the reciprocal of the row sum.
     normaliser: float = 1.0
-    lse: Callable[[Tensor], Tensor] | None = None  # what becomes of the natural LSE
-    # As ``mask``, in the backward alone.
+    lse: Callable[[Tensor], Tensor] | None = None  # change of the natural LSE
+    # As ``mask``, but only in the backward.
     backward_mask: Callable[[Problem, str], MaskMod | None] | None = None
-    backward_lse: float = 1.0  # what the backward multiplies LSE by
-    # (delta, dLSE) → what is taken off dP.
+    backward_lse: float = 1.0  # factor of LSE in the backward
+    # (delta, dLSE) → the term that is subtracted from dP.
     delta: Callable[[Tensor, Tensor], Tensor] | None = None
-    # Whether the score mod's derivative is applied to a Problem.
+    # Whether the score mod's derivative is applied for a Problem.
     slope: Callable[[Problem], bool] | None = None
-    # Which of dq and dk are multiplied by the scale.
+    # Those of dq and dk that are multiplied by the scale.
     scaled_gradients: tuple[str, ...] = ("dq", "dk")
     # Query heads ``(kv_heads, any)`` over which dK and dV of a key head are summed.
     group_heads: Callable[[Problem], Tensor] | None = None
@@ -89,18 +89,18 @@ class Steps:
 
     @property
     def by_tile(self) -> bool:
-        """Return whether what is done otherwise depends on the tiles of keys."""
-        return any(getattr(self, name) != getattr(RIGHT, name) for name in _OF_TILES)
+        """Return whether the changes depend on the tiles of keys."""
+        return any(getattr(self, name) != getattr(RIGHT, name) for name in _TILE_STEPS)
 
     @property
     def of_backward(self) -> bool:
-        """Return whether it is the backward alone that is done otherwise."""
-        return any(getattr(self, name) != getattr(RIGHT, name) for name in _OF_BACKWARD)
+        """Return whether a step of the backward is changed."""
+        return any(getattr(self, name) != getattr(RIGHT, name) for name in _BACKWARD_STEPS)
 
 
-RIGHT = Steps()  # those of a right kernel
+RIGHT = Steps()  # the steps of a right kernel
 
-_OF_TILES = (
+_TILE_STEPS = (
     "weights",
     "summed_weights",
     "kept_out",
@@ -115,7 +115,7 @@ _OF_TILES = (
     "weights_scale",
     "first_maximum",
 )
-_OF_BACKWARD = (
+_BACKWARD_STEPS = (
     "backward_mask",
     "backward_lse",
     "delta",
@@ -128,21 +128,21 @@ _OF_BACKWARD = (
 def replace_mask_parts(
     problem: Problem, device: str, change: Callable[[Spec, Dimensions, str], MaskMod | None]
 ) -> MaskMod | None:
-    """Return the mask with what ``change`` gives for a part in its place.
+    """Return the mask with parts replaced by the results of ``change``.
 
-    None where it gives None for all of them.
+    A part whose result is None stays; if all are None, return None.
     """
-    return _replaced(MASKS, problem.mask, problem.dimensions, device, change)
+    return _replace_parts(MASKS, problem.mask, problem.dimensions, device, change)
 
 
 def replace_score_parts(
     problem: Problem, device: str, change: Callable[[Spec, Dimensions, str], ScoreMod | None]
 ) -> ScoreMod | None:
-    """Return the score mod with what ``change`` gives for a part in its place, as for masks."""
-    return _replaced(SCORES, problem.score, problem.dimensions, device, change)
+    """Return the score mod with parts replaced by ``change``, as ``replace_mask_parts`` does."""
+    return _replace_parts(SCORES, problem.score, problem.dimensions, device, change)
 
 
-def _replaced(
+def _replace_parts(
     entries: Mapping[str, Entry[Mod]],
     spec: Spec,
     dims: Dimensions,
@@ -152,11 +152,11 @@ def _replaced(
 
     changed = change(spec, dims, device)
     entry = entries[spec.name]
-    # A part that is changed as a whole is not looked into.
+    # If a part is replaced as a whole, its own parts are not.
     if changed is not None or entry.compose is None:
         return changed
     inside = entry.within(spec.values, dims)
-    parts = [_replaced(entries, part, inside, device, change) for part in spec.parts]
+    parts = [_replace_parts(entries, part, inside, device, change) for part in spec.parts]
     if all(part is None for part in parts):
         return None
     built = [
@@ -169,16 +169,16 @@ def _replaced(
 def round_to_format(name: str) -> Callable[[Tensor], Tensor]:
     """Return a conversion to format ``name`` and back, in the tensor's own dtype.
 
-    What is too large becomes the format's infinity, or its largest number in fp8; tf32 is cut off.
+    Numbers that are too large become infinity, or the largest number in fp8; tf32 truncates.
     """
     fmt = FORMATS[name]
 
     def rounded(x: Tensor) -> Tensor:
-        # As tensor cores read fp32: the last 13 bits are dropped.
+        # Tensor cores read fp32 as tf32 by dropping the last 13 bits.
         if name == "tf32":
             mantissa, exponent = torch.frexp(x)
             return torch.ldexp((mantissa * 2.0**11).trunc() * 2.0**-11, exponent)
-        # Conversions to fp8 saturate, and keep NaN and infinities that there are.
+        # Conversions to fp8 saturate finite numbers, and keep NaN and infinities.
         if fmt.saturates:
             x = torch.where(x.isfinite(), x.clamp(-fmt.max, fmt.max), x)
         return x.float().to(fmt.torch_dtype).to(x.dtype)

@@ -28,35 +28,35 @@ if TYPE_CHECKING:
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.inputs.problem import Problem
 
-MODELS = ModelTable("tile")  # of which tiles of keys a loop visits, and what pads the last one
-SPLITS = ModelTable("rescaling")  # of splits of the keys, and of how they are merged
+MODELS = ModelTable("tile")  # faults in the visited tiles of keys, and the last one's padding
+SPLITS = ModelTable("rescaling")  # faults in splits of the keys, and in their merge
 
 _model = MODELS.model
 _MOST_TILES = 12
-_COUNTS = (2, 3, 4, 7, 8)  # splits that kernels choose
+_COUNTS = (2, 3, 4, 7, 8)  # numbers of splits that kernels choose
 
 
 def padded_keys(call: ExactAttention, size: int) -> int:
-    """Return how many keys the last tile of ``size`` lacks."""
+    """Return the number of padded keys in the last tile of ``size``."""
     return -call.problem.kv % size
 
 
 def with_padding(call: ExactAttention, count: int) -> Iterator[Outputs]:
-    """Yield outputs with ``count`` keys more of score 0 and value 0.
+    """Yield outputs with ``count`` further keys of score 0 and value 0.
 
-    Seen by every row, or by those that see the last key, or any; their scores modified as the last
-    key's, or not.
+    They are seen by every row, or by rows that see the last key, or any key. The score mod is
+    applied to them as to the last key, or not.
     """
     zero = call.x.new_zeros((*call.shape[:3], 1))
     last = call.seen[..., -1:]
     as_last = call.modified(torch.zeros_like(call.x))[..., -1:]
     some = call.seen.any(-1, keepdim=True)
     plain = call.problem.score.name == "none"
-    # By the mask: padding is asked about at its own place, as the last key, or not at all.
+    # The mask may be applied at the last key's place, or not at all.
     for seen in (torch.ones_like(last), last, some):
         for score in (zero,) if plain else (zero, as_last):
             more = torch.where(seen, score, -math.inf)
-            yield call.with_keys_behind(more.expand(*call.shape[:3], count))
+            yield call.with_extra_keys(more.expand(*call.shape[:3], count))
 
 
 @_model()
@@ -64,41 +64,41 @@ def tail_unmasked(call: ExactAttention) -> Iterator[Form]:
     """The padding of the last tile of keys is not masked: it counts as keys of score 0
     and value 0.
     """
-    # Of all sizes: those that hold every key differ in how many are lacking.
+    # All sizes count here: those that hold every key differ in their padding.
     for size in dict.fromkeys(size for _, size in call.tiles):
         count = padded_keys(call, size)
         if any(spec.name == "padding" for spec in call.problem.mask.walk()):
-            yield _with_own_padding(call, size), {"tile": size}
+            yield _with_sequence_padding(call, size), {"tile": size}
         if count:
             for outputs in with_padding(call, count):
                 yield outputs, {"tile": size}
-            # The mask may hide some of it, at its own place behind the last key.
+            # The mask may hide some of the padding, at its places behind the last key.
             if first_key(call.problem) is not None:
-                yield _padding_where_it_is(call, count), {"tile": size}
+                yield _with_masked_padding(call, count), {"tile": size}
         else:
             yield call.exact, {"tile": size}
-        # A key's place within its tile may be compared with the end: there one alone is right.
+        # If a key's place in its tile is compared with the end, only a single tile is right.
         every = with_padding(call, count) if count and call.problem.kv > size else (call.exact,)
         for outputs in every:
             yield outputs, {"tile": size}
 
 
-def _padding_where_it_is(call: ExactAttention, count: int) -> Outputs:
-    """Outputs with padding that the mask is asked about behind the last key."""
+def _with_masked_padding(call: ExactAttention, count: int) -> Outputs:
+    """Return outputs with padding to which the mask is applied behind the last key."""
     j = torch.arange(call.problem.kv, call.problem.kv + count).view(1, 1, 1, -1)
     seen = torch.as_tensor(call.mask(call.b, call.h, call.i, j))
-    return call.with_keys_behind(torch.where(seen, _score_behind(call, count), -math.inf))
+    return call.with_extra_keys(torch.where(seen, _score_behind(call, count), -math.inf))
 
 
 @_model()
 def one_key_behind_the_end(call: ExactAttention) -> Iterator[Form]:
     """One key of the padding of the last tile counts, with score 0 and value 0."""
     for size in call.key_tiles:
-        # A full tile has none.
+        # A full tile has no padding.
         every = with_padding(call, 1) if padded_keys(call, size) else (call.exact,)
         for outputs in every:
             yield outputs, {"tile": size}
-        # Of each split one, but of those that are whole tiles.
+        # One key of padding in each split that is not whole tiles.
         for splits in _COUNTS:
             edges = [*range(0, call.problem.kv, -(-call.problem.kv // splits)), call.problem.kv]
             ragged = sum((b - a) % size > 0 for a, b in pairwise(edges))
@@ -106,17 +106,17 @@ def one_key_behind_the_end(call: ExactAttention) -> Iterator[Form]:
                 yield outputs, {"tile": size, "splits": splits}
 
 
-def _with_own_padding(call: ExactAttention, size: int) -> Outputs:
-    """The same behind the last key of each sequence, of which some are shorter."""
+def _with_sequence_padding(call: ExactAttention, size: int) -> Outputs:
+    """Return outputs with padding behind the last key of each sequence by a padding mask."""
     (spec,) = (spec for spec in call.problem.mask.walk() if spec.name == "padding")
     lengths = torch.tensor(spec.values["lengths"]).view(-1, 1, 1)
-    return call.with_keys_behind((-lengths % size).double().log()[..., None])
+    return call.with_extra_keys((-lengths % size).double().log()[..., None])
 
 
-def _without(
+def _without_keys(
     call: ExactAttention, keys: Tensor, **parameters: int | str
 ) -> tuple[Outputs, Parameters]:
-    """The call without these keys."""
+    """Return outputs without the given keys, and the parameters."""
     return call.attend(seen=call.seen & ~keys), parameters
 
 
@@ -126,32 +126,32 @@ def last_tile_dropped(call: ExactAttention) -> Iterator[Form]:
     kv = call.problem.kv
     for size in call.key_tiles:
         tile = call.j // size
-        outputs, parameters = _without(call, tile == (kv - 1) // size, tile=size)
+        outputs, parameters = _without_keys(call, tile == (kv - 1) // size, tile=size)
         yield outputs, parameters
-        # Only where it is not full: the number of tiles is rounded down.
+        # If the number of tiles is rounded down, only a partial tile is lost.
         yield outputs if kv % size else call.exact, {**parameters, "when": "not full"}
-    # Of each block of rows the last tile that they see something in.
+    # Each block of rows loses the last tile in which it sees anything.
     for rows, size in call.tilings:
         edge = _edge_tiles(call, rows, size, last=True)
-        yield _without(call, edge, tile=size, rows=rows)
+        yield _without_keys(call, edge, tile=size, rows=rows)
 
 
 @_model()
 def first_tile_dropped(call: ExactAttention) -> Iterator[Form]:
     """The first tile of keys is never visited."""
     for size in call.key_tiles:
-        yield _without(call, call.j < size, tile=size)
+        yield _without_keys(call, call.j < size, tile=size)
     for rows, size in call.tilings:
         edge = _edge_tiles(call, rows, size, last=False)
-        yield _without(call, edge, tile=size, rows=rows)
-        # Rounded up to a whole tile: where the block's first key is that of a tile none is lost.
-        begins = edge & _of_block(call, rows, call.seen) & (call.j % size == 0)
+        yield _without_keys(call, edge, tile=size, rows=rows)
+        # If the first key is rounded up to a tile, blocks that begin with a tile lose nothing.
+        begins = edge & _seen_by_block(call, rows, call.seen) & (call.j % size == 0)
         ragged = edge & ~begins.any(-1, keepdim=True)
-        yield _without(call, ragged, tile=size, rows=rows, when="it begins within one")
+        yield _without_keys(call, ragged, tile=size, rows=rows, when="it begins within one")
 
 
-def _of_block(call: ExactAttention, rows: int, seen: Tensor) -> Tensor:
-    """Return what any row of a block of rows sees."""
+def _seen_by_block(call: ExactAttention, rows: int, seen: Tensor) -> Tensor:
+    """Return the keys that any row of the same block of rows sees."""
     any_row, number = torch.zeros_like(seen), call.i.flatten() // rows
     for block in sorted(set(number.tolist())):
         mine = number == block
@@ -165,46 +165,46 @@ def loop_bounds(call: ExactAttention) -> Iterator[Form]:
     not in those of its block.
     """
     kv = call.problem.kv
-    # By steps of the smallest tile: whole numbers of any. One tile alone less is another fault's.
-    # Where that holds all keys it is right.
+    # In steps of the smallest tile, which divides all others. A loop that is one such tile short
+    # has a model of its own; one over all keys is right.
     step = TRIED_TILES[0]
     for end in range(step, max(kv, 2 * step) + step, step):
         if not kv - step <= end < kv:
-            yield _without(call, call.j >= end, tile=end)
+            yield _without_keys(call, call.j >= end, tile=end)
     for rows in call.row_tiles:
-        # A loop that begins at a block's own rows, with what it asks for in whole tiles.
-        yield _without(call, call.j < call.i // rows * rows, rows=rows)
-        # A causal loop that ends where the block's own rows begin.
+        # The loop begins at the block's own rows.
+        yield _without_keys(call, call.j < call.i // rows * rows, rows=rows)
+        # A causal loop ends where the block's own rows begin.
         if has_mask("causal", "causal_bottom_right", "sliding_window")(call.problem):
-            yield _without(call, call.j >= call.i // rows * rows, rows=rows)
+            yield _without_keys(call, call.j >= call.i // rows * rows, rows=rows)
     of_keys = once_for_each(lambda visited: call.attend(seen=call.seen & visited))
     for visited, parameters in bounded_loops(call):
         yield of_keys(visited), parameters
-    # As many keys as there are rows, or tiles of them.
+    # The loop visits as many keys as there are rows, rounded up to tiles.
     for size in (1, *call.key_tiles):
         end = -(-call.problem.query // size) * size
         yield of_keys(call.j < end), {"tile": size, "ends with": "the number of rows"}
-    # The bound of a causal loop, whatever the mask.
+    # The bound of a causal loop is used for every mask.
     for rows, size in call.any_tiles if first_key(call.problem) is None else ():
         visited = call.j // size * size < (call.i // rows + 1) * rows
         yield of_keys(visited), {"tile": size, "rows": rows, "ends with": "its last row"}
 
 
 def once_for_each(outputs: Callable[[Tensor], Outputs]) -> Callable[[Tensor], Outputs]:
-    """Return ``outputs`` of which keys are visited, which computes those of equal keys once."""
-    known: dict[bytes, Outputs] = {}
+    """Return ``outputs``, a function of the visited keys, with a cache of its results."""
+    cache: dict[bytes, Outputs] = {}
 
     def get(visited: Tensor) -> Outputs:
-        same = visited.numpy().tobytes()
-        if same not in known:
-            known[same] = outputs(visited)
-        return known[same]
+        content = visited.numpy().tobytes()
+        if content not in cache:
+            cache[content] = outputs(visited)
+        return cache[content]
 
     return get
 
 
 def first_key(problem: Problem) -> int | None:
-    """Return which key is row 0's own, of a mask that has a diagonal; None of another."""
+    """Return the key on the diagonal in row 0; None for a mask without a diagonal."""
     parts = {spec.name: spec for spec in problem.mask.walk()}
     if not {*parts} & {"causal", "causal_bottom_right", "sliding_window"}:
         return None
@@ -214,9 +214,9 @@ def first_key(problem: Problem) -> int | None:
 
 
 def bounded_loops(call: ExactAttention) -> Iterator[tuple[Tensor, Parameters]]:
-    """Yield which keys ``(1, 1, rows, kv)`` loops visit whose bounds are computed otherwise.
+    """Yield the keys ``(1, 1, rows, kv)`` that loops with wrong bounds visit, and parameters.
 
-    Of a mask with an edge: a block of rows visits tiles up to its last key, or from its first.
+    For a mask with a diagonal a block of rows visits tiles up to its last key, or from its first.
     """
     later = first_key(call.problem)
     if later is None:
@@ -238,16 +238,16 @@ def bounded_loops(call: ExactAttention) -> Iterator[tuple[Tensor, Parameters]]:
 def edge_key_dropped(call: ExactAttention) -> Iterator[Form]:
     """One key at an edge does not count: the first or last of all, or of each tile or split."""
     kv, j = call.problem.kv, call.j
-    yield _without(call, j == 0, of="all", key="first")
-    yield _without(call, j == kv - 1, of="all", key="last")
+    yield _without_keys(call, j == 0, of="all", key="first")
+    yield _without_keys(call, j == kv - 1, of="all", key="last")
     ends = {f"each {size}": j // size for size in call.key_tiles if size < kv}
     ends |= {f"each of {n}": j // -(-kv // n) for n in _COUNTS if n < kv}
     for name, part in ends.items():
         own = part.flatten()
         apart = own[1:] != own[:-1]
         edge = torch.ones(1, dtype=torch.bool)
-        yield _without(call, torch.cat([edge, apart]).view(j.shape), of=name, key="first")
-        yield _without(call, torch.cat([apart, edge]).view(j.shape), of=name, key="last")
+        yield _without_keys(call, torch.cat([edge, apart]).view(j.shape), of=name, key="first")
+        yield _without_keys(call, torch.cat([apart, edge]).view(j.shape), of=name, key="last")
 
 
 @_model(applies=has_mask())
@@ -255,7 +255,7 @@ def partial_tile_dropped(call: ExactAttention) -> Iterator[Form]:
     """Tiles that the mask hides a part of are not visited."""
     for rows, size in call.tiles:
         some, every = tile_visibility(call, rows, size)
-        yield _without(call, some & ~every, tile=size, rows=rows)
+        yield _without_keys(call, some & ~every, tile=size, rows=rows)
 
 
 @_model(applies=has_mask(), family="mask")
@@ -270,28 +270,28 @@ def partial_tile_as_full(call: ExactAttention) -> Iterator[Form]:
 def tiles_above_diagonal_skipped(call: ExactAttention) -> Iterator[Form]:
     """Tiles behind the diagonal are skipped, although rows see keys there."""
     for rows, size in call.tiles:
-        # The bound of a causal loop, whatever the mask.
+        # The bound of a causal loop is used for every mask.
         last_row = (call.i // rows + 1) * rows - 1
         above = (call.j // size) * size > last_row
-        yield _without(call, above.expand(call.shape), tile=size, rows=rows)
+        yield _without_keys(call, above.expand(call.shape), tile=size, rows=rows)
 
 
 @_model(order=1)
 def tile_skipped(call: ExactAttention) -> Iterator[Form]:
     """One tile of keys is skipped."""
-    yield from _one_tile(call, lambda tile: call.attend(seen=call.seen & ~tile))
+    yield from _for_each_tile(call, lambda tile: call.attend(seen=call.seen & ~tile))
 
 
 @_model(order=1)
 def tile_twice(call: ExactAttention) -> Iterator[Form]:
     """One tile of keys counts twice."""
-    yield from _one_tile(call, lambda tile: call.attend(s=call.s + math.log(2.0) * tile))
+    yield from _for_each_tile(call, lambda tile: call.attend(s=call.s + math.log(2.0) * tile))
 
 
-def _one_tile(call: ExactAttention, outputs: Callable[[Tensor], Outputs]) -> Iterator[Form]:
+def _for_each_tile(call: ExactAttention, outputs: Callable[[Tensor], Outputs]) -> Iterator[Form]:
     for size in call.key_tiles:
         count = -(-call.problem.kv // size)
-        # Of many tiles some would explain anything.
+        # One of very many tiles would explain anything.
         if 1 < count <= _MOST_TILES:
             for number in range(count):
                 tile = (call.j // size == number).expand(call.shape)
@@ -299,9 +299,9 @@ def _one_tile(call: ExactAttention, outputs: Callable[[Tensor], Outputs]) -> Ite
 
 
 def tile_visibility(call: ExactAttention, rows: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return of each place whether its tile is seen in part, and in full."""
+    """Return, for each row and key, whether its tile is seen at all, and in full."""
     seen = call.visible(call.mask)
-    # One number for each tile: there are fewer than 2²⁰ along the keys.
+    # Number the tiles; there are fewer than 2²⁰ along the keys.
     tiles = (call.i // rows) * (1 << 20) + call.j // size
     flat, which = tiles[0, 0].reshape(-1), seen.reshape(*seen.shape[:2], -1)
     place = torch.unique(flat, return_inverse=True)[1]
@@ -316,7 +316,7 @@ def tile_visibility(call: ExactAttention, rows: int, size: int) -> tuple[Tensor,
 
 
 def _edge_tiles(call: ExactAttention, rows: int, size: int, *, last: bool) -> Tensor:
-    """The last, or first, tile in which a block of rows sees anything."""
+    """Return the places of the last, or first, tile in which a block of rows sees anything."""
     some, _ = tile_visibility(call, rows, size)
     tile = (call.j // size).expand(call.shape)
     if last:
@@ -329,20 +329,20 @@ def _edge_tiles(call: ExactAttention, rows: int, size: int, *, last: bool) -> Te
 @_model(applies=is_attention, family="memory")
 def values_stale(call: ExactAttention) -> Iterator[Form]:
     """The values of the tile before are used again."""
-    for size, place in _before(call):
+    for size, place in _previous_tile_keys(call):
         yield call.attend(v=call.v[:, :, place]), {"tile": size}
 
 
 @_model(applies=is_attention, family="memory")
 def keys_stale(call: ExactAttention) -> Iterator[Form]:
     """The keys of the tile before are used again."""
-    for size, place in _before(call):
+    for size, place in _previous_tile_keys(call):
         outputs = call.attend(x=call.x[..., place])
         yield outputs, {"tile": size}
 
 
-def _before(call: ExactAttention) -> Iterator[tuple[int, Tensor]]:
-    """Yield where each key of a tile but the first finds the one of the tile before."""
+def _previous_tile_keys(call: ExactAttention) -> Iterator[tuple[int, Tensor]]:
+    """Yield tile sizes, and for each key its counterpart in the previous tile (the first stays)."""
     kv = call.problem.kv
     for size in call.key_tiles:
         if size < kv:
@@ -350,7 +350,7 @@ def _before(call: ExactAttention) -> Iterator[tuple[int, Tensor]]:
             yield size, torch.where(keys >= size, keys - size, keys)
 
 
-# What a mask or a score mod that reads a table raises behind the end of it.
+# Errors of a mask or score mod that reads a table beyond its end.
 _BEHIND_ITS_END = (RuntimeError, IndexError, TypeError, ValueError)
 
 
@@ -359,37 +359,37 @@ def mask_dropped_in_whole_tiles(call: ExactAttention) -> Iterator[Form]:
     """Where rows and keys are whole tiles the mask is not applied in what is visited: the path
     without bounds has none.
     """
-    # Defined before what it is the same as where tiles are whole: that fails on ragged ones too.
+    # Defined before the model that it equals on whole tiles: that one fails on ragged tiles, too.
     problem = call.problem
     for rows, size in call.tiles:
         parameters = {"tile": size, "rows": rows}
         if problem.query % rows or problem.kv % size:
             yield call.exact, parameters
             continue
-        # A kernel visits what its list has, or every tile.
-        some = _cut(_whole_tiles(call, rows, size), rows, size).any(5).any(3)
+        # A kernel visits the tiles in its list, or all tiles.
+        some = _tiled(_whole_tiles(call, rows, size), rows, size).any(5).any(3)
         for visited in (some, torch.ones_like(some)):
-            yield _as_full(call, visited, rows, size), parameters
+            yield _with_full_tiles(call, visited, rows, size), parameters
 
 
 @_model(order=1, family="mask")
 def tile_mostly_seen_as_full(call: ExactAttention) -> Iterator[Form]:
     """A tile of which more than half is seen counts as seen throughout."""
     for rows, size in call.tiles:
-        shown, there = _whole_tiles(call, rows, size), _there(call, rows, size)
+        shown, there = _whole_tiles(call, rows, size), _inside(call, rows, size)
         parameters = {"tile": size, "rows": rows}
         tried: list[Tensor] = []
-        # Rows behind the last one are asked about like any, or hidden.
+        # The mask may be applied to padded rows like to any, or hide them.
         for seen in (shown & there.any(2, keepdim=True), shown & there):
-            tiles = _cut(seen, rows, size)
-            # Of all places more than half, or of the columns that all rows see.
+            tiles = _tiled(seen, rows, size)
+            # More than half of all places, or of the columns that all rows see.
             for share in (tiles.double().mean((3, 5)), tiles.all(3).double().mean(4)):
                 full = share > 0.5
                 if any(torch.equal(full, other) for other in tried):
                     continue
                 tried.append(full)
-                yield _as_full(call, full, rows, size), parameters
-                yield _as_full(call, full, rows, size, behind=False), parameters
+                yield _with_full_tiles(call, full, rows, size), parameters
+                yield _with_full_tiles(call, full, rows, size, behind=False), parameters
 
 
 @_model(applies=has_mask(), order=1, family="mask")
@@ -400,10 +400,10 @@ def full_tile_beyond_the_end(call: ExactAttention) -> Iterator[Form]:
     for rows, size in call.tiles:
         if padded_keys(call, size):
             shown = _whole_tiles(call, rows, size)
-            # Rows behind the last one are asked about like any, or not at all.
-            for seen in (shown, shown | ~_there(call, rows, size).any(-1, keepdim=True)):
-                full = _cut(seen, rows, size).all(5).all(3)
-                yield _as_full(call, full, rows, size), {"tile": size, "rows": rows}
+            # The mask may be applied to padded rows like to any, or not at all.
+            for seen in (shown, shown | ~_inside(call, rows, size).any(-1, keepdim=True)):
+                full = _tiled(seen, rows, size).all(5).all(3)
+                yield _with_full_tiles(call, full, rows, size), {"tile": size, "rows": rows}
 
 
 @_model(applies=has_mask(), family="mask")
@@ -419,28 +419,28 @@ def mask_within_the_tile(call: ExactAttention) -> Iterator[Form]:
         count = padded_keys(call, size)
         visible = call.visible(call.mask)[..., torch.arange(kv + count) % size]
         s = torch.cat([call.s, _score_behind(call, count).expand(*shape[:3], count)], -1)
-        # All tiles, or those in which a block of rows sees anything.
+        # The loop visits all tiles, or those in which a block of rows sees anything.
         blocks = (tile_visibility(call, rows, size)[0] for rows in TRIED_TILES)
         for visited in (torch.ones(shape, dtype=torch.bool), *blocks):
             there = torch.cat([visited, visited[..., -1:].expand(*shape[:3], count)], -1)
-            # The end of the keys may hide what it has to.
+            # The end of the keys may be checked, or not.
             for end in (kv, kv + count) if count else (kv,):
                 seen = visible & there & (torch.arange(kv + count) < end)
                 z = torch.where(seen, s, -math.inf)
-                yield call.with_keys_behind(z[..., kv:], z[..., :kv]), {"tile": size}
+                yield call.with_extra_keys(z[..., kv:], z[..., :kv]), {"tile": size}
 
 
 def _whole_tiles(call: ExactAttention, rows: int, size: int) -> Tensor:
-    """Return what the mask says in whole tiles, ``(batch', heads', rows, keys)``.
+    """Return the mask in whole tiles, with padding, ``(batch', heads', rows, keys)``.
 
-    Of a mask that has no more than the call's rows and keys, what it says of the last of them.
+    Padding repeats the last row or key where the mask is only defined within the call.
     """
     problem = call.problem
     i = torch.arange(problem.query + -problem.query % rows).view(1, 1, -1, 1)
     j = torch.arange(problem.kv + padded_keys(call, size)).view(1, 1, 1, -1)
     try:
         seen = torch.as_tensor(call.mask(call.b, call.h, i, j)).bool()
-    # A table ends with the call; a kernel reads its last entry there, or masks it.
+    # A table ends with the call; beyond it a kernel reads the last entry, or masks.
     except _BEHIND_ITS_END:
         i, j = i.clamp(max=problem.query - 1), j.clamp(max=problem.kv - 1)
         seen = torch.as_tensor(call.mask(call.b, call.h, i, j)).bool()
@@ -448,24 +448,24 @@ def _whole_tiles(call: ExactAttention, rows: int, size: int) -> Tensor:
     return seen.expand(*seen.shape[:2], i.shape[2], j.shape[3])
 
 
-def _there(call: ExactAttention, rows: int, size: int) -> Tensor:
-    """Return which places of whole tiles are rows and keys of the call, ``(1, 1, rows, keys)``."""
+def _inside(call: ExactAttention, rows: int, size: int) -> Tensor:
+    """Return which places of whole tiles are no padding, ``(1, 1, rows, keys)``."""
     problem = call.problem
     whole = torch.ones(1, 1, problem.query, problem.kv, dtype=torch.bool)
     return pad(whole, (0, padded_keys(call, size), 0, -problem.query % rows))
 
 
-def _cut(seen: Tensor, rows: int, size: int) -> Tensor:
-    """``(batch, heads, blocks, rows, blocks, keys)``."""
+def _tiled(seen: Tensor, rows: int, size: int) -> Tensor:
+    """Return ``seen`` in tiles, ``(batch, heads, blocks, rows, blocks, keys)``."""
     return seen.reshape(*seen.shape[:2], seen.shape[2] // rows, rows, seen.shape[3] // size, size)
 
 
-def _as_full(
+def _with_full_tiles(
     call: ExactAttention, full: Tensor, rows: int, size: int, *, behind: bool = True
 ) -> Outputs:
-    """Return outputs with tiles ``(batch', heads', blocks, blocks)`` in which nothing is hidden.
+    """Return outputs with nothing hidden in ``full`` tiles ``(batch', heads', blocks, blocks)``.
 
-    Keys ``behind`` the last one, of score 0 before the score mod and value 0, are not either.
+    With ``behind`` nor is their padding, keys of score 0 before the score mod and value 0.
     """
     full = full[:, :, call.rows // rows].repeat_interleave(size, -1)
     kv = call.problem.kv
@@ -473,13 +473,13 @@ def _as_full(
     count = padded_keys(call, size)
     if not count or not behind:
         return call.softmax(z, sink=call.sink).outputs
-    return call.with_keys_behind(
+    return call.with_extra_keys(
         torch.where(full[..., kv:], _score_behind(call, count), -math.inf), z
     )
 
 
 def _score_behind(call: ExactAttention, count: int) -> Tensor:
-    """Return scores of keys that are zeros: by where they would be, or as the last key."""
+    """Return scores of padded keys of zeros, by their places or, if that fails, the last key's."""
     zeros = call.x.new_zeros((*call.shape[:3], count))
     if call.problem.score.name == "none":
         return zeros
@@ -491,20 +491,20 @@ def _score_behind(call: ExactAttention, count: int) -> Tensor:
 
 
 def _splits(call: ExactAttention) -> Iterator[tuple[dict[str, int], Tensor, Tensor]]:
-    """Ways to cut the keys: what each part gives, ``(parts, batch, heads, rows[, value_dim])``.
+    """Yield parameters, out and LSE of splits, ``(parts, batch, heads, rows[, value_dim])``.
 
-    The last part is the sink, where there is one.
+    If there is a sink, it is the last part.
     """
     kv = call.problem.kv
     cuts: dict[tuple[int, ...], tuple[int, int]] = {}
     for size in call.key_tiles:
         blocks = -(-kv // size)
-        # Counts of splits that kernels choose, and one for each tile.
+        # Numbers of splits that kernels choose, and one split for each tile.
         for count in dict.fromkeys((*_COUNTS, blocks)):
             if 1 < count <= blocks:
                 edges = tuple(min(kv, blocks * n // count * size) for n in range(count + 1))
                 cuts.setdefault(edges, (count, size))
-        if blocks > 1:  # a first tile, and all others
+        if blocks > 1:  # the first tile, and all others
             cuts.setdefault((0, size, kv), (2, size))
     for edges, (count, size) in cuts.items():
         outs, lses = [], []
@@ -518,22 +518,22 @@ def _splits(call: ExactAttention) -> Iterator[tuple[dict[str, int], Tensor, Tens
         yield {"splits": count, "tile": size}, torch.stack(outs), torch.stack(lses)
 
 
-def _merged(outs: Tensor, lses: Tensor, base: float = 1.0) -> Outputs:
+def _merge(outs: Tensor, lses: Tensor, base: float = 1.0) -> Outputs:
     return merged([Outputs(*one) for one in zip(outs, lses, strict=True)], base)
 
 
-def _more_keys(problem: Problem) -> bool:
+def _several_keys(problem: Problem) -> bool:
     return problem.operation == "attention" and problem.kv > 1
 
 
-@SPLITS.model(applies=lambda p: _more_keys(p) or (is_attention(p) and p.sink))
+@SPLITS.model(applies=lambda p: _several_keys(p) or (is_attention(p) and p.sink))
 def splits_averaged(call: ExactAttention) -> Iterator[Form]:
     """Splits of the keys are averaged, not weighted by their sums."""
     exact = call.parts.lse
-    if call.sink is not None:  # of one split, too: the sink has no part in what is averaged
+    if call.sink is not None:  # Also one split: the average leaves out the sink.
         yield Outputs(call.softmax(call.z, sink=None).out, exact), {"splits": 1}
     for parameters, outs, lses in _splits(call):
-        # The sink is one of them, or has no part in it.
+        # The sink may be one of the parts, or be left out.
         for some in dict.fromkeys((len(outs), parameters["splits"])):
             there = lses[:some] != -math.inf
             alive = there.sum(0).clamp(min=1)[..., None]
@@ -542,14 +542,14 @@ def splits_averaged(call: ExactAttention) -> Iterator[Form]:
                     yield Outputs(out, lse), parameters
 
 
-@SPLITS.model(applies=_more_keys)
+@SPLITS.model(applies=_several_keys)
 def split_merge_base(call: ExactAttention) -> Iterator[Form]:
     """Splits of the keys are merged by powers of another base than their LSE is of."""
     exact = call.parts.lse
     for parameters, outs, lses in _splits(call):
         for base in (LOG2E, 1.0 / LOG2E):
-            merged = _merged(outs, lses, base)
-            # LSE may be merged with another base for the sum than for the maximum.
+            merged = _merge(outs, lses, base)
+            # The sum and the maximum of LSE may have different bases.
             largest = lses.amax(0)
             safe = torch.where(largest == -math.inf, 0.0, largest)
             mixed = safe + ((lses - safe) * base).exp().sum(0).log()
@@ -558,7 +558,7 @@ def split_merge_base(call: ExactAttention) -> Iterator[Form]:
                 yield Outputs(merged.out, lse), parameters
 
 
-@SPLITS.model(applies=lambda p: _more_keys(p) and not p.sink)
+@SPLITS.model(applies=lambda p: _several_keys(p) and not p.sink)
 def split_weights_wrong(call: ExactAttention) -> Iterator[Form]:
     """Splits of the keys are merged with other weights than powers of their maximum less the
     largest, or not by their sum: in the output, in the row sum, or in both.
@@ -578,7 +578,7 @@ def split_weights_wrong(call: ExactAttention) -> Iterator[Form]:
         outs = {"right": (values * right[..., None]).sum(0)}
         outs["largest"] = (values * right[..., None]).amax(0)
         outs |= {name: (values * w[..., None]).sum(0) for name, w in others.items()}
-        # Among as many as a power of two, of which the last are empty.
+        # The number of splits may be padded to a power of two with empty ones.
         outs["largest with empty ones"] = outs["largest"].clamp(min=0.0)
         for name in sorted({*weighted, *outs} - {"right"}):
             pairs = {"both": (outs.get(name), weighted.get(name))}
@@ -586,14 +586,14 @@ def split_weights_wrong(call: ExactAttention) -> Iterator[Form]:
             pairs |= {"the sum": (outs["right"], weighted.get(name))}
             for of, (out, total) in pairs.items():
                 if out is not None and total is not None:
-                    gone = total == 0
-                    safe = torch.where(gone, 1.0, total)
-                    lse = torch.where(gone, -math.inf, top + safe.log())
+                    empty = total == 0
+                    safe = torch.where(empty, 1.0, total)
+                    lse = torch.where(empty, -math.inf, top + safe.log())
                     yield Outputs(out / safe[..., None], lse), {**parameters, "of": of}
 
 
 def _split_parts(call: ExactAttention) -> Iterator[tuple[dict[str, int], list[SoftmaxParts]]]:
-    """Keys in equal parts, each but the last of whole tiles or not: the softmax of each."""
+    """Yield parameters and the softmax of each of several equal parts of the keys."""
     kv = call.problem.kv
     for count in _COUNTS:
         length = -(-kv // count)
@@ -609,7 +609,7 @@ def _split_parts(call: ExactAttention) -> Iterator[tuple[dict[str, int], list[So
                 )
 
 
-@SPLITS.model(applies=lambda problem: _more_keys(problem) and not problem.sink, family="tile")
+@SPLITS.model(applies=lambda problem: _several_keys(problem) and not problem.sink, family="tile")
 def split_bounds_wrong(call: ExactAttention) -> Iterator[Form]:
     """Splits of the keys overlap, or leave keys out: where they begin or end is computed
     otherwise.
@@ -620,35 +620,35 @@ def split_bounds_wrong(call: ExactAttention) -> Iterator[Form]:
         begins = {"": [n * length for n in range(count)], "at its number": list(range(count))}
         begins |= {"at 0": [0] * count, "at the second": [length] * count}
         for begin, starts in begins.items():
-            # Of each split, or of all together, so many keys; or all that there are.
+            # Each split may end after its length, or all end with the last or the first split.
             ends = {"": [start + length for start in starts], "with the last": [kv] * count}
             ends |= {"with the first": [length] * count}
             for end, stops in ends.items():
                 pairs = zip(starts, stops, strict=True)
                 times = torch.as_tensor(sum(((j >= a) & (j < b)).double() for a, b in pairs))
-                # Where none counts every row is empty, which is another's.
+                # If no key counts, every row is empty, which has a model of its own.
                 if (begin or end) and bool(times.any()):
                     outputs = call.attend(s=call.s + times.log())
                     yield outputs, {"splits": count, "begins": begin, "ends": end}
 
 
-@SPLITS.model(applies=_more_keys, family="lse")
+@SPLITS.model(applies=_several_keys, family="lse")
 def lse_of_one_split(call: ExactAttention) -> Iterator[Form]:
     """LSE is that of one split of the keys."""
     out = call.parts.out
     for parameters, _, lses in _splits(call):
-        # Who writes last: the first split, the last one, or the largest.
+        # LSE may be that of the first split, the last one, or the largest.
         for lse in (lses[0], lses[-1], lses.amax(0)):
             yield Outputs(out, lse), parameters
 
 
-@SPLITS.model(applies=_more_keys, order=1, family="tile")
+@SPLITS.model(applies=_several_keys, order=1, family="tile")
 def split_dropped(call: ExactAttention) -> Iterator[Form]:
     """A split of the keys is left out."""
     for parameters, outs, lses in _splits(call):
-        for gone in range(parameters["splits"]):
-            left = [n for n in range(len(outs)) if n != gone]
-            yield _merged(outs[left], lses[left]), parameters | {"number": gone}
+        for dropped in range(parameters["splits"]):
+            others = [n for n in range(len(outs)) if n != dropped]
+            yield _merge(outs[others], lses[others]), parameters | {"number": dropped}
 
 
 @SPLITS.model(applies=is_attention, family="overflow")
@@ -663,7 +663,7 @@ def empty_split_nan(call: ExactAttention) -> Iterator[Form]:
 
 
 def _halves(call: ExactAttention) -> Iterator[tuple[dict[str, int], Tensor]]:
-    """Rows that see nothing in one half of a tile, its padding too: of any, or of one in sight."""
+    """Yield rows that see nothing in a half, or padding, of any tile, or of one that they visit."""
     for rows, size in call.tiles:
         count = -(-call.problem.kv // size)
         shape = (*call.shape[:3], count, 2, size // 2)

@@ -17,7 +17,7 @@ CATEGORIES = (
     *("integer overflow", "head dim", "precision", "fp8", "split kv", "paged kv", "block mask"),
     *("documents", "degenerate shapes", "determinism", "backward", "sinks"),
 )
-"""What faults are about, in the order of reports."""
+"""Topics of faults, in the order of reports."""
 
 
 def _entries(name: str) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def _entries(name: str) -> dict[str, Any]:
 
 
 def _faults() -> dict[str, Fault]:
-    # A file has the entries of several categories, each under its own.
+    # A file holds the entries of several categories, in a table for each.
     by_category: dict[str, Any] = {}
     for name in ("mask", "shape", "softmax", "score", "memory", "precision", "execution"):
         by_category |= _entries(f"{name}_faults")
@@ -43,10 +43,10 @@ CONTROLS: dict[str, Control] = {
     name: msgspec.convert(entry | {"id": name}, Control)
     for name, entry in _entries("control_changes").items()
 }
-"""Changes that leave a kernel right: nothing may flag them."""
+"""Changes that leave a kernel right, so that no test may flag them."""
 
 SHARED_PATCHES: dict[str, str] = _entries("shared_patches")
-"""Patches of several faults, by the names that ``Host.first`` and ``last`` have."""
+"""Patches that several faults share, by the names used in ``Host.first`` and ``last``."""
 
 
 def fault_named(name: str) -> Fault | Control:

@@ -1,4 +1,4 @@
-"""Faults of the ideal kernel that may be as small as one likes: steps with a number in them."""
+"""Faults of the ideal kernel of any size: steps with a number in them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attncheck.fault_models.steps import Steps
 from attncheck.subjects.ideal import Ideal
 
 _STEPS_OF_OCTAVE = 4
-_SMALLEST = 30  # octaves below 1: fp32 has 24
+_SMALLEST = 30  # octaves below 1; fp32 resolves 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,27 +24,27 @@ class ContinuousFault:
 
     id: str  # words with hyphens
     summary: str  # what the kernel does wrong, in one line
-    # ``ε``, which is larger where the fault is; or ``bits``, of which fewer are worse.
+    # ``ε``, which grows with the fault, or ``bits``, of which fewer are worse.
     unit: Literal["ε", "bits"]
-    steps: Callable[[float], Steps]  # of a size, what the ideal kernel does otherwise
+    steps: Callable[[float], Steps]  # size → the changed steps of the ideal kernel
 
     def sizes(self, dtype: str) -> tuple[float, ...]:
         """Return sizes from the largest fault down: quarters of an octave from 1, or whole bits.
 
-        Bits as far as there is something to lose: of P fewer than the dtype's product reads, of an
-        accumulator fewer than fp32's.
+        Bits end where none are lost: of P with those of the dtype's product, of an accumulator with
+        those of fp32.
         """
         if self.unit == "ε":
             return tuple(
                 2.0 ** (-n / _STEPS_OF_OCTAVE) for n in range(_SMALLEST * _STEPS_OF_OCTAVE)
             )
         # P is rounded to the dtype as it is read; sums are kept in fp32.
-        kept = DTYPES[dtype].weights if self.id == "weights-of-few-bits" else FORMATS["fp32"]
-        return tuple(range(1, kept.significand))
+        exact = DTYPES[dtype].weights if self.id == "weights-of-few-bits" else FORMATS["fp32"]
+        return tuple(range(1, exact.significand))
 
     def kernel(self, size: float) -> Ideal:
-        """The ideal kernel with the fault of one size."""
-        # Nothing is copied: steps of any size are set on the kernel itself.
+        """Return the ideal kernel with the fault of one size."""
+        # The source need not be copied: steps of any size are set on the kernel itself.
         kernel = Ideal()
         kernel.steps = self.steps(size)
         kernel.name = f"{self.id}={size:g}"
@@ -52,7 +52,7 @@ class ContinuousFault:
 
 
 def _few_bits(bits: float) -> Callable[[Tensor], Tensor]:
-    """Round fp32 to so many bits in float64 (Veltkamp 1968); not what is not finite."""
+    """Return a rounding of finite fp32 numbers to ``bits`` bits, in float64 (Veltkamp 1968)."""
     # x·s − (x·s − x) keeps the leading bits of x, for s = 2^(53 − bits) + 1.
     splitter = 2.0 ** (53 - bits) + 1
 
@@ -92,9 +92,9 @@ CONTINUOUS_FAULTS = {
         ),
     )
 }
-"""By id."""
+"""Every continuous fault, by id."""
 
 
 def continuous_fault_named(name: str) -> ContinuousFault:
-    """Return the one called ``name``; raise UnknownName with the valid ones."""
+    """Return the continuous fault ``name``; raise UnknownName with the valid names."""
     return look_up("continuous fault", name, CONTINUOUS_FAULTS)

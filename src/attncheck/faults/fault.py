@@ -1,4 +1,4 @@
-"""A fault: what it is, who had it, and how it is planted in a kernel of ours."""
+"""Faults: their descriptions, sources, and how they are planted in attncheck's kernels."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ HOSTS: tuple[HostName, ...] = ("ideal", "triton")
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A kernel of ours and what is done to it."""
+    """A kernel of attncheck's, and the changes that plant a fault in it."""
 
     kernel: str = "ideal"  # its name, as ``attncheck list`` has it
-    patch: str = ""  # what is changed in a copy of its sources (``patching``)
-    # first, last: names of shared patches that are applied before and after.
+    patch: str = ""  # the change to a copy of its sources (see ``patching``)
+    # first, last: names of shared patches that are applied before and after ``patch``.
     first: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
-    # Of the ideal kernel, the fault model whose steps it gets, ``id`` or ``id:number``: such a
-    # fault is written once, and its prediction is its planting.
+    # The fault model whose steps the ideal kernel gets, ``id`` or ``id:number``: one definition
+    # serves both to predict the fault and to plant it.
     model: str = ""
-    # In which it is asked: those in which the fault is one. The first is enough to catch it.
+    # The dtypes in which the change is a fault. The first is enough to catch it.
     dtypes: tuple[str, ...] = ("bf16",)
-    # Why the changed kernel gives the same bits as a right one whatever it is asked; empty of a
+    # Why the changed kernel gives the same bits as a right one on every problem; empty for a
     # fault.
     equivalent: str = ""
-    # What it cannot be asked without: ``cuda``, where the interpreter cannot show it.
+    # The device that shows the fault: ``cuda``, where the interpreter cannot show it.
     needs: Literal["", "cuda"] = ""
 
 
@@ -38,7 +38,7 @@ class _Planted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def hosts(self) -> dict[HostName, Host]:
-        """Return how it is planted, by host."""
+        """Return the hosts that it is planted in, by name."""
         both: dict[HostName, Host | None] = {"ideal": self.ideal, "triton": self.triton}
         return {name: host for name, host in both.items() if host is not None}
 
@@ -48,17 +48,16 @@ class Fault(_Planted, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         id: Words with hyphens.
-        category: What it is about.
+        category: One of ``CATEGORIES``.
         summary: What the kernel does wrong, in one line.
-        ideal, triton: How it is planted; in neither where ``unplanted`` says why.
-        when: On which problems.
-        seen: What comes of it there.
-        reports: Where it was reported, ``owner/repository#number #another …``, or what else is said
-            of it.
-        unplanted: Why no change to a kernel of ours makes it.
-        discrete: Whether it is there or not, rather than larger or smaller: a diagnosis may be
+        ideal, triton: How it is planted; None for both where ``unplanted`` gives the reason.
+        when: The problems on which it shows.
+        seen: Its effect on them.
+        reports: Where it was reported, ``owner/repository#number #another …``, or another source.
+        unplanted: Why no change to a kernel of attncheck's makes it.
+        discrete: Whether it is present or absent, and not a matter of degree: a diagnosis may be
             expected to name it.
-        named: Fault models of a diagnosis that name it, the best first.
+        named: Fault models that name it in a diagnosis, the best first.
     """
 
     when: str
@@ -71,11 +70,11 @@ class Fault(_Planted, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Control(_Planted, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A change to a kernel that leaves it right: nothing may flag it.
+    """A change to a kernel that leaves it right, so that no test may flag it.
 
     Attributes:
         id: Words with hyphens.
-        summary: What the kernel does otherwise, in one line.
+        summary: What the kernel does differently, in one line.
         why: Why that is no fault.
         ideal, triton: How it is planted.
     """

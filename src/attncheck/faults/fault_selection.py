@@ -1,4 +1,4 @@
-"""Select the faults to score: from the catalogue, or from somebody's file."""
+"""Select the faults to score, from the catalogue or from a user's file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attncheck.records.fault_scores import ControlScore, FaultScore
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.workers.units import Unit
 
-FILE = "file"  # in place of a host: somebody's file has the fault
+FILE = "file"  # in place of a host, for a fault in a user's file
 
 _SHIM = '''"""A fault of somebody's file, under a name of its own."""
 
@@ -34,13 +34,13 @@ Planted = faults_of_file(Path({path!r}))[{name!r}]
 class FaultSelection:
     """Faults and controls that are to be scored."""
 
-    units: tuple[Unit, ...]  # what workers do
-    settled: tuple[FaultScore, ...] = ()  # scores that need no kernel to run
-    controls: tuple[ControlScore, ...] = ()  # likewise
+    units: tuple[Unit, ...]  # work for the workers
+    settled: tuple[FaultScore, ...] = ()  # scores of faults that are known without a run
+    controls: tuple[ControlScore, ...] = ()  # scores of controls that are known without a run
 
     @property
     def names(self) -> tuple[str, ...]:
-        """``fault@host`` of each, in order."""
+        """Return ``fault@host`` of each fault and control, in order."""
         alone = [f"{score.fault}@{score.host}" for score in self.settled]
         alone += [f"{score.control}@{score.host}" for score in self.controls]
         return (*(unit.kernel for unit in self.units), *alone)
@@ -58,15 +58,15 @@ def select_faults(
     """Select faults and controls of the catalogue.
 
     Args:
-        hosts: In which; those that have no entry for a fault are left out.
-        names: Ids of faults and controls; all where none is given.
-        categories: Only faults of these; all where none is given.
-        controls: Whether controls are asked where neither is given.
+        hosts: Hosts to plant faults in; a host without an entry for a fault is left out.
+        names: Ids of faults and controls; empty for all.
+        categories: Categories of the faults; empty for all.
+        controls: Whether to add controls where neither names nor categories are given.
 
     Raises:
-        UnknownName: for a fault or category that there is not.
-        UsageError: for a fault that is named and is planted in none of the hosts, or where none is
-            of the categories.
+        UnknownName: for an unknown fault or category.
+        UsageError: for a named fault that is planted in none of the hosts, or where no fault has
+            one of the categories.
     """
     faults = _faults_and_controls(names, categories, controls=controls)
     for fault in faults if names else ():
@@ -75,7 +75,7 @@ def select_faults(
                 f"fault {fault.id!r} is not planted in host {' or '.join(hosts)}: "
                 f"choose {' and '.join(fault.hosts)}."
             )
-    # What is planted nowhere is settled once, whatever the hosts.
+    # A fault that is planted nowhere is settled once, not once for each host.
     units, settled, controls_settled = [], {}, []
     for host in hosts:
         for fault in faults:
@@ -102,7 +102,7 @@ def _faults_and_controls(
     names: Sequence[str], categories: Sequence[str], *, controls: bool
 ) -> list[Fault | Control]:
     require_known("category", categories, CATEGORIES)
-    # Named twice it is asked once.
+    # Drop repeated names.
     faults: list[Fault | Control] = [fault_named(name) for name in dict.fromkeys(names)]
     faults = faults or [*FAULTS.values(), *(CONTROLS.values() if controls else ())]
     if categories:
@@ -116,7 +116,7 @@ def _faults_and_controls(
 def _settled_score(
     fault: Fault | Control, host: str, device: str, tier: str
 ) -> FaultScore | ControlScore | None:
-    """Return the score of what needs no kernel to run; None where one is to run."""
+    """Return the score of a fault that is known without a run; None if its kernel has to run."""
     facts: dict[str, Any] = {"device": device, "tier": tier}
     how, outcome, reason = fault.hosts.get(host), "", ""  # type: ignore[call-overload]  # any word
     if how is not None:
@@ -133,7 +133,7 @@ def _settled_score(
 
 
 def new_score(fault: Fault | Control, **facts: Any) -> FaultScore | ControlScore:
-    """Return a score of ``fault``: what its entry says, and these further fields."""
+    """Return a score of ``fault``, with the fields of its entry and the given ones."""
     if isinstance(fault, Control):
         return ControlScore(control=fault.id, summary=fault.summary, **facts)
     return FaultScore(
@@ -146,15 +146,15 @@ def new_score(fault: Fault | Control, **facts: Any) -> FaultScore | ControlScore
 
 
 def priority(unit: Unit) -> tuple[int, ...]:
-    """Return a sort key that has controls last: all of a gate is asked of them."""
+    """Return a sort key that puts controls last, since each of them takes a whole gate."""
     return (unit.kernel.rpartition("@")[0] in CONTROLS,)
 
 
 def source_digest(file: Path | None) -> str:
-    """Return sixteen hexadecimal digits of all that decides a score: attncheck, and the file."""
+    """Return 16 hexadecimal digits of a hash of attncheck's sources and the user's file."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[1]
-    # Entries are data: a changed patch changes a score like a changed module.
+    # Entries are data, but a changed patch may change a score as much as a changed module.
     sources = [*root.rglob("*.py"), *(root / "faults" / "entries").glob("*.toml")]
     for path in [*sorted(sources), *([file] if file else [])]:
         digest.update(str(path.relative_to(root) if path.is_relative_to(root) else path).encode())
@@ -163,10 +163,10 @@ def source_digest(file: Path | None) -> str:
 
 
 def select_from_file(path: Path, *, names: Sequence[str], device: str, tier: str) -> FaultSelection:
-    """Select the faults of somebody's file, in every dtype that they take.
+    """Select the faults of a user's file, in every dtype that they support.
 
     Raises:
-        UsageError: where it has none, or not one of ``names``; see ``faults_of_file``.
+        UsageError: where the file has none, or lacks one of ``names``; see ``faults_of_file``.
     """
     faults = faults_of_file(path)
     require_known(f"fault of {path.name}", names, faults)
@@ -178,12 +178,12 @@ def faults_of_file(path: Path) -> dict[str, Any]:
     """Return the faulty kernels of a file, by id.
 
     Args:
-        path: Of it. ``FAULTS = {"id": kernel, …}`` names them, in whatever form ``attncheck gate``
-            takes a kernel; without it all of ``__all__`` are, or without that every public function
-            and Subject that is defined there.
+        path: The file. ``FAULTS = {"id": kernel, …}`` in it names them, in any form of kernel that
+            ``attncheck gate`` takes; by default they are those in ``__all__``, or else all public
+            functions and Subjects that are defined there.
 
     Raises:
-        UsageError: where there is no such file, importing it raises, or it has none.
+        UsageError: where there is no such file, importing it raises, or it has no kernel.
     """
     what = f"--kernel-file {str(path)!r}"
     module = import_file(path, what)
@@ -199,7 +199,7 @@ def faults_of_file(path: Path) -> dict[str, Any]:
             'FAULTS = {"id": kernel, …}.'
         )
     for name, kernel in faults.items():
-        # An id stands in reports and file names; what follows @ is a host.
+        # An id stands in reports and file names, and is followed by @ and a host.
         if not name or "@" in name or not name.isprintable():
             raise UsageError(
                 f"{what}: fault {name!r} must have a name of printable characters, no @."
@@ -214,7 +214,7 @@ def faults_of_file(path: Path) -> dict[str, Any]:
 
 def _public_kernels(module: ModuleType) -> dict[str, Any]:
     listed = getattr(module, "__all__", None)
-    # What the author lists counts, whether it is defined there or imported.
+    # Names that the author lists count, even if they are imported.
     if isinstance(listed, list | tuple):
         return {str(name): getattr(module, str(name), None) for name in listed}
     return {
@@ -235,13 +235,13 @@ def _is_kernel(value: object) -> bool:
 
 
 def file_fault_reference(path: Path, name: str, folder: Path) -> str:
-    """Write a kernel of the file below ``folder`` and return what ``subjects.load`` takes.
+    """Write a module for one kernel of the file; return its name for ``subjects.load``.
 
     Raises:
-        UnknownName: where it has none called ``name``; UsageError as ``faults_of_file``.
+        UnknownName: where the file has no kernel ``name``; UsageError as ``faults_of_file``.
     """
     require_known(f"fault of {path.name}", [name], faults_of_file(path))
-    # A module of its own name: the author's file may be imported under its name already.
+    # The module has its own name, because the author's file may already be imported under its.
     file = folder / "planted_of_a_file.py"
     file.write_text(_SHIM.format(path=str(path), name=name), encoding="utf-8")
     return f"{file}::Planted"

@@ -1,4 +1,4 @@
-"""Put a kernel of ours in place of somebody's function."""
+"""Put one of attncheck's kernels in place of a user's function."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from attncheck.subjects.conventions.parse import ParsedCall, UnreadableCall
 class ShimSettings:
     """Kernels that stand in for a function."""
 
-    kernel: Subject  # what is called
-    # The same without a fault, to see whether a call shows it; None for the right one.
+    kernel: Subject  # the kernel that is called
+    # The kernel without its fault, to see whether a call shows the fault; None where it has none.
     right: Subject | None
     convention: str  # how the function is called
-    # Gets (kind, of what): ``called``, ``left`` with a reason where the function itself was
-    # called, ``shown`` where the two kernels differed.
+    # Gets (kind, detail): ``called``, ``left`` with a reason where the function itself was called,
+    # ``shown`` where the two kernels differed.
     log_event: Callable[[str, str], None]
 
 
 def make_shim(function: Callable[..., Any], settings: ShimSettings) -> Callable[..., Any]:
-    """Return a stand-in that calls ``function`` itself where no kernel takes the call."""
+    """Return a stand-in that calls ``function`` itself where no kernel supports the call."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ def make_shim(function: Callable[..., Any], settings: ShimSettings) -> Callable[
             call = parse_call(settings.convention, function, args, kwargs)
             shimmed = _ShimmedCall(call, settings)
             outputs = shimmed.outputs()
-        # No Problem describes such a call: the author's own function answers it.
+        # No Problem describes such a call, so the author's own function takes it.
         except (UnreadableCall, Refused, AttncheckError) as reason:
             settings.log_event("left", str(reason))
             return function(*args, **kwargs)
@@ -53,7 +53,7 @@ def make_shim(function: Callable[..., Any], settings: ShimSettings) -> Callable[
 
 
 class _ShimmedCall:
-    """One call that the kernel answers; raises AttncheckError for what no Problem is."""
+    """One call that the kernel takes; raises AttncheckError if no Problem describes it."""
 
     def __init__(self, call: ParsedCall, settings: ShimSettings) -> None:
         self._call, self._settings = call, settings
@@ -68,30 +68,30 @@ class _ShimmedCall:
             scale=call.scale,
             sink=call.sink,
         )
-        # Our backward gives autograd the gradients of q, k and v alone.
+        # The backward below gives autograd the gradients of q, k and v alone.
         if call.sink is not None and call.sink.requires_grad:
             raise UnreadableCall("its sink has a gradient")
 
     def outputs(self) -> Outputs:
-        """Return out and LSE, through which autograd finds its way back."""
+        """Return out and LSE, connected to q, k and v in autograd's graph."""
         with self._inputs() as inputs:
             problem, device = inputs.problem, inputs.device.type
             self._check(problem, device)
-            # A kernel without a backward must not be called where one will be asked for.
+            # A kernel without a backward must not be called where a backward may follow.
             leaves = (self._call.q, self._call.k, self._call.v)
             if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
                 self._check(problem.replace(backward=True), device)
-        self._settings.log_event("called", "")  # what it raises from here on is the kernel's
+        self._settings.log_event("called", "")  # From here on exceptions are the kernel's.
         out, lse = _Attention.apply(self, *leaves)  # type: ignore[no-untyped-call]  # torch's
         return Outputs(out, lse)
 
     def run(self, loss: tuple[torch.Tensor, torch.Tensor | None] | None = None) -> Outputs:
-        """Return what the kernel gives, with gradients for those of a loss by out and LSE."""
+        """Return the kernel's outputs, with gradients if ``loss`` gives those of out and LSE."""
         with self._inputs() as plain:
             inputs = plain if loss is None else _with_loss(plain, *loss)
             outputs = self._settings.kernel.run(inputs)
             right = self._settings.right
-            # A fault that no call shows cannot be caught, and is not held against the tests.
+            # Tests cannot catch a fault that no call shows, and are not blamed for it.
             if right is not None and not _same_bits(outputs, right.run(inputs)):
                 self._settings.log_event("shown", "")
         return outputs
@@ -106,7 +106,7 @@ class _ShimmedCall:
 
     @contextmanager
     def _inputs(self) -> Iterator[Inputs]:
-        """Yield the call's tensors; the library's mods by name, as kernels know them."""
+        """Yield the call's Inputs; the library's mods keep the names that kernels know."""
         call = self._call
         with self._tensors.inputs() as inputs:
             changes: dict[str, Any] = {}
@@ -124,20 +124,20 @@ def _with_loss(inputs: Inputs, dout: torch.Tensor, dlse: torch.Tensor | None) ->
 
 
 def _same_bits(outputs: Outputs, right: Outputs) -> bool:
-    """Return whether all bits that there are are the same; NaN is NaN."""
+    """Return whether all tensors of ``outputs`` equal those of ``right``; NaN equals NaN."""
     others = right.tensors()
     return all(same_numbers(one, others[name]) for name, one in outputs.tensors().items())
 
 
 class _Attention(torch.autograd.Function):
-    """A kernel of ours to autograd: its backward computes all once more."""
+    """A kernel as an autograd function; its backward runs the forward once more."""
 
     @staticmethod
     def forward(ctx: Any, shimmed: _ShimmedCall, *leaves: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        # Arguments for autograd's sake alone: the call has the same tensors.
+        # Autograd needs these arguments; the call holds the same tensors.
         del leaves
         ctx.shimmed = shimmed
-        # None says that LSE has no gradient; zeros would ask the kernel for one.
+        # LSE without a gradient gets None: zeros would make the kernel compute one.
         ctx.set_materialize_grads(False)
         outputs = shimmed.run()
         return outputs.out, outputs.lse

@@ -1,8 +1,8 @@
-"""Score mutants of somebody's kernel: what a check, or a gate, says of each, and how soon.
+"""Score mutants of a user's kernel: whether a check or a gate catches each one, and how soon.
 
-A worker loads attncheck once, and forks a process for each mutant: nothing that one leaves behind
-is there for the next, one that hangs is killed, and none pays for imports. On a CPU alone: what has
-used CUDA cannot fork.
+A worker loads attncheck once, and forks a process for each mutant: no state passes from one to the
+next, one that hangs is killed, and none pays for imports. This works on a CPU only, since a process
+that has used CUDA cannot fork.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from attncheck.verify.verify import iter_records
 from attncheck.workers.units import Done, Unit
 
 MUTANT = "mutant"
-"""In place of a host."""
+"""Stands in place of a host in a unit's kernel."""
 TOOLS = ("check", "smoke", "pr")
 TABLE = "mutants.toml"
-"""Beside kernels: what is known of their mutants."""
+"""File beside kernels with facts about their mutants."""
 
-_PATIENCE = Deadlines().call + Deadlines().imports  # seconds between two words of a process
+_PATIENCE = Deadlines().call + Deadlines().imports  # seconds without a message before a kill
 _REFERENCE_DTYPES = ("bf16", "fp32")
 _FIRST = Problem(query=64, heads=2, head_dim=64, dtype="bf16")
 _REFERENCE_CHANGES: tuple[dict[str, Any], ...] = (
@@ -80,25 +80,25 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a diagnosis is right to say of changes to some lines."""
+    """Right diagnoses of changes to some lines."""
 
     name: str
-    code: str  # a regular expression that the changed line has
-    operators: tuple[str, ...] = ()  # none: all
+    code: str  # a regular expression that matches the changed line
+    operators: tuple[str, ...] = ()  # empty for all
     models: tuple[str, ...]  # patterns of fault models and signs
-    kinds: tuple[str, ...] = ()  # families of fault models that describe it fairly
+    kinds: tuple[str, ...] = ()  # families of fault models that describe the change fairly
 
 
 class MutantTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is known of mutants before any is asked."""
+    """Facts about mutants that are known without a run."""
 
     kernels: tuple[str, ...] = ()
-    equivalent: tuple[Argument, ...] = ()  # no faults: such a mutant counts for neither side
-    missed: tuple[Argument, ...] = ()  # faults that are known to be missed: they count as such
+    equivalent: tuple[Argument, ...] = ()  # mutants without a fault, which are not scored
+    missed: tuple[Argument, ...] = ()  # mutants known to be missed, which count as missed
     families: tuple[Family, ...] = ()
 
     def family(self, mutant: Mutant) -> Family | None:
-        """Return the first that a mutant is of; None where nobody has decided."""
+        """Return the first family that matches a mutant; None where none does."""
         for family in self.families:
             if mutant.operator in (family.operators or (mutant.operator,)) and re.search(
                 family.code, mutant.code
@@ -112,7 +112,7 @@ def read_table(folder: Path) -> MutantTable:
     """Return the table of a folder's kernels; an empty one where there is none.
 
     Raises:
-        UsageError: for one that is not as it must be.
+        UsageError: for an invalid table.
     """
     path = folder / TABLE
     if not path.is_file():
@@ -124,10 +124,10 @@ def read_table(folder: Path) -> MutantTable:
 
 
 def kernels_of_table(path: Path) -> list[str]:
-    """Return the kernels that a table names, ``FILE.py::NAME`` from here.
+    """Return the kernels that a table names, ``FILE.py::NAME`` with the table's folder.
 
     Raises:
-        UsageError: where it names none.
+        UsageError: where the table names none.
     """
     kernels = [str(path.parent / spec) for spec in read_table(path.parent).kernels]
     if not kernels:
@@ -146,18 +146,18 @@ def _mutants(file: Path) -> dict[str, Mutant]:
 def mutant_units(
     specs: Sequence[str], *, tool: str, most: int | None, names: Sequence[str]
 ) -> list[Unit]:
-    """Return the work: a unit a mutant.
+    """Return the work: one unit for each mutant.
 
-    They stand in the order of their ids' digests: who stops early has an even sample.
+    Units are ordered by digests of the ids, so that an early stop leaves an even sample.
 
     Args:
         specs: Kernels, ``FILE.py::NAME`` each.
-        tool: Who is asked.
-        most: At most so many; None for all.
-        names: Ids, or patterns of ids; none: all.
+        tool: One of ``TOOLS``.
+        most: Most mutants to score; None for all.
+        names: Ids, or patterns of ids; empty for all.
 
     Raises:
-        UsageError: where a kernel is no function of a file, or there is no such mutant.
+        UsageError: where a kernel is no function of a file, or no mutant matches.
     """
     every: list[tuple[str, Mutant]] = []
     for spec in specs:
@@ -191,12 +191,12 @@ class MutantScorer:
     """Scores mutants, one after the other, each in a process forked for it."""
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: no resources are held."""
 
     def do(self, unit: Unit) -> Done:
-        """The score of ``unit`` in ``facts``; raises nothing of its kernel's."""
+        """Return the score of ``unit`` in ``facts``; never raises for what the kernel does."""
         prepare("cpu")
-        # Torch's threads do not outlive a fork: there are none.
+        # A fork loses torch's threads, so that there must be none.
         torch.set_num_threads(1)
         spec = unit.variant
         file, _, function = spec.partition("::")
@@ -215,11 +215,11 @@ class MutantScorer:
         )
         start = time.perf_counter()
         job = _Job(mutant, Path(file).absolute(), function, unit.tier)
-        # Here and not in the fork, which a mutant may end before it has cleaned up.
+        # The folder is made here, since a mutant may end the fork before it has cleaned up.
         with tempfile.TemporaryDirectory(prefix="attncheck_mutant_") as folder:
-            outcome = _in_a_fork(partial(job.run, Path(folder)))
+            outcome = _run_in_fork(partial(job.run, Path(folder)))
         score = settled(replace(score, **outcome), table)
-        score = judged_name(score, family)
+        score = rate_diagnosis(score, family)
         seconds = round(time.perf_counter() - start, 3)
         where = environment("cpu")
         facts = {"score": to_builtins(score), "key": where.id}
@@ -228,9 +228,9 @@ class MutantScorer:
 
 
 def settled(score: MutantScore, table: MutantTable) -> MutantScore:
-    """Return the score of one that was missed with the table's reason, if it has one.
+    """Return the score with the table's outcome and reason, if the mutant was missed.
 
-    One that is caught stays so: its argument is wrong, or attncheck is.
+    A caught mutant stays caught: then either the table's argument or attncheck is wrong.
     """
     outcomes: dict[MutantOutcome, tuple[Argument, ...]]
     outcomes = {"equivalent": table.equivalent, "missed": table.missed}
@@ -241,15 +241,15 @@ def settled(score: MutantScore, table: MutantTable) -> MutantScore:
     return score
 
 
-def judged_name(score: MutantScore, family: Family | None) -> MutantScore:
-    """Return the score with what its diagnosis is worth, given what it is right to say."""
+def rate_diagnosis(score: MutantScore, family: Family | None) -> MutantScore:
+    """Return the score with its diagnosis rated against the right ones of ``family``."""
     if score.outcome != "caught" or score.tool != TOOLS[0] or score.status != "fail":
         return score
     return replace(score, named=_worth(score, family))
 
 
 _TRUE_KINDS = ("lse", "gradient", "overflow")
-"""Families that say which outputs are wrong, or NaN, and no more: that is what was compared."""
+"""Families that only name the outputs that are wrong or NaN, which is always true."""
 
 
 def _worth(score: MutantScore, family: Family | None) -> NameWorth:
@@ -258,7 +258,7 @@ def _worth(score: MutantScore, family: Family | None) -> NameWorth:
     certain = score.models[: score.certain]
     if family and any(fnmatch.fnmatchcase(one, each) for one in certain for each in family.models):
         return "right"
-    if score.level == "proven":  # it holds whatever was changed
+    if score.level == "proven":  # A proof holds whatever was changed.
         return "proven"
     fair = score.kind in (*_TRUE_KINDS, *(family.kinds if family else ()))
     if score.level == "family" and fair:
@@ -268,30 +268,30 @@ def _worth(score: MutantScore, family: Family | None) -> NameWorth:
     return "neighbour" if fair else "wrong"
 
 
-def _in_a_fork(run: Callable[[Callable[..., None]], None]) -> dict[str, Any]:
-    """Return what ``run`` told from a process of its own: all fields, the last word of each.
+def _run_in_fork(run: Callable[[Callable[..., None]], None]) -> dict[str, Any]:
+    """Run ``run`` in a forked process; return the last value of each field that it sent.
 
-    One that dies, or is silent for longer than a call may take, has failed the question it was at.
+    A process that dies, or sends nothing for longer than a call may take, has failed a question.
     """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
 
-        def tell(**fields: Any) -> None:
+        def send(**fields: Any) -> None:
             os.write(writer, json.dumps(fields).encode() + b"\n")
 
         try:
-            run(tell)
-        except BaseException as error:  # noqa: BLE001  # the mutant's, or ours: told, and no more
-            tell(reason=one_line(repr(error)))
+            run(send)
+        except BaseException as error:  # noqa: BLE001  # The mutant or attncheck may raise anything.
+            send(reason=one_line(repr(error)))
         finally:
             os._exit(0)
     os.close(writer)
-    return _heard(child, reader)
+    return _receive_fields(child, reader)
 
 
-def _heard(child: int, reader: int) -> dict[str, Any]:
+def _receive_fields(child: int, reader: int) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     start, rest = time.perf_counter(), b""
     silent = False
@@ -318,14 +318,14 @@ def _heard(child: int, reader: int) -> dict[str, Any]:
 
 
 class _Job:
-    """All that is asked of one mutant, within its process."""
+    """The questions to one mutant, within its process."""
 
     def __init__(self, mutant: Mutant, file: Path, function: str, tool: str) -> None:
         self._mutant, self._file, self._function = mutant, file, function
         self._tool = tool
 
-    def run(self, folder: Path, tell: Callable[..., None]) -> None:
-        """Ask, and tell what is known as soon as it is; the mutant is written to ``folder``."""
+    def run(self, folder: Path, send: Callable[..., None]) -> None:
+        """Write the mutant to ``folder``, question it, and send each result as it is known."""
         os.environ["ATTNCHECK_CACHE_DIR"] = str(folder)
         path = folder / self._file.name
         path.write_text(self._mutant.text, encoding="utf-8")
@@ -333,16 +333,16 @@ class _Job:
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, 1)
         os.dup2(devnull, 2)
-        reason = self._stillborn(kernel)
+        reason = self._immediate_error(kernel)
         if reason:
-            tell(outcome="stillborn", reason=reason)
+            send(outcome="stillborn", reason=reason)
         elif self._tool == "check":
-            self._check(kernel, tell)
+            self._check(kernel, send)
         else:
-            self._gate(kernel, tell)
+            self._gate(kernel, send)
 
-    def _stillborn(self, kernel: str) -> str:
-        """Return what it raises at once, on the plainest problem; empty where it does not."""
+    def _immediate_error(self, kernel: str) -> str:
+        """Return the error that the mutant raises on the plainest problems; empty if none."""
         try:
             subject = load_subject(kernel, None)
         except AttncheckError as error:
@@ -353,13 +353,13 @@ class _Job:
             accepted = taken_problem(subject, problem, executor, "cpu")
             if accepted is not None:
                 result = executor.run(subject, draw_inputs(accepted, "cpu"))
-                # Who writes to its inputs gives an answer, which is there to be caught.
+                # A mutant that writes to its inputs does run, and is there to be caught.
                 raised = isinstance(result, Failure) and result.kind in {"error", "oom"}
                 reasons.append(result.message if raised else "")  # type: ignore[union-attr]
         return one_line(next((reason for reason in reasons if reason), ""))
 
-    def _check(self, kernel: str, tell: Callable[..., None]) -> None:
-        """Ask what ``attncheck check`` does up to the first failure, as it is asked there."""
+    def _check(self, kernel: str, send: Callable[..., None]) -> None:
+        """Ask the questions of ``attncheck check``, in its order, up to the first failure."""
         start = time.perf_counter()
         subject = load_subject(kernel, None)
         claims = find_claims(subject, kernel=kernel, device="cpu")
@@ -374,13 +374,13 @@ class _Job:
         search = CauseSearch()
         count, spent = 0, 0.0
         for record in iter_records([subject], named, device="cpu", executor=recording):
-            # Peers' rules take time of their own.
+            # The time that peers' rules take is not counted.
             spent, began = time.perf_counter() - start, time.perf_counter()
             count += record.status != "unsupported"
             if record.status in FAILED_STATUSES:
                 failed = record
                 break
-            tell(questions=count, seconds=round(spent, 3))
+            send(questions=count, seconds=round(spent, 3))
             search.note(record)
             peers.apply(Case.from_json(record.case), recording.first_call)
             recording.forget()
@@ -389,27 +389,27 @@ class _Job:
         if failed is not None:
             where |= {"first": failed.variant, "status": failed.status}
             where |= {"shown": one_line(reason_of(failed))}
-        elif not count:  # who takes nothing is not said to be right
+        elif not count:  # A kernel that supports nothing is not right.
             where |= {"status": "unsupported", "shown": "nothing could be asked of it"}
-        tell(outcome="missed" if count and failed is None else "caught", **where)
-        tell(peers={one.rule: one.caught for one in peers.verdicts})
-        # First, because a call without guards may be its process's last.
+        send(outcome="missed" if count and failed is None else "caught", **where)
+        send(peers={one.rule: one.caught for one in peers.verdicts})
+        # The diagnosis comes first, because an unguarded call below may end the process.
         if failed is not None:
-            self._name(failed, subject, search, tell)
-        self._rest_for_peers(subject, named, peers, after=failed.variant if failed else "")
-        tell(peers={one.rule: one.caught for one in peers.verdicts})
+            self._diagnose(failed, subject, search, send)
+        self._apply_peers_to_rest(subject, named, peers, after=failed.variant if failed else "")
+        send(peers={one.rule: one.caught for one in peers.verdicts})
         if failed is None and count:
-            tell(identical=_identical(subject, right, [case.problem for _, case in named]))
+            send(identical=_identical(subject, right, [case.problem for _, case in named]))
 
     @staticmethod
-    def _rest_for_peers(
+    def _apply_peers_to_rest(
         subject: Subject, named: Sequence[tuple[str, Case]], peers: PeerRules, *, after: str
     ) -> None:
-        """Show the rules all other comparisons, too: they are not to lose by our being quick."""
+        """Apply peers' rules to the remaining comparisons, too, for the sake of fairness."""
         names = [name for name, _ in named]
-        left = named[names.index(after) :] if after else ()
+        remaining = named[names.index(after) :] if after else ()
         executor = InProcess()
-        for _, case in left:
+        for _, case in remaining:
             if case.question != "compare" or all(one.caught for one in peers.verdicts):
                 continue
             if executor.refusal(subject, case.problem, "cpu") is None:
@@ -417,13 +417,13 @@ class _Job:
                 peers.apply(case, (inputs, executor.run(subject, inputs)))
 
     @staticmethod
-    def _name(
-        failed: Record, subject: Subject, search: CauseSearch, tell: Callable[..., None]
+    def _diagnose(
+        failed: Record, subject: Subject, search: CauseSearch, send: Callable[..., None]
     ) -> None:
         judgement = failed.judgement
         if judgement is not None and judgement.rule == "memory":
-            # Its words say what was written where, or was not: nobody need ask again.
-            tell(certain=1, level="proven", models=[judgement.rule], naming=0.0)
+            # The memory rule itself says what was written where, or not: that is the diagnosis.
+            send(certain=1, level="proven", models=[judgement.rule], naming=0.0)
             return
         began = time.perf_counter()
         record = search.diagnose(failed, subject, device="cpu")
@@ -436,9 +436,9 @@ class _Job:
             labels["kind"] = kinds[0] if kinds else ""
             labels["models"] = [one.model for one in diagnosis.ranked]
         seconds = round(time.perf_counter() - began, 3)
-        tell(certain=len(certain_explanations(record)), naming=seconds, **labels)
+        send(certain=len(certain_explanations(record)), naming=seconds, **labels)
 
-    def _gate(self, kernel: str, tell: Callable[..., None]) -> None:
+    def _gate(self, kernel: str, send: Callable[..., None]) -> None:
         unit = Unit(kind="fault", stage="contract", kernel=kernel, device="cpu", tier=self._tool)
         run = GateRun(kernel, unit, "")
         for answer, _ in run.answers():
@@ -447,16 +447,16 @@ class _Job:
             if record.status in FAILED_STATUSES:
                 first = f"{answer.stage} {record.case['question']}"
                 shown = one_line(reason_of(record))
-                tell(outcome="caught", first=first, status=record.status, shown=shown, **facts)
+                send(outcome="caught", first=first, status=record.status, shown=shown, **facts)
                 return
-            tell(**facts)
-        tell(outcome="missed", questions=run.problems, seconds=round(run.seconds, 3))
+            send(**facts)
+        send(outcome="missed", questions=run.problems, seconds=round(run.seconds, 3))
 
 
 def _identical(subject: Subject, right: Subject, problems: Sequence[Problem]) -> bool:
-    """Return whether two kernels give the same bits on all of a reference set.
+    """Return whether two kernels give the same bits on a reference set of problems.
 
-    That is every problem of the check in two dtypes, and others, with a backward too.
+    The set is every problem of the check in two dtypes, and others, also with a backward.
     """
     executor = InProcess()
     every = dict.fromkeys(_reference_problems(problems))
@@ -470,8 +470,8 @@ def _identical(subject: Subject, right: Subject, problems: Sequence[Problem]) ->
                 return False
             continue
         count += 1
-        mine, its = one.outputs.tensors(), other.outputs.tensors()
-        if mine.keys() != its.keys() or not all(map(_same_bits, mine.values(), its.values())):
+        mine, theirs = one.outputs.tensors(), other.outputs.tensors()
+        if mine.keys() != theirs.keys() or not all(map(_same_bits, mine.values(), theirs.values())):
             return False
     return count > 0
 

@@ -1,8 +1,8 @@
-"""Mutants of a kernel's source by rule: one small change each, the same every time.
+"""Mutants of a kernel's source: each has one small change by a rule, and all are reproducible.
 
-A rule looks at one node of the syntax tree and says by what it may be replaced. The text of that
-node alone is written anew, so that a mutant differs from its source in a line or two. Nothing of
-attention is known here, and nothing of what attncheck asks.
+A rule looks at one node of the syntax tree and yields its replacements. Only the text of that node
+is rewritten, so that a mutant differs from its source in a line or two. The rules know nothing of
+attention, or of attncheck's questions.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ _SENTINEL = -1e4
 class Mutant:
     """One changed source."""
 
-    id: str  # ``kernel:operator:line:column``, and a number where there are several there
+    id: str  # ``kernel:operator:line:column``, with a number where that is not unique
     operator: str
     line: int
     text: str  # the whole file
     diff: str
-    code: str  # the line that was changed, as it was
+    code: str  # the original of the changed line
 
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """A node, and what stands around it."""
+    """A node of the syntax tree, with its parents and its function's names."""
 
     node: ast.AST
     parents: tuple[ast.AST, ...]  # the innermost last
-    roles: dict[str, list[str]]  # names of the function that stand for things of one kind
+    roles: dict[str, list[str]]  # names in the function, by the kind of thing that they stand for
 
     @property
     def parent(self) -> ast.AST:
         return self.parents[-1]
 
 
-def _called(node: ast.AST) -> str:
+def _called_name(node: ast.AST) -> str:
     function = node.func if isinstance(node, ast.Call) else None
     if isinstance(function, ast.Attribute):
         return function.attr
     return function.id if isinstance(function, ast.Name) else ""
 
 
-def _changed(node: ast.AST, **fields: object) -> ast.AST:
+def _with_fields(node: ast.AST, **fields: object) -> ast.AST:
     new = copy.deepcopy(node)
     for name, value in fields.items():
         setattr(new, name, value)
@@ -68,17 +68,17 @@ def _plus(node: ast.AST, number: int) -> ast.AST:
 
 
 def _off_by_one(site: _Site) -> Iterator[ast.AST]:
-    """Integers in sums and comparisons; ends of ranges; what something is compared with."""
+    """Change by one: integers in sums and comparisons, ends of ranges, bounds of inequalities."""
     node, parent = site.node, site.parent
     if isinstance(node, ast.Constant) and type(node.value) is int:
         of_sum = isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add | ast.Sub)
-        if of_sum or isinstance(parent, ast.Compare) or _called(parent) in _INDEX_CALLS:
+        if of_sum or isinstance(parent, ast.Compare) or _called_name(parent) in _INDEX_CALLS:
             yield from (ast.Constant(node.value + one) for one in (1, -1))
         return
     if isinstance(node, ast.Name | ast.BinOp | ast.Attribute):
         compared = isinstance(parent, ast.Compare) and node is not parent.left
         ordered = compared and isinstance(parent.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE)  # type: ignore[attr-defined]
-        bound = _called(parent) == "range" and node in parent.args[:2]  # type: ignore[attr-defined]
+        bound = _called_name(parent) == "range" and node in parent.args[:2]  # type: ignore[attr-defined]
         if ordered or bound:
             yield from (_plus(node, one) for one in (1, -1))
 
@@ -87,10 +87,10 @@ def _swap_operands(site: _Site) -> Iterator[ast.AST]:
     node = site.node
     swapped = ast.Sub | ast.Div | ast.FloorDiv | ast.Mod | ast.MatMult
     if isinstance(node, ast.BinOp) and isinstance(node.op, swapped):
-        yield _changed(node, left=node.right, right=node.left)
-    if isinstance(node, ast.Call) and _called(node) in {"where", "matmul", "dot"}:
+        yield _with_fields(node, left=node.right, right=node.left)
+    if isinstance(node, ast.Call) and _called_name(node) in {"where", "matmul", "dot"}:
         *first, one, other = node.args
-        yield _changed(node, args=[*first, other, one])
+        yield _with_fields(node, args=[*first, other, one])
 
 
 _FLIPS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
@@ -105,11 +105,11 @@ _FLIPS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
 def _flip_comparison(site: _Site) -> Iterator[ast.AST]:
     if isinstance(site.node, ast.Compare):
         for other in _FLIPS.get(type(site.node.ops[0]), ()):
-            yield _changed(site.node, ops=[other()])
+            yield _with_fields(site.node, ops=[other()])
 
 
 def _drop_statement(site: _Site) -> Iterator[ast.AST]:
-    """What adds to or changes a name that is there already; stores; the body of a condition."""
+    """Drop updates of a name, stores, and conditions or their bodies."""
     node = site.node
     if isinstance(node, ast.AugAssign):
         yield ast.Pass()
@@ -118,16 +118,16 @@ def _drop_statement(site: _Site) -> Iterator[ast.AST]:
         reads = {one.id for one in ast.walk(node.value) if isinstance(one, ast.Name)}
         if name in reads:
             yield ast.Pass()
-    if isinstance(node, ast.Expr) and _called(node.value) == "store":
+    if isinstance(node, ast.Expr) and _called_name(node.value) == "store":
         yield ast.Pass()
     if isinstance(node, ast.If) and not any(isinstance(one, ast.Raise) for one in node.body):
-        yield from (_changed(node, test=ast.Constant(value)) for value in (False, True))
+        yield from (_with_fields(node, test=ast.Constant(value)) for value in (False, True))
 
 
 def _wrong_index(site: _Site) -> Iterator[ast.AST]:
-    """The next name that stands for a thing of the same kind; another axis of a shape or grid."""
+    """Use another name of the same kind, or another axis of a shape or grid."""
     node, parent = site.node, site.parent
-    # Tensors of one call have one device and one dtype: there any of them says the same.
+    # All tensors of a call have the same device and dtype: another tensor's makes no difference.
     same = isinstance(parent, ast.Attribute) and parent.attr in {"device", "dtype"}
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and not same:
         for names in site.roles.values():
@@ -138,19 +138,19 @@ def _wrong_index(site: _Site) -> Iterator[ast.AST]:
                 return
     if isinstance(node, ast.Constant) and type(node.value) is int:
         of_shape = isinstance(parent, ast.Subscript) and ast.unparse(parent.value).endswith("shape")
-        if of_shape or _called(parent) in {"program_id", "stride", "num_programs"}:
+        if of_shape or _called_name(parent) in {"program_id", "stride", "num_programs"}:
             yield ast.Constant((node.value + 1) % 3)
             if of_shape:
                 yield ast.Constant(node.value - 1 if node.value else 2)
 
 
 def _narrow_dtype(site: _Site) -> Iterator[str]:
-    """A result of arithmetic, rounded to fp16 and back."""
+    """Round a result of arithmetic to fp16."""
     node = site.node
     if not isinstance(node, ast.Assign | ast.AugAssign):
         return
     value = node.value
-    if any(_called(one) in _ARITHMETIC for one in ast.walk(value)) or any(
+    if any(_called_name(one) in _ARITHMETIC for one in ast.walk(value)) or any(
         isinstance(one, ast.BinOp) and isinstance(one.op, ast.MatMult) for one in ast.walk(value)
     ):
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target
@@ -170,21 +170,21 @@ def _is_jit(node: ast.AST) -> bool:
 
 
 def _drop_mask(site: _Site) -> Iterator[ast.AST]:
-    """The mask of a load or store, ``other``, and each part of a conjunction."""
+    """Drop the mask of a load or store, its ``other``, or either part of a conjunction."""
     node = site.node
-    if isinstance(node, ast.Call) and _called(node) in {"load", "store"}:
+    if isinstance(node, ast.Call) and _called_name(node) in {"load", "store"}:
         for dropped in ({"mask", "other"}, {"other"}):
-            kept = [one for one in node.keywords if one.arg not in dropped]
-            if len(kept) < len(node.keywords):
-                yield _changed(node, keywords=kept)
-    if isinstance(node, ast.Call) and _called(node) == "masked_fill":
+            keywords = [one for one in node.keywords if one.arg not in dropped]
+            if len(keywords) < len(node.keywords):
+                yield _with_fields(node, keywords=keywords)
+    if isinstance(node, ast.Call) and _called_name(node) == "masked_fill":
         yield node.func.value  # type: ignore[attr-defined]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd):
         yield from (node.left, node.right)
 
 
 def _change_constant(site: _Site) -> Iterator[ast.AST]:
-    """Infinity to a finite sentinel or 0, another float to 1 (1 to 2, 0 to 1), a flag."""
+    """Replace infinity by a finite sentinel or 0, and other floats by 1 (1 by 2, 0 by 1)."""
     node, parent = site.node, site.parent
     infinite = ast.unparse(node) in {'float("inf")', "float('inf')", "float('-inf')", "torch.inf"}
     if infinite:
@@ -198,7 +198,7 @@ def _change_constant(site: _Site) -> Iterator[ast.AST]:
 
 
 def _drop_term(site: _Site) -> Iterator[ast.AST]:
-    """Either side of a sum, difference or product, and what a quotient is divided by."""
+    """Drop either operand of a sum or product, or the right one of another operation."""
     node = site.node
     if not isinstance(node, ast.BinOp):
         return
@@ -221,9 +221,9 @@ _OPPOSITES: dict[type[ast.operator], type[ast.operator]] = {
 def _flip_operator(site: _Site) -> Iterator[ast.AST]:
     node = site.node
     if isinstance(node, ast.BinOp) and type(node.op) in _OPPOSITES:
-        yield _changed(node, op=_OPPOSITES[type(node.op)]())
+        yield _with_fields(node, op=_OPPOSITES[type(node.op)]())
     if isinstance(node, ast.AugAssign) and type(node.op) in _OPPOSITES:
-        yield _changed(node, op=_OPPOSITES[type(node.op)]())
+        yield _with_fields(node, op=_OPPOSITES[type(node.op)]())
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         yield node.operand
 
@@ -239,29 +239,29 @@ _OTHER_REDUCTION = {"sum": "max", "max": "sum", "amax": "sum"} | {
 
 
 def _swap_function(site: _Site) -> Iterator[ast.AST]:
-    """A sum for a maximum, a larger for a smaller, powers of e for those of 2; another axis."""
+    """Swap sum and max, maximum and minimum, or base e and base 2; or use another axis."""
     node = site.node
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         if other := _OTHER_REDUCTION.get(node.func.attr):
-            yield _changed(node, func=_changed(node.func, attr=other))
+            yield _with_fields(node, func=_with_fields(node.func, attr=other))
         if node.func.attr in {"sum", "max"} and len(node.args) == 2:
             axis = node.args[1]
             if isinstance(axis, ast.Constant):
-                yield _changed(node, args=[node.args[0], ast.Constant(1 - int(axis.value))])  # type: ignore[arg-type]
+                yield _with_fields(node, args=[node.args[0], ast.Constant(1 - int(axis.value))])  # type: ignore[arg-type]
 
 
 def _transpose(site: _Site) -> Iterator[ast.AST]:
-    """A transposition left out; rows for columns where a vector becomes a matrix."""
+    """Drop a transposition, or swap the axes of ``[:, None]`` and ``[None, :]``."""
     node = site.node
-    if isinstance(node, ast.Call) and _called(node) == "trans":
+    if isinstance(node, ast.Call) and _called_name(node) == "trans":
         yield node.args[0]
-    if isinstance(node, ast.Call) and _called(node) == "transpose":
+    if isinstance(node, ast.Call) and _called_name(node) == "transpose":
         yield node.func.value  # type: ignore[attr-defined]
     if isinstance(node, ast.Attribute) and node.attr in {"T", "mT"}:
         yield node.value
     index = node.slice if isinstance(node, ast.Subscript) else None
     if isinstance(index, ast.Tuple) and sorted(map(ast.unparse, index.elts)) == [":", "None"]:
-        yield _changed(node, slice=_changed(index, elts=index.elts[::-1]))
+        yield _with_fields(node, slice=_with_fields(index, elts=index.elts[::-1]))
 
 
 OPERATORS: dict[str, Callable[[_Site], Iterator[ast.AST | str]]] = {
@@ -278,43 +278,43 @@ OPERATORS: dict[str, Callable[[_Site], Iterator[ast.AST | str]]] = {
     "swap-function": _swap_function,
     "transpose": _transpose,
 }
-"""Rules by name: from a place to what may stand there instead."""
+"""Rules by name; each maps a site to its replacements."""
 
 
 def mutants_of(kernel: str, source: str, operators: Sequence[str] = ()) -> list[Mutant]:
-    """Return every mutant of a file's functions, by place and then by rule.
+    """Return every mutant of a file's functions, ordered by place and then by rule.
 
-    Two rules that give the same text give one mutant, the first one's, and so does none that
-    compiles to the source's own code: it is the same program.
+    If two rules give the same code, only the first one's mutant counts; code that equals the
+    source's own gives none.
 
     Args:
-        kernel: What ids begin with.
-        source: The file.
-        operators: Rules by name; none: all.
+        kernel: First part of the ids.
+        source: Text of the file.
+        operators: Names of rules; empty for all.
 
     Raises:
-        UnknownName: for a rule that there is not.
-        UsageError: for a source that is no Python.
+        UnknownName: for an unknown rule.
+        UsageError: for a source that is not valid Python.
     """
     require_known("operator", operators, OPERATORS)
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
         raise UsageError(f"{kernel} is no Python: {error}.") from None
-    lines, seen = source.splitlines(keepends=True), set[bytes]()
+    lines, known_code = source.splitlines(keepends=True), set[bytes]()
     mutants, labels = [], Counter[str]()
     sites = [*_sites(tree)]
     sites.sort(key=lambda site: (site.node.lineno, site.node.col_offset))  # type: ignore[attr-defined]
     for site in sites:
         if isinstance(site.node, ast.stmt):
-            seen.add(_replaced(lines, site, ast.unparse(site.node))[1] or b"")
+            known_code.add(_replace(lines, site, ast.unparse(site.node))[1] or b"")
         for name in operators or OPERATORS:
             for new in OPERATORS[name](site):
-                text, code = _replaced(lines, site, new)
-                # What is no Python, or the same program again, is no mutant.
-                if code is None or code in seen:
+                text, code = _replace(lines, site, new)
+                # Skip text that is not valid Python, and programs that are known already.
+                if code is None or code in known_code:
                     continue
-                seen.add(code)
+                known_code.add(code)
                 node = site.node
                 label = f"{kernel}:{name}:{node.lineno}:{node.col_offset}"  # type: ignore[attr-defined]
                 labels[label] += 1
@@ -331,8 +331,8 @@ def mutants_of(kernel: str, source: str, operators: Sequence[str] = ()) -> list[
     return mutants
 
 
-class _Folded(ast.NodeTransformer):
-    """What Python computes when it compiles: numbers of numbers; ``-`` of a number."""
+class _SignFolder(ast.NodeTransformer):
+    """Folds a minus sign into its number, as Python's compiler does."""
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:  # ast's name
         self.generic_visit(node)
@@ -344,7 +344,7 @@ class _Folded(ast.NodeTransformer):
 
 
 def _sites(tree: ast.Module) -> Iterator[_Site]:
-    """Yield each node in a function's body, but for what is raised and defaults of parameters."""
+    """Yield each node in bodies of functions (not parameters), except in ``raise`` statements."""
     functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
     for function in functions:
         roles = _roles(function)
@@ -355,14 +355,14 @@ def _sites(tree: ast.Module) -> Iterator[_Site]:
             node, parents = todo.pop()
             if isinstance(node, ast.FunctionDef | ast.Raise):
                 continue
-            # A slice or a target has its own meaning: what is written to is not renamed.
+            # Nodes without a place in the text, such as operators and contexts, cannot be replaced.
             if hasattr(node, "lineno") and hasattr(node, "end_col_offset"):
                 yield _Site(node, parents, roles)
             todo += [(child, (*parents, node)) for child in ast.iter_child_nodes(node)]
 
 
 def _roles(function: ast.FunctionDef) -> dict[str, list[str]]:
-    """Names of a function that one may be mistaken for another: strides, programs, offsets."""
+    """Return names in a function that may be confused: strides, tensors, programs, offsets."""
     roles: dict[str, list[str]] = {}
     names = [one.arg for one in function.args.args]
     strides = [name for name in names if "stride" in name or _is_short_stride(name)]
@@ -386,15 +386,15 @@ def _roles(function: ast.FunctionDef) -> dict[str, list[str]]:
 
 
 def _is_short_stride(name: str) -> bool:
-    """Return whether a parameter is called like ``q_b`` or ``s_kp``."""
+    """Return whether a parameter has a name such as ``q_b`` or ``s_kp``."""
     first, _, last = name.partition("_")
     return bool(last) and len(first) == 1 and len(last) <= 2 and first in "qkvos"
 
 
-def _replaced(lines: list[str], site: _Site, new: ast.AST | str) -> tuple[str, bytes | None]:
-    """Return the text with that of one node written anew, in brackets where it may need them.
+def _replace(lines: list[str], site: _Site, new: ast.AST | str) -> tuple[str, bytes | None]:
+    """Return the text with one node replaced, in brackets if needed, and the statement's code.
 
-    And what the statement around it says then, wherever that stands; None where it is no Python.
+    The code identifies the changed statement and its line; None if it is not valid Python.
     """
     node = site.node
     text = new if isinstance(new, str) else ast.unparse(ast.fix_missing_locations(new))
@@ -414,7 +414,7 @@ def _replaced(lines: list[str], site: _Site, new: ast.AST | str) -> tuple[str, b
     except (SyntaxError, ValueError):
         code = None
     else:
-        code = f"{begin} {ast.dump(_Folded().visit(tree))}".encode()
+        code = f"{begin} {ast.dump(_SignFolder().visit(tree))}".encode()
     return "".join([*lines[:begin], *around, *lines[end:]]), code
 
 

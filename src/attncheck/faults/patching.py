@@ -1,11 +1,11 @@
-"""Patches: changes to sources that are found by their text, and fail loudly where it moved.
+"""Patches: changes to sources that are found by their text, and fail loudly if it is not there.
 
-A patch has hunks with an empty line between, of lines that begin with a mark:
+A patch consists of hunks, separated by empty lines. Each line of a hunk begins with a mark:
 
-* ``-`` is taken out, ``+`` put in, and a space stays. What is marked otherwise than ``+`` must be
-  consecutive in exactly one place of exactly one source, but for indentation, comments and empty
-  lines; what is put in is indented like what it stands beside.
-* A hunk of ``+`` alone is appended to the source that the first hunk of all patches changes.
+* Lines with ``-`` are removed, those with ``+`` inserted, and those with a space stay. Lines with
+  ``-`` or a space must be consecutive in exactly one place of exactly one source, disregarding
+  indentation, comments and empty lines; inserted lines get the indentation of that place.
+* A hunk of only ``+`` is appended to the source that the first hunk of all patches changes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from attncheck.core.errors import AttncheckError
 
-# A comment, where no string follows that could have the mark in it.
+# A comment; text with quotes may be a string with # in it, and does not match.
 _COMMENT = re.compile(r"\s+# [^\"]*$")
 
 
 class NotPlanted(AttncheckError):
-    """A fault cannot be planted: the source is not what its entry says."""
+    """Raised where a fault cannot be planted, because the source does not match its patch."""
 
 
 class _Line(NamedTuple):
@@ -33,7 +33,7 @@ class _Line(NamedTuple):
 
 
 class _Hunk:
-    """Lines with the mark of each."""
+    """A hunk's lines, each as (mark, text)."""
 
     def __init__(self, lines: list[str]) -> None:
         self.lines = [(line[0], line[1:]) for line in lines]
@@ -41,25 +41,25 @@ class _Hunk:
 
 
 def apply_patches(sources: Mapping[str, str], patches: Iterable[str]) -> dict[str, str]:
-    """Return ``sources`` (text by name) with each of ``patches`` applied to what the last one left.
+    """Return ``sources`` (text by name) with ``patches`` applied one after the other.
 
     Raises:
         NotPlanted: where the text of a hunk is not found exactly once.
     """
     texts, appended, last = dict(sources), list[str](), ""
     for patch in patches:
-        code = {name: list(_code(text)) for name, text in texts.items()}
+        code = {name: list(_code_lines(text)) for name, text in texts.items()}
         places = []
         for hunk in _hunks(patch):
             if not hunk.old:
                 appended.append("\n".join(line for _, line in hunk.lines))
                 continue
-            name, lines = _place(hunk, code)
+            name, lines = _find_hunk(hunk, code)
             places.append((name, lines, hunk))
             last = last or name
-        # From the end of a source on: what is above keeps its numbers.
+        # Backwards from the end of a source, so that line numbers above stay valid.
         for name, lines, hunk in sorted(places, key=lambda one: -one[1][0].number):
-            texts[name] = _changed(texts[name], lines, hunk)
+            texts[name] = _apply_hunk(texts[name], lines, hunk)
         if last and appended:
             texts[last] = "\n\n".join([texts[last].rstrip("\n"), *appended]) + "\n"
             appended = []
@@ -71,7 +71,7 @@ def apply_patches(sources: Mapping[str, str], patches: Iterable[str]) -> dict[st
 def _hunks(patch: str) -> Iterator[_Hunk]:
     """Yield the hunks of a text that is indented as a whole."""
     lines = patch.strip("\n").split("\n")
-    # Patches are indented as their file likes: the outermost mark is the left edge.
+    # A patch may be indented in its file: the leftmost mark is its left edge.
     marked = min(
         len(line) - len(line.lstrip()) for line in lines if line.lstrip()[:1] in {"+", "-"}
     )
@@ -81,14 +81,14 @@ def _hunks(patch: str) -> Iterator[_Hunk]:
             yield _Hunk(of_block)
 
 
-def _code(text: str) -> Iterator[_Line]:
+def _code_lines(text: str) -> Iterator[_Line]:
     for number, line in enumerate(text.split("\n")):
         code = _COMMENT.sub("", line).strip()
         if code and not code.startswith("#"):
             yield _Line(number, len(line) - len(line.lstrip()), code)
 
 
-def _place(hunk: _Hunk, code: Mapping[str, list[_Line]]) -> tuple[str, list[_Line]]:
+def _find_hunk(hunk: _Hunk, code: Mapping[str, list[_Line]]) -> tuple[str, list[_Line]]:
     old = hunk.old
     places = [
         (name, lines[start : start + len(old)])
@@ -96,16 +96,16 @@ def _place(hunk: _Hunk, code: Mapping[str, list[_Line]]) -> tuple[str, list[_Lin
         for start in range(len(lines) - len(old) + 1)
         if all(line.code == text for line, text in zip(lines[start:], old, strict=False))
     ]
-    # Found twice is as bad as never: the other place might be changed.
+    # A text found twice is an error, too: the wrong place might be changed.
     if len(places) != 1:
         raise NotPlanted(f"{old[0]!r} and what follows is there {len(places)} times, not once.")
     return places[0]
 
 
-def _changed(text: str, lines: list[_Line], hunk: _Hunk) -> str:
+def _apply_hunk(text: str, lines: list[_Line], hunk: _Hunk) -> str:
     all_lines = text.split("\n")
     first = next(line for mark, line in hunk.lines if mark != "+")
-    # Sources move into other blocks: what is put in follows what it stands beside.
+    # Code may move into other blocks: inserted lines shift with the lines around them.
     shift = lines[0].indent - (len(first) - len(first.lstrip()))
     changed, old, at = [], iter(lines), lines[0].number
     for mark, line in hunk.lines:

@@ -1,8 +1,8 @@
-"""Other projects' acceptance rules, applied to the problems that a gate asks, as their files do.
+"""Acceptance rules of other projects' tests, applied to the problems of a gate.
 
-Read in November 2026. Every rule gets the float64 truth in place of the peer's own reference, which
-can only help it. Their literals decide nothing of ours. flash-attention asks its rule of 16-bit
-gradients only; here it is asked in fp32 and tf32 too.
+The rules were read in November 2026. Each gets the float64 truth in place of the peer's own
+reference, which can only help it. No verdict of attncheck's depends on their numbers.
+flash-attention applies its rule to 16-bit gradients only; here it is applied in fp32 and tf32 too.
 
 =================  ===============================================================================
 allclose(1e-2)     triton.testing.assert_close's defaults: atol 1e-2, rtol 0
@@ -46,90 +46,90 @@ ALLCLOSE = dict.fromkeys(("fp32", "fp16", "bf16"), (1e-2, 0.0))
 TORCH = {"fp32": (1e-5, 1.3e-6), "fp16": (1e-5, 1e-3), "bf16": (1e-5, 1.6e-2)}
 GPUCHECK = {"fp32": (1e-4, 1e-4), "fp16": (1e-2, 1e-2), "bf16": (5e-2, 5e-2)}
 
-_CAPPED = 3.0  # flash-attention's factor in place of 2 where the scores have a cap
+_CAPPED = 3.0  # flash-attention's factor with softcap, in place of 2
 _MORE_OF_CAPPED_GRADIENTS = 3e-4
-_COMPARED: tuple[TensorName, ...] = ("dq", "dk", "dv")  # no peer asks about a sink's gradient
+_COMPARED: tuple[TensorName, ...] = ("dq", "dk", "dv")  # No peer tests a sink's gradient.
 
 
 @dataclass(frozen=True)
 class PeerReference:
-    """Knowledge that a peer has of a problem before it sees a kernel's outputs."""
+    """Expected results of a problem, as peers' rules compute them."""
 
     inputs: Inputs  # the tensors
     truth: Outputs  # out, LSE and gradients in float64
 
     @property
     def compares_gradients(self) -> bool:
-        """Return whether it has gradients; of fp8 the rules say nothing of them."""
+        """Return whether there are gradients to compare; the rules have none in fp8."""
         problem = self.inputs.problem
         return problem.backward and not problem.formats.scaled
 
     @property
     def is_capped(self) -> bool:
-        """Return whether scores have a cap."""
+        """Return whether the scores have a softcap."""
         return any(part.name == "softcap" for part in self.inputs.problem.score.walk())
 
     @cached_property
     def out(self) -> Tensor:
-        """The truth in the output's dtype."""
+        """Return the true out in the output's dtype."""
         # A peer compares in the kernel's own dtype.
         output = self.inputs.problem.formats.output
         return round_to(self.truth.out, output).to(output.torch_dtype)
 
     @cached_property
     def gradients(self) -> dict[TensorName, Tensor]:
-        """The true gradients in the storage dtype."""
+        """Return the true gradients in the storage dtype."""
         fmt, exact = self.inputs.problem.formats.output, self.truth.gradients()
         return {name: round_to(exact[name], fmt).to(fmt.torch_dtype) for name in _COMPARED}
 
     @cached_property
     def magnitude(self) -> Tensor:
-        """Σ p |v|, float64 like out."""
+        """Return Σ p |v|, float64 with the shape of out."""
         v = self.inputs.v
         return oracles.truth(self.inputs.replace(v=v.float().abs().to(v.dtype))).out
 
     @cached_property
     def unfused(self) -> Tensor:
-        """flash-attention's attention_ref(upcast=False, reorder_ops=True): each result rounded."""
+        """Return out of flash-attention's attention_ref(upcast=False, reorder_ops=True)."""
         q, k, v = self._operands
-        products = self._product(q, self._rounded(k * self.inputs.problem.scale).mT)
-        return self._weighted(self._rounded(self._modified(products)), v)
+        products = self._multiply(q, self._round(k * self.inputs.problem.scale).mT)
+        return self._attend(self._round(self._apply_score_mod(products)), v)
 
     @cached_property
     def eager(self) -> Tensor:
-        """flex_attention's eager formula: q·k in the dtype, softmax in fp32."""
+        """Return out of flex_attention's eager formula: q·k in the dtype, softmax in fp32."""
         q, k, v = self._operands
-        products = self._product(q, k.mT) * self.inputs.problem.scale
-        return self._weighted(self._modified(products), v)
+        products = self._multiply(q, k.mT) * self.inputs.problem.scale
+        return self._attend(self._apply_score_mod(products), v)
 
     @cached_property
     def unfused_gradients(self) -> dict[TensorName, Tensor]:
-        """Autograd of ``unfused``: each result is rounded."""
+        """Return the gradients of ``unfused`` by autograd's steps, each result rounded."""
         inputs, problem = self.inputs, self.inputs.problem
         assert inputs.dout is not None, "asked of what has gradients"
         q, k, v = self._operands
-        scaled, dout = self._rounded(k * problem.scale), inputs.dout.float()
-        scores, slopes = self._product(q, scaled.mT), torch.ones(())
+        scaled, dout = self._round(k * problem.scale), inputs.dout.float()
+        scores, slopes = self._multiply(q, scaled.mT), torch.ones(())
         if problem.score != NONE:
             mod, at = problem.score_mod(str(scores.device)), self._indices
             slopes = slope(mod, scores, Index(b=at[0], h=at[1], q_idx=at[2], kv_idx=at[3]))
-            scores = self._rounded(self._modified(scores))
-        p = self._rounded(self._softmax(scores))
-        dp = self._product(dout, v.mT)
+            scores = self._round(self._apply_score_mod(scores))
+        p = self._round(self._softmax(scores))
+        dp = self._multiply(dout, v.mT)
         ds = p * (dp - (dp * p).sum(-1, keepdim=True))
         if inputs.dlse is not None:
             ds = ds + p * inputs.dlse[..., None]
-        ds = self._rounded(self._rounded(ds) * slopes)
-        dk = self._rounded(self._product(ds.mT, q) * problem.scale)
+        ds = self._round(self._round(ds) * slopes)
+        dk = self._round(self._multiply(ds.mT, q) * problem.scale)
         return {
-            "dq": self._product(ds, scaled),
-            "dk": self._of_keys(dk),
-            "dv": self._of_keys(self._product(p.mT, dout)),
+            "dq": self._multiply(ds, scaled),
+            "dk": self._sum_group(dk),
+            "dv": self._sum_group(self._multiply(p.mT, dout)),
         }
 
     @cached_property
     def _operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (self._rounded(x.float()) for x in self.inputs.promoted())
+        q, k, v = (self._round(x.float()) for x in self.inputs.promoted())
         group = self.inputs.problem.group
         return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
 
@@ -139,8 +139,8 @@ class PeerReference:
         sizes = (problem.batch, problem.heads, problem.query, problem.kv)
         return torch.meshgrid(*(torch.arange(size, device=device) for size in sizes), indexing="ij")
 
-    def _modified(self, products: Tensor) -> Tensor:
-        """Scores ``(batch, heads, query, kv)`` through the score mod of the problem."""
+    def _apply_score_mod(self, products: Tensor) -> Tensor:
+        """Apply the problem's score mod to scores ``(batch, heads, query, kv)``."""
         problem = self.inputs.problem
         if problem.score == NONE:
             return products
@@ -148,7 +148,7 @@ class PeerReference:
         return mod(products, *self._indices).to(products.dtype)
 
     def _softmax(self, scores: Tensor) -> Tensor:
-        """P without a sink, 0 in rows that see nothing."""
+        """Return P without the sink's column, 0 in rows that see nothing."""
         seen = attention_mask(self.inputs.problem, str(self.inputs.device))
         scores = torch.where(seen, scores, -torch.inf)
         sink = self.inputs.sink
@@ -157,28 +157,28 @@ class PeerReference:
         column = sink.float()[:, None, None].expand(*scores.shape[:3], 1)
         return torch.nan_to_num(torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1])
 
-    def _weighted(self, scores: Tensor, v: Tensor) -> Tensor:
-        p = self._rounded(self._softmax(scores))
+    def _attend(self, scores: Tensor, v: Tensor) -> Tensor:
+        p = self._round(self._softmax(scores))
         if self.inputs.problem.formats.scaled:  # FlashAttention-3: intermediate_dtype
             p = Ideal().operand(p, self.inputs.problem.formats.weights)
-        return self._product(p, v)
+        return self._multiply(p, v)
 
-    def _of_keys(self, gradient: Tensor) -> Tensor:
-        """Summed over the heads of a group, in the storage dtype at last."""
+    def _sum_group(self, gradient: Tensor) -> Tensor:
+        """Sum over the heads of a group, and round to the storage dtype."""
         batch, heads, *rest = gradient.shape
         group = self.inputs.problem.group
-        return self._rounded(gradient.view(batch, heads // group, group, *rest).sum(2))
+        return self._round(gradient.view(batch, heads // group, group, *rest).sum(2))
 
-    def _rounded(self, x: Tensor) -> Tensor:
+    def _round(self, x: Tensor) -> Tensor:
         return x.to(self.inputs.problem.formats.output.torch_dtype).float()
 
-    def _product(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """A matrix product as the dtype has it, rounded to it."""
-        # Of fp32 tensors, whose products a GPU computes in tf32 where it is asked to.
+    def _multiply(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return a matrix product in the arithmetic of the dtype, rounded to the dtype."""
+        # tf32 tensors are stored as fp32, and rounded to tf32 for a product.
         if self.inputs.problem.dtype == "tf32":
             rows, columns = (Ideal().operand(x, FORMATS["tf32"]) for x in (rows, columns))
         with fp32_products("ieee"):
-            return self._rounded(rows @ columns)
+            return self._round(rows @ columns)
 
 
 def _close(got: Tensor, expected: Tensor, tolerance: tuple[float, float]) -> bool:
@@ -191,8 +191,8 @@ def _max_error(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _within(factor: float, got: Tensor, unfused: Tensor, exact: Tensor, more: float = 0.0) -> bool:
-    """Return whether max error ≤ ``factor`` × that of the unfused formula, and a little more."""
-    # What rounding once more at another size costs: their guard against a floor of 0.
+    """Return whether max error ≤ ``factor`` × that of the unfused formula, plus a floor."""
+    # flash-attention's guard against a floor of 0: the error of a rounding at another magnitude.
     floor = 2 * ((exact + 0.3 - 0.3) - exact).abs().max().double() + more
     allowed = factor * _max_error(unfused.to(exact.dtype), exact) + floor
     return bool(_max_error(got, exact) <= allowed)
@@ -203,20 +203,20 @@ Accepts = Callable[[Outputs, PeerReference], bool]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How another project accepts a kernel's outputs."""
+    """Another project's conditions to accept a kernel's outputs."""
 
-    forward: Accepts  # of out, and of LSE where it compares it
-    gradients: Accepts  # of dQ, dK and dV
+    forward: Accepts  # for out, and for LSE if the rule compares it
+    gradients: Accepts  # for dQ, dK and dV
 
     def refuses(self, outputs: Outputs, reference: PeerReference) -> bool:
-        """Return whether it does not accept them, gradients too where it speaks of any."""
+        """Return whether the rule rejects the outputs, or the gradients if it compares them."""
         if not self.forward(outputs, reference):
             return True
         return reference.compares_gradients and not self.gradients(outputs, reference)
 
 
 def _elementwise(table: dict[str, tuple[float, float]]) -> Rule:
-    """Return |got − expected| ≤ atol + rtol |expected| by dtype; NaN is never close."""
+    """Return the rule |got − expected| ≤ atol + rtol |expected| by dtype; NaN is never close."""
 
     def forward(got: Outputs, reference: PeerReference) -> bool:
         output = reference.inputs.problem.formats.output.name
@@ -233,7 +233,7 @@ def _elementwise(table: dict[str, tuple[float, float]]) -> Rule:
 
 
 def times_rule(factor: float) -> Accepts:
-    """Return max error ≤ ``factor`` × that of the unfused formula, and a little more."""
+    """Return the rule max error ≤ ``factor`` × that of the unfused formula, plus a floor."""
     return lambda got, reference: _within(factor, got.out, reference.unfused, reference.out)
 
 
@@ -241,7 +241,7 @@ def _twice(got: Outputs, reference: PeerReference) -> bool:
     return times_rule(_CAPPED if reference.is_capped else 2.0)(got, reference)
 
 
-def _twice_of_gradients(got: Outputs, reference: PeerReference) -> bool:
+def _twice_gradients(got: Outputs, reference: PeerReference) -> bool:
     factor, more = (_CAPPED, _MORE_OF_CAPPED_GRADIENTS) if reference.is_capped else (2.0, 0.0)
     gradients, unfused = got.gradients(), reference.unfused_gradients
     return all(
@@ -262,7 +262,7 @@ def mean_rule(got: Outputs, reference: PeerReference) -> bool:
     return _mean_within(got.out, reference.eager, reference.truth.out, dtype)
 
 
-def _mean_of_gradients(got: Outputs, reference: PeerReference) -> bool:
+def _mean_gradients(got: Outputs, reference: PeerReference) -> bool:
     dtype = reference.inputs.problem.formats.output.name
     gradients, exact = got.gradients(), reference.truth.gradients()
     unfused = reference.unfused_gradients
@@ -271,19 +271,19 @@ def _mean_of_gradients(got: Outputs, reference: PeerReference) -> bool:
 
 RULES: dict[str, Rule] = {
     "allclose(1e-2)": _elementwise(ALLCLOSE),
-    "2×": Rule(_twice, _twice_of_gradients),
-    "1.1× mean": Rule(mean_rule, _mean_of_gradients),
+    "2×": Rule(_twice, _twice_gradients),
+    "1.1× mean": Rule(mean_rule, _mean_gradients),
     "torch": _elementwise(TORCH),
     "gpucheck": _elementwise(GPUCHECK),
 }
 FAULT_RULES = ("allclose(1e-2)", "2×", "1.1× mean")
-"""Those of which a report of faults tells."""
+"""Rules in a report of faults."""
 MUTANT_RULES = ("torch", "allclose(1e-2)", "2×", "gpucheck")
-"""Those of which a report of mutants tells."""
+"""Rules in a report of mutants."""
 
 
 def is_plain(case: Case) -> bool:
-    """Return whether it is one call of attention and what comes of it, as in others' tests.
+    """Return whether a case is one call of attention and its outputs, as in peers' tests.
 
     That is ``compare``, or a probe's inputs.
     """
@@ -294,39 +294,36 @@ def is_plain(case: Case) -> bool:
 def refusing_rules(
     result: Execution | Failure, reference: PeerReference, rules: Iterable[str]
 ) -> set[str]:
-    """Return those of ``rules`` that do not accept what a kernel gave.
-
-    What raises, no test of theirs accepts.
-    """
+    """Return those of ``rules`` that reject a kernel's result; all reject a kernel that raises."""
     if isinstance(result, Failure):
         return set(rules)
     return {rule for rule in rules if RULES[rule].refuses(result.outputs, reference)}
 
 
 class RecordingExecutor(InProcess):
-    """Calls a kernel in this process, and keeps what the last question's first call gave."""
+    """Calls a kernel in this process, and stores the first call since ``forget``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first_call: tuple[Inputs, Execution | Failure] | None = None
 
     def run(self, subject: Subject, inputs: Inputs, **how: Any) -> Execution | Failure:
-        """Return what ``InProcess`` does, and keep the first."""
+        """Run the kernel as ``InProcess`` does; store the first call and its result."""
         result = super().run(subject, inputs, **how)
         if self.first_call is None:
             self.first_call = inputs, result
         return result
 
     def forget(self) -> None:
-        """The next call is the first one."""
+        """Forget the first call: the next one takes its place."""
         self.first_call = None
 
 
 class PeerRules:
-    """Counts, rule by rule, up to the first problem where it catches the fault.
+    """Counts the problems that each rule needs to catch a fault.
 
-    A rule that refuses the right kernel on the same problem has caught nothing there: nobody would
-    keep a test that fails whatever is tested.
+    A rule that rejects the right kernel on the same problem has caught nothing there: nobody would
+    keep a test that always fails.
     """
 
     def __init__(self, right: Subject, rules: Iterable[str] = FAULT_RULES) -> None:
@@ -335,24 +332,24 @@ class PeerRules:
 
     @property
     def verdicts(self) -> tuple[PeerVerdict, ...]:
-        """Return the verdict of each so far."""
+        """Return the verdict of each rule so far."""
         return tuple(self._verdicts.values())
 
     def apply(self, case: Case, call: tuple[Inputs, Execution | Failure] | None) -> None:
-        """Ask the rules that have caught nothing yet about the first call of a question.
+        """Apply the rules that have caught nothing yet to the first call of a question.
 
-        Of a plain question alone (``is_plain``).
+        Questions that are not plain (``is_plain``) are ignored.
         """
         rules = [rule for rule, verdict in self._verdicts.items() if not verdict.caught]
         if not is_plain(case) or call is None or not rules:
             return
         inputs, result = call
-        # What a kernel refuses, no test of theirs would ask.
+        # Peers' tests would not use problems that the kernel refuses.
         if isinstance(result, Failure) and result.kind == "refused":
             return
         reference = PeerReference(inputs, oracles.truth(inputs))
         refused = refusing_rules(result, reference, rules)
-        # Asked of rules that refuse alone: the right kernel is run for nothing otherwise.
+        # Run the right kernel only if a rule rejects the faulty one.
         alarms = refusing_rules(self._run_right(inputs), reference, refused) if refused else set()
         for rule in rules:
             before = self._verdicts[rule]
@@ -364,7 +361,7 @@ class PeerRules:
             )
 
     def _run_right(self, inputs: Inputs) -> Execution | Failure:
-        # One of its own, so that the recorded call stays the faulty kernel's.
+        # A separate executor, so that the recorded call stays the faulty kernel's.
         executor = InProcess()
         refusal = executor.refusal(self._right, inputs.problem, inputs.device.type)
         return executor.run(self._right if refusal is None else Ideal(), inputs)

@@ -1,8 +1,8 @@
-"""Plant a fault: kernels of ours copied, changed and loadable; the real sources carry no switches.
+"""Plant a fault in a changed copy of attncheck's kernels; the real sources carry no switches.
 
-A copy is a package of its own: whatever of the host imports what was changed is copied with it, and
-imports the copy, so that the kernel that judges beside it stays what it is. The ideal kernel needs
-no copy where a fault is steps that it does otherwise.
+The copy is a package of its own. It includes all modules that import a changed one, and they import
+the copy, so that the unchanged kernel can run beside it. The ideal kernel needs no copy for a fault
+that consists of other ``Steps``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attncheck.faults.fault import Control, Fault, HostName
 
 _ROOT = Path(__file__).parents[1]
-_SHARED = {"compilation"}  # it prepares Triton, for all kernels alike
+_SHARED = {"compilation"}  # prepares Triton for all kernels, and is not copied
 
 COPIED = (
     *sorted(
@@ -38,9 +38,9 @@ COPIED = (
     "subjects.triton_caches",
     "subjects.triton_flash",
 )
-"""Modules below attncheck that a copy has of its own, and so may be changed.
+"""Modules below attncheck that are copied, and so may be changed.
 
-Not the interpreter's repairs, which are one for all, nor what the oracles share with kernels.
+The interpreter's repairs are not: they are global. Nor are modules that oracles share with kernels.
 """
 
 _IMPORTED = re.compile(r"\battncheck\.(" + "|".join(map(re.escape, COPIED)) + r")\b")
@@ -75,11 +75,11 @@ def plant(fault: Fault | Control, host: HostName, folder: Path) -> str:
     """Write the kernel of ``host`` with ``fault`` in it below ``folder``.
 
     Args:
-        folder: Gets a file ``<fault>_<host>.py``, and a package beside it where sources are
-            changed; what is there already is written again.
+        folder: Gets a file ``<fault>_<host>.py``, and a package beside it if sources are changed;
+            existing ones are overwritten.
 
     Returns:
-        What ``subjects.load.load`` takes: ``FILE::Planted``.
+        The kernel's name for ``subjects.load.load``: ``FILE::Planted``.
 
     Raises:
         NotPlanted: where a text to be changed is not found exactly once.
@@ -88,7 +88,7 @@ def plant(fault: Fault | Control, host: HostName, folder: Path) -> str:
     label = f"{fault.id}_{host}".replace("-", "_")
     kernel = named_kernels.BUILTIN[how.kernel]
     module = kernel.module
-    # Shared patches prepare what one fault changes, or finish it: their order matters.
+    # Shared patches go before or after the fault's own patch: their order matters.
     own = [how.patch] if how.patch else []
     shared = [[SHARED_PATCHES[name] for name in names] for names in (how.first, how.last)]
     patches = [*shared[0], *own, *shared[1]]
@@ -98,7 +98,7 @@ def plant(fault: Fault | Control, host: HostName, folder: Path) -> str:
         except NotPlanted as error:
             raise NotPlanted(f"{fault.id} in {how.kernel}: {error}") from None
         module = f"planted_{label}.{module.removeprefix('attncheck.')}"
-    # The class is imported where the kernel is called: its steps are looked up there.
+    # The kernel's process imports the class, and looks up its steps there.
     body = _STEPS.format(model=how.model) if how.model else ""
     if kernel.arguments:
         body += _ARGUMENTS.format(arguments=kernel.arguments)
@@ -116,12 +116,12 @@ def plant(fault: Fault | Control, host: HostName, folder: Path) -> str:
 
 
 def _copy(patches: list[str], package: Path) -> None:
-    """Write a package of all that is copied, changed by ``patches``."""
+    """Write a package of the ``COPIED`` modules, changed by ``patches``."""
     sources = {
         name: (_ROOT / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8")
         for name in COPIED
     }
-    # Before anything is written: a patch that fails leaves no half of a package.
+    # Patch before anything is written, so that a failing patch leaves no incomplete package.
     texts = apply_patches(sources, patches)
     shutil.rmtree(package, ignore_errors=True)
     for name, text in texts.items():
@@ -129,14 +129,14 @@ def _copy(patches: list[str], package: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         for parent in path.relative_to(package).parents:
             (package / parent / "__init__.py").touch()
-        # What imports a copied module imports the copy.
+        # Imports of copied modules become imports of the copies.
         own = _IMPORTED.sub(rf"{package.name}.\1", text)
         own = _FROM_KERNELS.sub(f"from {package.name}.kernels import", own)
         path.write_text(own, encoding="utf-8")
 
 
 def model_steps(model: str) -> Steps:
-    """Return the steps of a fault model that ``Host.model`` names."""
+    """Return the Steps of the fault model that ``Host.model`` names."""
     from attncheck.fault_models import FAULT_MODELS
 
     name, _, number = model.partition(":")

@@ -1,8 +1,8 @@
-"""A pytest plugin that replaces a function of somebody's module on import.
+"""A pytest plugin that replaces a function of a user's module on import.
 
-``pytest -p attncheck.faults.replacement_plugin`` with ATTNCHECK_REPLACED naming a file that
-``Replacement`` was written to. Whoever imports the function gets ours, before or after; not who had
-it before pytest began, nor what the module itself made of it while it was imported.
+``pytest -p attncheck.faults.replacement_plugin`` reads a ``Replacement`` from the file that
+ATTNCHECK_REPLACED names. Every import of the function gets the replacement. It is not replaced in
+objects made before pytest began, nor in those that its module derived from it on import.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     import pytest
 
 VARIABLE = "ATTNCHECK_REPLACED"
-_FAILURES = 3  # that are named
+_FAILURES = 3  # failing tests that are logged
 
 
 class Replacement(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of a function and of the kernel in its place."""
+    """Names of a function and of the kernel that takes its place."""
 
     module: str  # where the function is
     name: str  # its name there
-    kernel: str  # what ``subjects.load.load`` takes
-    right: str  # the same without a fault; empty where nothing is to be compared
-    convention: str  # how the function is called; empty for what it shows
-    log: str  # file that gets what happened, a JSON line each time something is new
+    kernel: str  # the kernel's name for ``subjects.load.load``
+    right: str  # the kernel without a fault, to compare with; empty to compare nothing
+    convention: str  # how the function is called; empty to infer it from the function
+    log: str  # file for events, a JSON line for each new one
 
 
 class _EventLog:
@@ -49,7 +49,7 @@ class _EventLog:
             return
         self._logged.add((kind, of))
         line = json.dumps({"kind": kind, "of": of}) + "\n"
-        # One write of one line, appended: processes of a suite do not mix theirs.
+        # Append each line with a single write, so that lines of several processes do not mix.
         file = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             os.write(file, line.encode())
@@ -58,7 +58,7 @@ class _EventLog:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the module as others do, and has ``replace`` called on it once it is executed."""
+    """Finds the module through other finders; ``replace`` is called on it after its execution."""
 
     def __init__(self, name: str, replace: Callable[[ModuleType], None]) -> None:
         self._name, self._replace = name, replace
@@ -66,8 +66,8 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The one of the next finder that knows it."""
-        # Every other module is found as it would be without us.
+        """Return the spec of the next finder that knows the module, with a wrapped loader."""
+        # All other modules are left to the other finders.
         if fullname != self._name:
             return None
         for finder in sys.meta_path:
@@ -80,18 +80,18 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Another loader, but for what comes after."""
+    """Wraps a loader, and replaces the function after the module's execution."""
 
     def __init__(self, loader: Any, replace: Callable[[ModuleType], None]) -> None:
         self._loader, self._replace = loader, replace
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return what the other loader does."""
+        """Create the module as the wrapped loader does."""
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute as the other loader does; then replace the function."""
+        """Execute the module as the wrapped loader does, then replace the function."""
         self._loader.exec_module(module)
         self._replace(module)
 
@@ -99,16 +99,16 @@ class _Loader(Loader):
         return getattr(self._loader, name)
 
 
-def _replacing(replacement: Replacement, log: _EventLog) -> Callable[[ModuleType], None]:
+def _make_replace(replacement: Replacement, log: _EventLog) -> Callable[[ModuleType], None]:
     def replace(module: ModuleType) -> None:
         function = getattr(module, replacement.name, None)
-        # Calling a class gives an object, for which no kernel can stand in.
+        # A class cannot be replaced: calling it gives an object, and not outputs.
         if not callable(function) or isinstance(function, type):
             log("absent", "" if function is None else type(function).__name__)
             return
         ours = _make_shim(function, replacement, log)
         setattr(module, replacement.name, ours)
-        _everywhere(function, ours)
+        _replace_imported(function, ours)
         log("replaced")
 
     return replace
@@ -120,22 +120,22 @@ def _make_shim(function: Callable[..., Any], replacement: Replacement, log: _Eve
     from attncheck.subjects.conventions.declarations import READERS
     from attncheck.subjects.load import load_subject
 
-    shown = [name for name in READERS if declarations.CONVENTIONS[name].claims(function)]
+    claiming = [name for name in READERS if declarations.CONVENTIONS[name].claims(function)]
     return make_shim(
         function,
         ShimSettings(
             kernel=load_subject(replacement.kernel),
             right=load_subject(replacement.right) if replacement.right else None,
-            convention=replacement.convention or (*shown, "sdpa")[0],
+            convention=replacement.convention or (*claiming, "sdpa")[0],
             log_event=log,
         ),
     )
 
 
-def _everywhere(function: Callable[..., Any], ours: Any) -> None:
-    """Replace it where it was imported already, but in attncheck's and torch's own modules."""
+def _replace_imported(function: Callable[..., Any], ours: Any) -> None:
+    """Replace the function in modules that have imported it, except attncheck's and torch's."""
     for name, module in [*sys.modules.items()]:
-        # Ours would replace the function by itself, and torch's own stays what it is.
+        # In attncheck the kernel would call itself; torch's own modules stay unchanged.
         if name.partition(".")[0] in {"attncheck", "torch"} or name.startswith("planted_"):
             continue
         for key, value in [*getattr(module, "__dict__", {}).items()]:
@@ -144,11 +144,11 @@ def _everywhere(function: Callable[..., Any], ours: Any) -> None:
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Replace before anything of the project is imported, and after its folders can be."""
+    """Replace the function before the project is imported, but once its folders are importable."""
     with open(os.environ[VARIABLE], "rb") as file:  # noqa: PTH123  # before pathlib is needed
         replacement = msgspec.json.decode(file.read(), type=Replacement)
     log = _EventLog(replacement.log)
-    replace = _replacing(replacement, log)
+    replace = _make_replace(replacement, log)
     if replacement.module in sys.modules:
         replace(sys.modules[replacement.module])
     else:
@@ -158,20 +158,20 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 class _Failures:
-    """Names the first tests that fail."""
+    """Logs the names of the first tests that fail."""
 
     def __init__(self, log: _EventLog) -> None:
-        self._log, self._left = log, _FAILURES
+        self._log, self._remaining = log, _FAILURES
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A phase of a test."""
+        """Log a test if a phase of it failed."""
         self._name(report.nodeid, failed=report.failed)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that cannot be imported, say."""
+        """Log a collector that failed, such as a file that cannot be imported."""
         self._name(report.nodeid, failed=report.failed)
 
     def _name(self, test: str, *, failed: bool) -> None:
-        if failed and self._left:
-            self._left -= 1
+        if failed and self._remaining:
+            self._remaining -= 1
             self._log("failed", test)

@@ -26,13 +26,13 @@ from attncheck.records.record import Environment
 from attncheck.workers.journal_format import JournalContent
 from attncheck.workers.units import Done, Unit
 
-_DIAGNOSED = 3  # among the first so many a diagnosis is to name the fault
+_DIAGNOSED = 3  # best explanations among which a diagnosis should name the fault
 
 
 def fault_report(
     content: JournalContent, selection: FaultSelection, *, command: str
 ) -> FaultReport:
-    """Return what the journal says of ``selection``."""
+    """Return the report of the journal's results on ``selection``."""
     head = content.head
     scored: dict[str, FaultScore | ControlScore] = {}
     environments: dict[str, Environment] = {}
@@ -46,8 +46,8 @@ def fault_report(
                 environments[score.environment] = where
     scores = [score for score in scored.values() if isinstance(score, FaultScore)]
     controls = [score for score in scored.values() if isinstance(score, ControlScore)]
-    # In the catalogue's order, whichever worker was first.
-    scores = sorted([*scores, *selection.settled], key=_place)
+    # In the catalogue's order, and not in that of the workers' results.
+    scores = sorted([*scores, *selection.settled], key=_sort_key)
     waiting = len(selection.units) - len(scored)
     return FaultReport(
         command=command,
@@ -67,7 +67,7 @@ def fault_report(
 def mutant_report(
     content: JournalContent, units: Sequence[Unit], *, tool: str, command: str
 ) -> MutantReport:
-    """Return what the journal says of mutants, kernel by kernel, in the order of their lines."""
+    """Return the report of the journal's results on mutants, by kernel and line."""
     scores, environments = [], {}
     for unit in units:
         done = content.results.get(unit.id)
@@ -100,10 +100,10 @@ def mutant_report(
 
 
 def totals(scores: Iterable[FaultScore]) -> Iterator[Total]:
-    """Yield the total of each host, then of each of its categories, as ``scores`` has them."""
+    """Yield the total of each host, then of each of its categories, in the order of ``scores``."""
     hosts: dict[str, list[FaultScore]] = {}
     for score in scores:
-        if score.host:  # what is planted nowhere is no part of any score
+        if score.host:  # Faults that are planted nowhere count for no host.
             hosts.setdefault(score.host, []).append(score)
     for host, of_host in hosts.items():
         yield _total(host, "", of_host)
@@ -135,7 +135,7 @@ def _total(host: str, category: str, scores: Sequence[FaultScore]) -> Total:
 
 
 def score_of(unit: Unit, done: Done) -> FaultScore | ControlScore:
-    """Return the score in a result; of a unit that was given up, that it has none."""
+    """Return the score in a result; for a unit without one, a score with the reason."""
     if "score" in done.facts:
         if done.facts.get("kind") == "control":
             return msgspec.convert(done.facts["score"], ControlScore)
@@ -149,12 +149,12 @@ def score_of(unit: Unit, done: Done) -> FaultScore | ControlScore:
         "outcome": "harness",
         "reason": done.harness or "it has no score",
     }
-    known = FAULTS.get(name) or CONTROLS.get(name)
-    return new_score(known, **facts) if known else FaultScore(fault=name, category="own", **facts)
+    entry = FAULTS.get(name) or CONTROLS.get(name)
+    return new_score(entry, **facts) if entry else FaultScore(fault=name, category="own", **facts)
 
 
-def _place(score: FaultScore) -> tuple[int, int]:
-    """Return a sort key: by host, in the order of the catalogue; what is planted nowhere last."""
+def _sort_key(score: FaultScore) -> tuple[int, int]:
+    """Return a sort key: host, then place in the catalogue; faults planted nowhere come last."""
     hosts: Mapping[str, int] = {host: place for place, host in enumerate((*HOSTS, FILE))}
     ids = list(FAULTS)
     place = ids.index(score.fault) if score.fault in FAULTS else len(ids)

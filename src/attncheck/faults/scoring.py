@@ -1,8 +1,8 @@
-"""Score a fault: plant it, drive a gate against it until it is caught, and diagnose what failed.
+"""Score a fault: plant it, run a gate against it until it is caught, and diagnose the failure.
 
 The kernel is called in the worker's own process, which is quick, and lets other projects' rules see
-what it gives. Where that process dies the worker is replaced, and the unit done once more, alone:
-with the kernel in a process of its own then.
+its outputs. If that process dies, the worker is replaced, and the unit is repeated alone, with the
+kernel in a process of its own.
 """
 
 from __future__ import annotations
@@ -49,33 +49,33 @@ from attncheck.workers.units import Done, Unit
 
 CATEGORY_OF_FILES = "own"
 
-# What a planted text raises that is no kernel: its fault is ours, or of who wrote the variant.
+# Errors of planted code that is broken: a mistake in the patch or the user's file, not a fault.
 _BROKEN = re.compile(
     r"(?:^|raised )(?:ImportError|ModuleNotFoundError|NameError|UnboundLocalError|SyntaxError"
     r"|IndentationError|AttributeError|CompilationError|UnsupportedLanguageConstruct)\b"
 )
-_PATIENCE = 2 * Deadlines().compile  # seconds that one question may take
-_PLANTED = ("planted_", "attncheck_file_")  # what a worker imports for one fault alone
-_KINDS_OF_ANSWERS = 5  # of a control's wrong ones, that are told
+_PATIENCE = 2 * Deadlines().compile  # most seconds for one question
+_PLANTED = ("planted_", "attncheck_file_")  # prefixes of modules imported for one fault only
+_KINDS_OF_ANSWERS = 5  # most kinds of a control's wrong answers that are reported
 
 
 class NotScored(AttncheckError):
-    """A planted kernel that does not run, or was asked nothing: neither caught nor missed."""
+    """Raised for a planted kernel that does not run, or supports no question of the gate."""
 
 
 class GateRun:
-    """All of a gate against one kernel, in this process, in the order in which workers would do it.
+    """A whole gate against one kernel, in this process, in the order of a gate's workers.
 
     Args:
-        unit: Says where, how hard and in which dtype; alone the kernel gets a process of its own,
-            which is slower, and it may crash or hang there.
-        stages: Which, between commas; empty for all.
+        unit: Gives the device, tier and dtype. If it is ``alone``, the kernel gets a process of its
+            own, which is slower, and where it may crash or hang.
+        stages: Names of stages, comma-separated; empty for all.
 
     Attributes:
-        recording: Has the first call of the question that was answered last.
-        problems: Questions answered so far, and taken.
-        seconds: That describing, drawing and asking took so far.
-        environment: Key and facts of where, once the kernel is described.
+        recording: Holds the first call of the last question.
+        problems: Number of questions answered so far that the kernel supports.
+        seconds: Time taken so far to describe the kernel, draw inputs and ask questions.
+        environment: Key and facts of the environment, once the kernel is described.
     """
 
     def __init__(self, kernel: str, unit: Unit, stages: str) -> None:
@@ -86,7 +86,7 @@ class GateRun:
             dtypes=(unit.dtype,) if unit.dtype else (),
             stages=parse_stages([name for name in stages.split(",") if name]),
         )
-        # No failure counts as known: what excuses a right kernel would hide the fault.
+        # No failure counts as known: known failures of a right kernel would hide the fault.
         self._gate = GateWorker(choices, KnownFailures(()), lambda: self.recording)
         self._is_watched = not unit.alone
         self._queue: list[tuple[tuple[int, ...], int, Unit]] = []
@@ -96,14 +96,14 @@ class GateRun:
         self._add(describe_units([kernel], device=unit.device, tier=unit.tier, convention=""))
 
     def close(self) -> None:
-        """End what was started."""
+        """Close the gate and its processes."""
         self._gate.close()
 
     def answers(self) -> Iterator[tuple[Answer, tuple[Unit, ...]]]:
-        """Each answer, with the work that would make a wrong one smaller.
+        """Yield each answer, with the units that would shrink a wrong one.
 
         Raises:
-            NotScored: where the gate cannot ask, or the kernel's own text is broken.
+            NotScored: where the gate cannot run, or the kernel's code is broken.
         """
         while self._queue:
             *_, unit = heapq.heappop(self._queue)
@@ -114,13 +114,13 @@ class GateRun:
                 self.problems += answer.record.status != "unsupported"
                 _check_runs(answer.record)
                 yield answer, smaller
-            # A caller decides about making failures smaller: a control's never are.
+            # The caller decides whether to shrink failures: those of a control are not shrunk.
             self._add(each for each in done.units if each.kind != "shrink")
         if not self.problems:
             raise NotScored("it takes nothing of what the gate asks: nothing was asked of it.")
 
     def shrink(self, units: Iterable[Unit]) -> tuple[Answer | None, float]:
-        """The smallest failure alike, None where none is smaller; and the seconds that took."""
+        """Return the smallest failure like it, None if none is smaller, and the seconds taken."""
         seconds, smallest = 0.0, None
         for unit in units:
             done = self._gate.do(unit)
@@ -129,7 +129,7 @@ class GateRun:
         return smallest, seconds
 
     def _do(self, unit: Unit) -> Done:
-        # A kernel that hangs takes this process with it: it is scored alone then.
+        # A kernel that hangs ends this process; it is then scored again, alone.
         if self._is_watched:
             faulthandler.dump_traceback_later(_PATIENCE, exit=True)
         self.recording.forget()
@@ -154,7 +154,7 @@ class GateRun:
 
 
 def _check_runs(record: Record) -> None:
-    """Raise NotScored where what the kernel raised says that its text is broken, or ours is."""
+    """Raise NotScored if an error shows that the kernel's code, or attncheck's, is broken."""
     if record.judgement is None and LACKED in record.reason:
         raise NotScored(one_line(record.reason))
     if record.status not in FAILED_STATUSES or record.judgement is not None:
@@ -181,20 +181,20 @@ class FaultScorer:
     """Scores faults, one after the other.
 
     Args:
-        stages: Of the gate, between commas; all unless told.
+        stages: Stages of the gate, comma-separated; all by default.
     """
 
     def __init__(self, *, file: str = "", stages: str = "") -> None:
         self._file, self._stages = file, stages
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: no resources are held."""
 
     def do(self, unit: Unit) -> Done:
-        """The score of ``unit``, a fault or control, in ``facts``; raises nothing of its kernel's.
+        """Return the score of ``unit``, a fault or control, in ``facts``.
 
-        What was planted and does not run is a score of its own, and no result's ``harness``: the
-        report says it of that fault.
+        Never raises for what the kernel does. A planted kernel that does not run gets a score that
+        says so, and not a result with ``harness``, so that the report shows it with its fault.
         """
         name, _, host = unit.kernel.rpartition("@")
         prepare(unit.device)
@@ -202,16 +202,16 @@ class FaultScorer:
         start = time.perf_counter()
         with _planting_folder() as folder:
             if host == FILE:
-                score: FaultScore | ControlScore = self._of_file(unit, name, folder)
+                score: FaultScore | ControlScore = self._score_file_fault(unit, name, folder)
             else:
-                score = self._of_catalogue(unit, name, host, folder)
+                score = self._score_catalogue_fault(unit, name, host, folder)
         facts: dict[str, Any] = {"score": to_builtins(score)}
         facts["kind"] = "control" if isinstance(score, ControlScore) else "fault"
         if score.environment:
             facts["environment"] = to_builtins(environment(unit.device))
         return Done(unit=unit.id, facts=facts, seconds=round(time.perf_counter() - start, 3))
 
-    def _of_file(self, unit: Unit, name: str, folder: Path) -> FaultScore:
+    def _score_file_fault(self, unit: Unit, name: str, folder: Path) -> FaultScore:
         score = FaultScore(
             fault=name,
             category=CATEGORY_OF_FILES,
@@ -225,9 +225,9 @@ class FaultScorer:
             kernel = file_fault_reference(Path(self._file), name, folder)
         except UsageError as error:
             return replace(score, reason=str(error))
-        return self._scored(unit, kernel, score, right=Ideal())
+        return self._score_fault(unit, kernel, score, right=Ideal())
 
-    def _of_catalogue(
+    def _score_catalogue_fault(
         self, unit: Unit, name: str, host: str, folder: Path
     ) -> FaultScore | ControlScore:
         if host not in HOSTS:
@@ -243,13 +243,13 @@ class FaultScorer:
         except NotPlanted as error:
             return replace(score, reason=str(error))
         if isinstance(score, ControlScore):
-            return self._controlled(unit, kernel, score)
+            return self._score_control(unit, kernel, score)
         assert not isinstance(fault, Control), "scored as a fault"
-        # The same kernel unchanged: what other projects' rules refuse of it is no catch.
+        # The kernel without the fault: a rule that rejects it has caught nothing.
         right = subject_named(how.kernel)
-        return self._scored(unit, kernel, score, right=right, named=fault.named)
+        return self._score_fault(unit, kernel, score, right=right, named=fault.named)
 
-    def _scored(
+    def _score_fault(
         self,
         unit: Unit,
         kernel: str,
@@ -258,7 +258,7 @@ class FaultScorer:
         right: Subject,
         named: tuple[str, ...] = (),
     ) -> FaultScore:
-        """Ask until the first wrong answer, and make that smaller."""
+        """Run the gate until the first wrong answer, shrink that, and return the score."""
         peers = PeerRules(right)
         with _gate_run(kernel, unit, self._stages) as run:
             try:
@@ -267,7 +267,7 @@ class FaultScorer:
                 if failure is None:
                     return replace(score, outcome="missed")
                 first, shrinking = failure
-                # Of one that ends its process each question costs two: it is left as it is.
+                # A kernel that ends its process costs two processes a question: do not shrink.
                 smaller, seconds = run.shrink(() if unit.alone else shrinking)
             except NotScored as error:
                 return replace(score, outcome="harness", reason=str(error))
@@ -276,7 +276,7 @@ class FaultScorer:
             shrunk=_wrong_answer(smaller) if smaller else None,
             shrinking=round(seconds, 3),
         )
-        # The smallest failure's diagnosis is of both; a first one alone has its own.
+        # The diagnosis of the smaller failure covers both; without one take the first failure's.
         diagnoses = [answer.record.diagnosis for answer in (smaller, first) if answer is not None]
         diagnosis = next((each for each in diagnoses if isinstance(each, Diagnosis)), UNSET)
         if isinstance(diagnosis, Diagnosis):
@@ -284,8 +284,8 @@ class FaultScorer:
             score = replace(score, diagnosis=diagnosis.ranked, tied=diagnosis.tied, rank=rank)
         return replace(score, outcome="caught", caught=caught)
 
-    def _controlled(self, unit: Unit, kernel: str, control: ControlScore) -> ControlScore:
-        """Ask everything; wrong answers of one kind are told once."""
+    def _score_control(self, unit: Unit, kernel: str, control: ControlScore) -> ControlScore:
+        """Run the whole gate, and return the score with one wrong answer of each kind."""
         flagged: dict[tuple[str, ...], WrongAnswer] = {}
         with _gate_run(kernel, unit, self._stages) as run:
             try:
@@ -310,20 +310,20 @@ def _where(unit: Unit) -> dict[str, Any]:
 
 @cache
 def _warm_up(kernel: str, device: str) -> None:
-    """Ask a right kernel one question: what a process loads once is no part of any score."""
+    """Ask a right kernel one question, so that one-time loading counts in no score."""
     smallest = Case(problem=Problem(query=1, kv=1))
     run_case(subject_named(kernel), smallest, device=device)
 
 
 @contextmanager
 def _planting_folder() -> Iterator[Path]:
-    """A folder for what is planted, which is forgotten with all that was imported from it."""
+    """Yield a folder for planted code; remove it and the modules imported from it afterwards."""
     paths = list(sys.path)
     with tempfile.TemporaryDirectory(prefix="attncheck_fault_") as folder:
         try:
             yield Path(folder)
         finally:
-            # A planted file puts its folder on the path, and imports its package from there.
+            # A planted file adds its folder to ``sys.path``, and imports its package from there.
             sys.path[:] = paths
             for name in [name for name in sys.modules if name.startswith(_PLANTED)]:
                 del sys.modules[name]
@@ -339,10 +339,10 @@ def _gate_run(kernel: str, unit: Unit, stages: str) -> Iterator[GateRun]:
 
 
 def _first_failure(run: GateRun, peers: PeerRules) -> tuple[Answer, tuple[Unit, ...]] | None:
-    """The first wrong answer, and the work that would make it smaller."""
+    """Return the first wrong answer, and the units that would shrink it."""
     for answer, smaller in run.answers():
         if answer.record.status != "unsupported":
-            # The rules hear of passes, too: they may refuse the kernel before the gate does.
+            # Apply the rules to passes, too: they may reject the kernel before the gate does.
             peers.apply(Case.from_json(answer.record.case), run.recording.first_call)
         if answer.record.status in FAILED_STATUSES:
             return answer, smaller
@@ -359,6 +359,6 @@ def _counts(run: GateRun, unit: Unit) -> dict[str, Any]:
 
 
 def rank_of(diagnosis: tuple[Explanation, ...], named: tuple[str, ...]) -> int:
-    """Return where in ``diagnosis`` the first of ``named`` stands, from 1; 0 where none does."""
+    """Return the best rank in ``diagnosis`` of a model in ``named``, from 1; 0 if none is there."""
     places = (place for place, each in enumerate(diagnosis, 1) if each.model in named)
     return next(places, 0)

@@ -1,7 +1,7 @@
-"""Measure how small a fault is still seen.
+"""Measure the smallest fault that is still detected.
 
-Every question of the tier is asked of the same right kernel with a fault of some size in it. Sizes
-are a fixed scale: quarters of an octave, or whole bits.
+Every question of the tier is asked of the ideal kernel with a fault of some size in it. Sizes form
+a fixed scale: quarters of an octave, or whole bits.
 """
 
 from __future__ import annotations
@@ -38,105 +38,104 @@ from attncheck.verify.run_case import run_case
 from attncheck.workers.units import Unit
 
 Question = tuple[str, "Callable[[int], bool]"]
-"""What it is called, and whether it sees the fault of a number of the scale: 0 is the largest."""
+"""A name, and whether the question detects the fault at an index of the sizes; 0 is the largest."""
 
 
-def smallest_seen(questions: Sequence[Question], sizes: Sequence[float]) -> SmallestFault:
-    """Return the smallest of ``sizes`` that a question sees, by asking as few as possible.
+def smallest_detected(questions: Sequence[Question], sizes: Sequence[float]) -> SmallestFault:
+    """Return the smallest of ``sizes`` that any question detects, with as few calls as possible.
 
-    Each question in turn is asked about the next size below the smallest one seen so far. One that
-    sees it is asked on: twice as far each time, then by bisection between what it sees and what it
-    does not. This ends once every question has been asked about the size below and sees nothing:
-    both ends are confirmed, whatever the order. Seeing need not be monotone: smaller sizes than
-    ``below`` that somebody sees again are not looked for.
+    Each question in turn is asked about the next size below the smallest one detected so far. If it
+    detects that, it goes on in doubling steps, then bisects between detected and undetected sizes.
+    The search ends once no question detects the size below: both ends are confirmed, whatever the
+    order. Detection need not be monotone: sizes below ``below`` that a question may detect again
+    are not searched.
 
     Args:
-        questions: The most sensitive ones first, for speed alone.
+        questions: The most sensitive ones first, only for speed.
         sizes: From the largest fault to the smallest.
     """
-    # Numbers of sizes, −1 for none: the scale is searched by number.
-    best, who, count = -1, "", 0
-    left = deque(questions)
-    waiting = len(left)
+    # ``best`` is an index of ``sizes``, −1 for none.
+    best, best_question, count = -1, "", 0
+    queue = deque(questions)
+    waiting = len(queue)
     while waiting and best + 1 < len(sizes):
-        name, sees = left[0]
+        name, detects = queue[0]
         count += 1
-        if not sees(best + 1):
-            left.rotate(-1)
+        if not detects(best + 1):
+            queue.rotate(-1)
             waiting -= 1
             continue
-        best, more = _lowest(sees, best + 1, len(sizes))
-        who, count = name, count + more
-        left.rotate(-1)
-        waiting = len(left) - (more > 0)  # it has been asked about the size below
+        best, more = _smallest_detected(detects, best + 1, len(sizes))
+        best_question, count = name, count + more
+        queue.rotate(-1)
+        waiting = len(queue) - (more > 0)  # Its search ended on the size below.
     return SmallestFault(
         size=sizes[best] if best >= 0 else None,
         below=sizes[best + 1] if best + 1 < len(sizes) else None,
-        question=who,
+        question=best_question,
         asked=count,
     )
 
 
-def _lowest(sees: Callable[[int], bool], seen: int, end: int) -> tuple[int, int]:
-    """The number from ``seen`` on that a question sees, and not the next; how often it was asked.
+def _smallest_detected(detects: Callable[[int], bool], detected: int, end: int) -> tuple[int, int]:
+    """Return an index from ``detected`` on that a question detects while it misses the next.
 
-    ``end`` is the first that there is not.
+    ``end`` is the number of sizes. The second result is the number of calls.
     """
-    # Twice as far each time, then by halves: few questions wherever the edge is.
-    step, questions, unseen = 1, 0, end
-    while seen + step < end:
+    # Doubling steps, then bisection: few calls wherever the edge is.
+    step, questions, missed = 1, 0, end
+    while detected + step < end:
         questions += 1
-        if not sees(seen + step):
-            unseen = seen + step
+        if not detects(detected + step):
+            missed = detected + step
             break
-        seen, step = seen + step, 2 * step
-    while unseen - seen > 1:
-        middle = (seen + unseen) // 2
+        detected, step = detected + step, 2 * step
+    while missed - detected > 1:
+        middle = (detected + missed) // 2
         questions += 1
-        if sees(middle):
-            seen = middle
+        if detects(middle):
+            detected = middle
         else:
-            unseen = middle
-    return seen, questions
+            missed = middle
+    return detected, questions
 
 
 STAGES: tuple[Stage, ...] = ("probes", "bounds")
-"""What is asked: the stages that judge rounding. Others ask for bits, or draw what these have."""
+"""The stages that judge rounding; others compare bits, or draw problems like those of these."""
 
-# Right kernels: what a rule says of a problem where it refuses one of them is chance. By numbers
-# below those of sizes.
+# Right kernels, at negative indices: a rule that rejects one of them on a problem does not fit it.
 _RIGHT = tuple(
     Tiling(block_query=rows, block_kv=keys, reverse=reverse)
     for rows, keys, reverse in ((128, 64, False), (64, 32, False), (128, 128, True), (64, 16, True))
 )
-_OTHERWISE = 4  # right results that are rounded otherwise
+_OTHERWISE = 4  # right results with other roundings
 _RIGHT_NUMBERS = tuple(range(-len(_RIGHT) - _OTHERWISE, 0))
 
 
 def measure_sensitivity(
     name: str, dtype: str, *, tier: str, device: str = "cpu"
 ) -> FaultSensitivity:
-    """Measure how small the fault ``name`` is still seen in ``dtype``: one piece of work.
+    """Measure the smallest size of fault ``name`` that is still detected in ``dtype``.
 
     Raises:
-        UnknownName: for a fault, dtype or tier that is not known.
+        UnknownName: for an unknown fault, dtype or tier.
         UsageError: where a question cannot be asked.
     """
     fault, start = continuous_fault_named(name), time.perf_counter()
     choices = Choices.of_tier(tier, isolated=False, dtypes=(dtype,), stages=STAGES)
-    # No failure counts as known: what excuses a right kernel would hide the fault.
+    # No failure counts as known: known failures of a right kernel would hide the fault.
     gate = GateWorker(choices, KnownFailures(()))
     try:
         units = list(_gate_questions(gate, device, tier))
         kernels = _Kernels(fault, dtype)
         verdicts = [_verdict_question(unit, kernels) for unit in units]
-        rules = {ATTNCHECK_RULE: smallest_seen(verdicts, kernels.sizes)}
-        # Other projects ask no relations: their rules see single calls alone.
+        rules = {ATTNCHECK_RULE: smallest_detected(verdicts, kernels.sizes)}
+        # Other projects test no relations: their rules apply to single calls only.
         cases = [(unit, Case.from_json(unit.case)) for unit in units]
         plain = [_PeerQuestion(unit, case, kernels) for unit, case in cases if is_plain(case)]
         for rule in FAULT_RULES:
             fit = [each.question(rule) for each in plain if each.fits(rule)]
-            smallest = smallest_seen(fit, kernels.sizes)
+            smallest = smallest_detected(fit, kernels.sizes)
             rules[rule] = replace(smallest, unfit=len(plain) - len(fit))
     finally:
         gate.close()
@@ -155,10 +154,10 @@ def measure_sensitivity(
 
 
 class _Kernels:
-    """The ideal kernel with a fault, by the number of its size; of a negative number a right one.
+    """Ideal kernels with the fault, by index of its size; at negative indices right kernels.
 
     Attributes:
-        sizes: The largest first.
+        sizes: The fault's sizes, the largest first.
     """
 
     def __init__(self, fault: ContinuousFault, dtype: str) -> None:
@@ -175,7 +174,7 @@ class _Kernels:
 
 
 def _gate_questions(gate: GateWorker, device: str, tier: str) -> Iterator[Unit]:
-    """All questions of the tier to the ideal kernel, probes first: they are the most sensitive."""
+    """Yield all questions of the tier to the ideal kernel, the probes, most sensitive, first."""
     queue: list[tuple[tuple[int, ...], int, Unit]]
     queue = [((0,), 0, describe_units(["ideal"], device=device, tier=tier, convention="")[0])]
     number, seen = 1, set[str]()
@@ -195,18 +194,18 @@ def _gate_questions(gate: GateWorker, device: str, tier: str) -> Iterator[Unit]:
 
 
 def _verdict_question(unit: Unit, kernels: _Kernels) -> Question:
-    """The verdict alone: nobody asks what is wrong with it, or what a pass could not show."""
+    """Return attncheck's verdict on a unit as a Question, without diagnosis or details."""
     case = Case.from_json(unit.case)
 
-    def sees(number: int) -> bool:
+    def detects(number: int) -> bool:
         record = run_case(kernels[number], case, device=unit.device, brief=True)
         return record.status in FAILED_STATUSES
 
-    return f"{unit.stage}: {case}", sees
+    return f"{unit.stage}: {case}", detects
 
 
 class _PeerQuestion:
-    """A question as other projects ask it: its tensors and the truth are kept for every size."""
+    """A question under other projects' rules; its tensors and truth are shared by all sizes."""
 
     def __init__(self, unit: Unit, case: Case, kernels: _Kernels) -> None:
         self._unit, self._case, self._kernels = unit, case, kernels
@@ -222,34 +221,34 @@ class _PeerQuestion:
         return PeerReference(inputs, oracles.truth(inputs))
 
     def question(self, rule: str) -> Question:
-        """Return whether ``rule`` refuses the outputs, for ``smallest_seen``."""
+        """Return the Question whether ``rule`` rejects the outputs, for ``smallest_detected``."""
         name = f"{self._unit.stage}: {self._case}"
         return name, lambda number: self.refuses(rule, number)
 
     def fits(self, rule: str) -> bool:
-        """Return whether it accepts every right kernel."""
+        """Return whether ``rule`` accepts every right kernel."""
         return not any(self.refuses(rule, number) for number in _RIGHT_NUMBERS)
 
     def refuses(self, rule: str, number: int) -> bool:
-        """Return whether it does, of a size's number or a right kernel's."""
+        """Return whether ``rule`` rejects the outputs of the kernel at index ``number``."""
         reference = self._reference
-        # The last result alone is kept: those of all sizes would fill the memory.
+        # Only the last result is kept: those of all sizes would fill the memory.
         if self._outputs is None or self._outputs[0] != number:
-            # Numbers below those of tilings are the first tiling's result, rounded otherwise.
+            # Indices below those of tilings are the last tiling's result with other roundings.
             own = number if number >= -len(_RIGHT) else -1
             outputs = self._kernels[own].run(reference.inputs)
             if own != number:
-                outputs = _rounded_otherwise(outputs, reference, number)
+                outputs = _with_other_rounding(outputs, reference, number)
             self._outputs = number, outputs
         outputs = self._outputs[1]
         return RULES[rule].refuses(outputs, reference)
 
 
-def _rounded_otherwise(outputs: Outputs, reference: PeerReference, number: int) -> Outputs:
-    """``outputs`` with the exact out as P's rounding may have moved it, rounded.
+def _with_other_rounding(outputs: Outputs, reference: PeerReference, number: int) -> Outputs:
+    """Return ``outputs`` with an out that P's rounding may have given instead.
 
-    Each weight may be off by a unit roundoff, and so may out; which of two neighbours it is rounded
-    to is chance.
+    Each weight may be off by a unit roundoff, and so may the exact out: it gets random errors of
+    that size before it is rounded.
     """
     exact = reference.truth.out
     noise = torch.from_numpy(Draws(-number).normal("otherwise", tuple(exact.shape)))

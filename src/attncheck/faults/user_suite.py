@@ -3,8 +3,8 @@
 Each run is a process of its own: ``python -m pytest`` in the project's folder with the plugin
 ``attncheck.faults.replacement_plugin``.
 
-The tests run once with a right kernel of ours in place of the function, which must pass, and then
-once with each fault: ``SuiteScorer`` is what a worker of ``attncheck faults --pytest`` does.
+The tests run once with a right kernel of attncheck's in place of the function, and must pass, and
+then once with each fault. ``SuiteScorer`` does this in workers of ``attncheck faults --pytest``.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ Status = Literal["caught", "missed", "not shown", "not reached", "not scored"]
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _PASSED, _FAILED, _INTERRUPTED, _NOTHING = 0, 1, 2, 5  # pytest's exit codes
-_MOST_FILES = 10_000  # of a project, that are looked at
+_MOST_FILES = 10_000  # most files of a project that are hashed
 _NOT_ITS_OWN = {"site-packages", "node_modules", "__pycache__"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserSuite:
-    """Somebody's tests and the function that they test.
+    """A user's tests and the function that they test.
 
     Raises:
-        UsageError: for a function that is not spelled so, or a command that cannot be split.
-        UnknownName: for a convention that is not known.
+        UsageError: for a misspelled function, or a command that cannot be split.
+        UnknownName: for an unknown convention.
     """
 
-    command: str  # what follows ``pytest``: ``tests/ -k attn``
+    command: str  # arguments of ``pytest``, such as ``tests/ -k attn``
     replace: str  # the function: ``package.module:name``
-    convention: str = ""  # a name of ``conventions.READERS``; empty for what the function shows
+    convention: str = ""  # a name of ``conventions.READERS``; empty to infer it from the function
     folder: Path = field(default_factory=Path.cwd)  # where pytest runs
-    timeout: float = 600.0  # seconds that one run may take
+    timeout: float = 600.0  # most seconds for one run
 
     def __post_init__(self) -> None:
         if not _TARGET.fullmatch(self.replace):
@@ -78,24 +78,24 @@ class UserSuite:
 class SuiteRun:
     """Outcome of one run of pytest."""
 
-    code: int | None  # its exit code; None where it took too long
-    events: dict[str, list[str]]  # what the plugin logged, by kind: what it is of, in order
-    output: str  # what pytest printed
-    seconds: float  # that it took
+    code: int | None  # exit code; None for a timeout
+    events: dict[str, list[str]]  # details of the plugin's events, by kind, in order
+    output: str  # printed output
+    seconds: float  # duration
 
     @property
     def passed(self) -> bool:
-        """Return whether all tests did."""
+        """Return whether all tests passed."""
         return self.code == _PASSED
 
     @property
     def called(self) -> bool:
-        """Return whether a kernel of ours was."""
+        """Return whether a kernel of attncheck's was called."""
         return "called" in self.events
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """The first tests that did."""
+        """Return the first tests that failed."""
         return tuple(self.events.get("failed", ()))
 
     @property
@@ -104,13 +104,13 @@ class SuiteRun:
         return tuple(self.events.get("left", ()))
 
     def unreached(self) -> str:
-        """Return why no kernel of ours was called."""
+        """Return why no kernel of attncheck's was called."""
         if self.left:
             return f"no kernel of ours takes its calls: {self.left[0]}"
         return "no test calls the function from where it is replaced"
 
     def status(self, suite: UserSuite) -> tuple[Status, str]:
-        """Return what it says of the kernel's fault, and why."""
+        """Return the status of the kernel's fault in this run, and the reason."""
         wrong = self.unscorable(suite)
         if self.code == _PASSED and "called" not in self.events:
             return "not reached", self.unreached()
@@ -125,7 +125,7 @@ class SuiteRun:
         return "caught", ""
 
     def unscorable(self, suite: UserSuite) -> str:
-        """Return why it says nothing; empty where it does."""
+        """Return why the run cannot be scored; empty if it can."""
         module, _, name = suite.replace.partition(":")
         if "absent" in self.events:
             kind = self.events["absent"][0]
@@ -144,7 +144,7 @@ class SuiteRun:
         return ""
 
     def _last(self) -> str:
-        # pytest marks what went wrong with E; what else it printed is the second best.
+        # pytest marks errors with E; without any take the last line that it printed.
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith(("E ", "ERROR"))]
         return (errors or lines or ["it says nothing"])[-1].removeprefix("E ").strip().rstrip(".")
@@ -156,10 +156,10 @@ def run_suite(
     """Run the tests once, with a kernel in place of the function.
 
     Args:
-        folder: For settings and log.
-        kernel: In place of the function; empty for the function itself.
-        right: The same without a fault; empty where nothing is to be compared.
-        first: Whether it ends with the first test that fails.
+        folder: Folder for settings and log.
+        kernel: Kernel in place of the function; empty for the function itself.
+        right: The kernel without its fault, to compare with; empty to compare nothing.
+        first: Whether to stop at the first test that fails.
     """
     log, settings = folder / "events.jsonl", folder / "replacement.json"
     module, _, name = suite.replace.partition(":")
@@ -174,7 +174,7 @@ def run_suite(
     settings.write_bytes(msgspec.json.encode(replacement))
     plugin = ["-p", "attncheck.faults.replacement_plugin"] if kernel else []
     command = [sys.executable, "-m", "pytest", *plugin, *shlex.split(suite.command)]
-    # Nothing is left in somebody's project, and no run depends on an earlier one.
+    # No cache is left in the user's project, and no run depends on an earlier one.
     command += ["-p", "no:cacheprovider", *(["-x"] if first else [])]
     start = time.perf_counter()
     code, output = _process(command, suite, os.environ | {VARIABLE: str(settings)})
@@ -185,18 +185,18 @@ def run_suite(
 def _process(
     command: list[str], suite: UserSuite, environment: dict[str, str]
 ) -> tuple[int | None, str]:
-    """Exit code, None where it took too long, and what it printed."""
-    # A file and no pipe, which a process that outlives pytest would keep open.
+    """Run pytest; return its exit code, None for a timeout, and its output."""
+    # A file, since a pipe would be kept open by a process that outlives pytest.
     with tempfile.TemporaryFile() as printed:
-        child = subprocess.Popen(  # noqa: S603  # what the user typed, and our own Python
+        child = subprocess.Popen(  # noqa: S603  # the user's own arguments, and this Python
             command,
             cwd=suite.folder,
             env=environment,
-            # A debugger that a test opens would wait for input for ever.
+            # A debugger that a test opens would wait for input forever.
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=subprocess.STDOUT,
-            # A process group of its own, so that all that the tests start is ended with them.
+            # A process group of its own, so that all processes of the tests end with it.
             start_new_session=True,
         )
         try:
@@ -210,14 +210,14 @@ def _process(
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End it with all that it started: a suite may have workers."""
+    """Kill pytest and all processes that it started, such as workers of the suite."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
 def _logged_events(file: Path) -> dict[str, list[str]]:
-    """Return what was logged by kind, in order, each once: several processes may have."""
+    """Return the details of logged events by kind, in order, each once: processes may repeat."""
     events: dict[str, dict[str, None]] = {}
     if file.exists():
         for line in file.read_text(encoding="utf-8").splitlines():
@@ -227,7 +227,7 @@ def _logged_events(file: Path) -> dict[str, list[str]]:
 
 
 def suite_work(**options: Any) -> SuiteScorer:
-    """Return what a worker does; raise UsageError as ``UserSuite`` does."""
+    """Return a worker's SuiteScorer; raise UsageError as ``UserSuite`` does."""
     return SuiteScorer(UserSuite(**{**options, "folder": Path(options["folder"])}))
 
 
@@ -238,10 +238,10 @@ class SuiteScorer:
         self._suite = suite
 
     def close(self) -> None:
-        """Nothing is left open: a run ends with all that it has started."""
+        """Do nothing: each run has ended all its processes."""
 
     def do(self, unit: Unit) -> Done:
-        """The score of ``unit``, a fault in a host, in ``facts``."""
+        """Return the score of ``unit``, a fault in a host, in ``facts``."""
         name, _, host = unit.kernel.rpartition("@")
         score = score_suite(self._suite, name, host)  # type: ignore[arg-type]  # one of HOSTS
         return Done(unit=unit.id, facts={"score": to_builtins(score)}, seconds=score.seconds)
@@ -251,7 +251,7 @@ def check_scorable(suite: UserSuite, faults: Sequence[str], host: HostName) -> N
     """Raise UsageError unless ``suite`` passes with right kernels, and calls one of them.
 
     Args:
-        faults: Ids, whose kernels without a fault are asked for.
+        faults: Ids of faults, whose hosts without a fault are run.
     """
     # One control for each kernel that faults are planted in, not for each fault.
     kernels = {fault_named(name).hosts[host].kernel for name in faults}
@@ -261,16 +261,16 @@ def check_scorable(suite: UserSuite, faults: Sequence[str], host: HostName) -> N
 
 
 def run_control(suite: UserSuite, kernel: str = "ideal") -> OwnTestsScore:
-    """Run the suite with a right kernel of ours in place of the function; it must pass.
+    """Run the suite with a right kernel of attncheck's in place of the function; it must pass.
 
-    Raises UsageError where it does not, or the function is not there: the suite cannot be scored.
+    Raises UsageError if it fails, or the function does not exist: the suite cannot be scored.
     """
     with tempfile.TemporaryDirectory(prefix="attncheck_own_") as folder:
         run = run_suite(suite, Path(folder), kernel=kernel, right="", first=False)
     wrong = run.unscorable(suite)
     if not wrong and not run.passed:
         with tempfile.TemporaryDirectory(prefix="attncheck_own_") as folder:
-            # Tests that fail with their own function, too, say nothing of ours.
+            # Tests that also fail with their own function say nothing about the kernel.
             alone = run_suite(suite, Path(folder), kernel="", right="", first=False)
         theirs = "passes" if alone.passed else "fails too"
         which = f", at {run.failed[0]}" if run.failed else ""
@@ -292,9 +292,9 @@ def run_control(suite: UserSuite, kernel: str = "ideal") -> OwnTestsScore:
 
 
 def score_suite(suite: UserSuite, fault: str, host: HostName = "ideal") -> OwnTestsScore:
-    """Run ``suite`` with one fault in place of the function, and say what it makes of it.
+    """Run ``suite`` with a faulty kernel in place of the function, and return its score.
 
-    Raises UnknownName for a fault that is not known, and UsageError for one that the host has not.
+    Raises UnknownName for an unknown fault, and UsageError for one not planted in the host.
     """
     entry = fault_named(fault)
     if host not in entry.hosts:
@@ -319,7 +319,7 @@ def score_suite(suite: UserSuite, fault: str, host: HostName = "ideal") -> OwnTe
 def project_digest(suite: UserSuite) -> str:
     """Return sixteen hexadecimal digits of the Python files where pytest runs.
 
-    Those are tests, and what they test; without those of hidden folders and of what is installed.
+    They hold the tests and the tested code. Hidden folders and installed packages are left out.
     """
     digest = hashlib.sha256()
     for path in islice(_files(suite.folder), _MOST_FILES):
@@ -334,13 +334,13 @@ def project_digest(suite: UserSuite) -> str:
 def _files(folder: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
         here = Path(place)
-        # In place: os.walk goes into what is left, in this order.
+        # In place: os.walk descends into the remaining folders, in this order.
         folders[:] = sorted(
             name
             for name in folders
             if name[0] != "."
             and name not in _NOT_ITS_OWN
-            # A virtual environment is installed, and no part of the project.
+            # A virtual environment is no part of the project.
             and not (here / name / "pyvenv.cfg").exists()
         )
         yield from (here / name for name in sorted(names) if name.endswith(".py"))
