@@ -9,7 +9,7 @@ import pytest
 from attncheck.cases.variants import (
     ALL,
     DEFAULT_SHAPES,
-    FURTHER,
+    OPTIONAL_VARIANTS,
     VARIANTS,
     Shape,
     Variant,
@@ -84,7 +84,7 @@ def test_every_variant_fits_every_length():
             made = cells(variants=variants, shapes=[f"1x1x{length}x4"])
             assert [c.variant for c in made] == list(VARIANTS)
         made = cells(variants=[ALL], shapes=[f"1x1x{length}x4"])
-        assert [c.variant for c in made] == [*VARIANTS, *FURTHER]
+        assert [c.variant for c in made] == [*VARIANTS, *OPTIONAL_VARIANTS]
 
 
 ATTENTION = [name for name in VARIANTS if name != "softmax"]
@@ -122,7 +122,7 @@ def test_what_each_further_variant_is(lengths, canvas, kernel, tile, documents):
     """A canvas has a cell for each position of the longer of the two lengths."""
     window = {"canvas": canvas, "kernel": kernel}
     queries, keys = documents
-    made = cells(variants=list(FURTHER), shapes=[f"1x1x{lengths}x4"])
+    made = cells(variants=list(OPTIONAL_VARIANTS), shapes=[f"1x1x{lengths}x4"])
     asked = {c.variant: (c.problem.mask, c.problem.score) for c in made}
     bottom_right = Spec.of("causal_bottom_right")
     assert asked == {
@@ -166,9 +166,9 @@ def test_sinks_pages_and_few_rows_are_those_of_their_variants():
 
 def test_all_takes_in_what_is_named_beside_it_and_leaves_out_what_does_not_exist():
     made = cells(variants=["causal", ALL], dtypes=["e4m3"])
-    assert {c.variant for c in made} == {*ATTENTION, *FURTHER}
+    assert {c.variant for c in made} == {*ATTENTION, *OPTIONAL_VARIANTS}
     made = cells(variants=[ALL])
-    assert list(dict.fromkeys(c.variant for c in made)) == [*VARIANTS, *FURTHER]
+    assert list(dict.fromkeys(c.variant for c in made)) == [*VARIANTS, *OPTIONAL_VARIANTS]
 
 
 def test_a_cell_is_what_was_asked_for():
@@ -209,7 +209,7 @@ def test_the_help_names_the_default_shapes():
 def test_the_manual_names_every_variant_with_what_it_is():
     manual = (Path(__file__).parents[2] / "docs" / "reference" / "rmse.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", manual, re.MULTILINE)
-    known = VARIANTS | FURTHER
+    known = VARIANTS | OPTIONAL_VARIANTS
     said = [(name, summary) for name, summary in rows if name in known and summary]
     assert said[: len(known)] == [(v.name, v.summary) for v in known.values()]
 
@@ -272,7 +272,7 @@ def test_gradients_are_asked_of_every_variant_that_has_some():
     assert [c.variant for c in made] == [name for name in ATTENTION for _ in ("MHA", "GQA")]
     assert all(c.problem.backward and not c.problem.dlse for c in made)
     everything = {c.variant for c in cells(variants=[ALL], backward=True)}
-    assert everything == {*ATTENTION, *FURTHER} - {"paged", "paged_decode"}
+    assert everything == {*ATTENTION, *OPTIONAL_VARIANTS} - {"paged", "paged_decode"}
     forward = cells(variants=[])
     assert not any(c.problem.backward for c in forward)
     with_some = [c for c in forward if c.variant != "softmax"]

@@ -36,7 +36,7 @@ PROBLEMS = {
     "pages": {"mask": BOTTOM_RIGHT, "paging": Paging(size=2, shared=1), "sink": True},
 }
 # The ideal kernel has one launch, and ``strides_far`` tests of its own.
-QUESTIONS = [n for n, r in RELATIONS.items() if not r.relaunched and not r.spacious]
+QUESTIONS = [n for n, r in RELATIONS.items() if not r.uses_other_launch and not r.needs_much_memory]
 OF_ATTENTION = [n for n in QUESTIONS if not n.startswith("softmax_")]
 
 

@@ -1,4 +1,4 @@
-"""The cases of a quick check: exact probes, and problems that show what kernels get wrong."""
+"""The cases of a quick check: exact probes, and problems that find common kernel faults."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from attncheck.core.judgement import Unclaimed
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import LARGEST_HEAD_DIM, Case, Problem
 
-# Decoding tells where each key is, so that it is asked on every layout with a place to confuse;
-# what other probes show does not depend on it.
+# Probes that are asked on every layout: ``decode`` finds keys that are read at wrong positions,
+# which depends on the layout; other probes' findings do not.
 _ON_EVERY_LAYOUT = ("decode",)
 _USUAL_LAYOUTS = ("ragged", "causal")
-# What separates most fault models at least cost comes first: `benchmarks/question_order.py` writes
-# it, from what each question shows of each model. A question that is not there comes after these.
+# Questions that distinguish most fault models at the lowest cost come first. Written by
+# `benchmarks/question_order.py`. Questions that are not listed come last.
 ORDER = tuple(
     """
     padding window-edge decode-empty-rows uniform decode-causal-tall negative-causal
@@ -31,17 +31,17 @@ ORDER = tuple(
     two_level-causal-2 decode-gqa decode-causal
     """.split()  # noqa: SIM905  # as a list it has a line for each of fifty
 )
-_ROUNDS = 2  # of a probe's numbers: decoding is done in one, ramps are fast and slow
+_PROBE_ROUNDS = 2  # Cases per probe: decode has one, ramp a fast and a slow one.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckCase:
-    """One Case under the name that it has on the command line and in reports."""
+    """A Case with its name on the command line and in reports."""
 
-    name: str  # ``causal-wide``; a probe's own name stands before it: ``decode-causal-wide``
-    summary: str  # what it would show, in a line
-    case: Case  # the Case
-    # What the kernel was not found to take, and is asked apart; None for all else.
+    name: str  # ``causal-wide``; for a probe with its name before: ``decode-causal-wide``
+    summary: str  # what a failure would show, in one line
+    case: Case
+    # The feature that the kernel does not seem to support, which is asked about separately; or None
     unclaimed: Unclaimed | None = None
 
 
@@ -56,10 +56,10 @@ def check_cases(
 
     Args:
         dtype: A name of ``formats.DTYPES`` that kernels are measured in.
-        head_dims: Those that the kernel takes; none: 64, 80, 96 and 128.
-        takes: Whether a kernel is to be asked a Problem; the nearest is asked in place of one that
-            it is not. Where there is none that stays, and the kernel says why it does not take it.
-        names: Cases of these names are among those that come back, and not every other; none: all.
+        head_dims: Head dims that the kernel takes; none: 64, 80, 96 and 128.
+        takes: Whether a kernel takes a Problem; if not, the nearest that it takes replaces it. If
+            there is none, the Problem stays, and the kernel says why it does not take it.
+        names: Return at least the cases of these names, but not all others; none: all.
 
     Raises:
         UnknownName: for another dtype.
@@ -83,9 +83,9 @@ def _problems(
     takes: Callable[[Problem], bool] | None,
     names: Sequence[str],
 ) -> dict[str, Problem]:
-    """Return those of a tag by name, each the nearest that a kernel is to be asked.
+    """Return name → problem with this tag, each the nearest that a kernel takes.
 
-    With ``names`` those alone that are a part of one: to look for the nearest takes time.
+    If ``names`` are given, only problems whose name is part of one, as the search takes time.
     """
     check_measured(dtype)
     for dim in head_dims:
@@ -95,10 +95,10 @@ def _problems(
     for number, (name, entry) in enumerate(tagged(tag).items()):
         if names and not any(name in each for each in names):
             continue
-        # With one head alone, none could be mistaken for another.
+        # Two heads, so that a kernel that confuses heads is found.
         fields = {"heads": 2, "head_dim": 64} | entry.fields
         if head_dims and fields["head_dim"] not in head_dims:
-            # In turn, so that each of them meets several problems.
+            # In turn, so that each head_dim is used in several problems.
             fields["head_dim"] = head_dims[number % len(head_dims)]
         problem = Problem(dtype=dtype, **fields)
         if takes is not None and entry.instead and not takes(problem):
@@ -109,60 +109,60 @@ def _problems(
             from attncheck.cases.strategies.problems import nearest_supported  # loads Hypothesis
 
             nearest = nearest_supported(problem, takes, (dtype,)) or problem
-            # Without what it is there for it would show something else than its name says.
-            kept = (nearest.score, nearest.sink, nearest.group > 1) == (
+            # Keep the features that the problem's name stands for.
+            has_same_features = (nearest.score, nearest.sink, nearest.group > 1) == (
                 problem.score,
                 problem.sink,
                 problem.group > 1,
             )
-            own = problem.has_usual_scale or not nearest.has_usual_scale
-            problem = nearest if kept and own else problem
+            has_needed_scale = problem.has_usual_scale or not nearest.has_usual_scale
+            problem = nearest if has_same_features and has_needed_scale else problem
         problems[name] = problem
     return problems
 
 
 def _other_diagonal(problem: Problem) -> Problem:
-    """Return a causal problem as bottom-right conventions have it, where lengths differ."""
+    """Return a causal problem with unequal lengths aligned bottom-right, any other unchanged."""
     if problem.mask.name != "causal" or problem.query == problem.kv:
         return problem
     return problem.replace(mask=Spec.of("causal_bottom_right"))
 
 
-_CROSSED = 14
-_CROSSED_SIZES = "tiny"  # of covering.SHAPES
+_CROSSED = 14  # Number of crossed cases.
+_CROSSED_SIZES = "tiny"  # A name of covering.SHAPES.
 
 
 def crossed_cases(
     dtype: str, head_dims: Sequence[int], takes: Callable[[Problem], bool]
 ) -> list[CheckCase]:
-    """Return problems that have every value of the axes that a kernel takes, and many pairs.
+    """Return cases with every value of the axes that a kernel takes, and with many pairs of them.
 
-    Of a kernel of one layout as many as of any other: in other distributions, and other draws.
+    A kernel with one layout gets as many cases as any other, with more distributions and draws.
 
     Args:
-        dtype: As of ``check_cases``.
-        head_dims: Those that were asked for; none: all that the kernel takes.
+        dtype: As in ``check_cases``.
+        head_dims: The head dims that were asked for; none: all that the kernel takes.
         takes: Whether the kernel takes a Problem.
     """
     from attncheck.cases.strategies.problems import nearest_supported  # loads Hypothesis
 
-    own = {"dims": (head_dims[0], head_dims[0])} if head_dims else {}
-    # A kernel of few lengths may take those of another shape.
+    own_dims = {"dims": (head_dims[0], head_dims[0])} if head_dims else {}
+    # A kernel that takes few lengths may refuse some of the shapes.
     plainest = (
-        row_problem({"dtype": dtype, "shape": shape} | own, _CROSSED_SIZES, 0)
+        row_problem({"dtype": dtype, "shape": shape} | own_dims, _CROSSED_SIZES, 0)
         for shape in SHAPES[_CROSSED_SIZES]
     )
     nearest = (nearest_supported(problem, takes, (dtype,)) for problem in plainest)
     base = next(filter(None, nearest), None)
     if base is None:
         return []
-    few = FewRows(
+    few_rows = FewRows(
         takes if not head_dims else lambda p: p.head_dim in head_dims and takes(p),
         plain_row(base, _CROSSED_SIZES),
         _CROSSED_SIZES,
     )
-    named = {f"crossed-{n}": row for n, row in enumerate(few.rows(_CROSSED), 1)}
-    named |= {f"alone-{row_name(row)}".replace(" ", "-"): row for row in few.alone()}
+    named = {f"crossed-{n}": row for n, row in enumerate(few_rows.rows(_CROSSED), 1)}
+    named |= {f"alone-{row_name(row)}".replace(" ", "-"): row for row in few_rows.alone()}
     return [
         CheckCase(
             name=name,
@@ -173,7 +173,7 @@ def crossed_cases(
     ]
 
 
-_OF_CALLS = (
+_CALL_CHECKS = (
     ("state", "plain", "a call leaves flags, random generators and the folder as they were"),
     ("guards", "ragged", "nothing is written beside the tensors"),
 )
@@ -191,16 +191,16 @@ def call_cases(
     takes: Callable[[Problem], bool] | None = None,
     names: Sequence[str] = (),
 ) -> list[CheckCase]:
-    """Return the cases about calls beside their numbers; arguments of ``check_cases``.
+    """Return the cases about side effects and the order of calls; arguments of ``check_cases``.
 
-    Calls of another length in turn are not asked of a kernel that takes none with half of it.
+    Calls of different lengths in turn are left out if the kernel does not take half a length.
     """
-    of_calls = [each for each in _OF_CALLS if not names or each[0] in names]
-    needed = [layout for _, layout, _ in of_calls]
+    call_checks = [each for each in _CALL_CHECKS if not names or each[0] in names]
+    needed = [layout for _, layout, _ in call_checks]
     layouts = _problems(CHECK, dtype, head_dims, takes, needed) if needed else {}
     cases = [
         CheckCase(name=name, summary=summary, case=Case(problem=layouts[layout], question=name))
-        for name, layout, summary in of_calls
+        for name, layout, summary in call_checks
     ]
 
     def whole_and_half(problem: Problem) -> bool:
@@ -208,8 +208,8 @@ def call_cases(
         return takes is None or (takes(problem) and takes(half))
 
     problems = [*_problems(IN_TURN, dtype, head_dims, whole_and_half, names).values()]
-    halved = all(map(whole_and_half, problems))
-    if not halved:
+    takes_halves = all(map(whole_and_half, problems))
+    if not takes_halves:
         problems = [*_problems(CHECK, dtype, head_dims, takes, ["plain"]).values()]
     cases += [
         CheckCase(
@@ -219,24 +219,24 @@ def call_cases(
         )
         for problem in problems
         for between, (name, summary) in enumerate(_IN_TURN.items())
-        if takes is None or (takes(problem) and (halved or not between))
+        if takes is None or (takes(problem) and (takes_halves or not between))
     ]
     return cases
 
 
 def _probe_cases(problems: Mapping[str, Problem]) -> Iterator[CheckCase]:
-    every = tuple(tagged(PROBED))
+    all_layouts = tuple(tagged(PROBED))
     for name, probe in probes.PROBES.items():
-        for layout in every if name in _ON_EVERY_LAYOUT else _USUAL_LAYOUTS:
+        for layout in all_layouts if name in _ON_EVERY_LAYOUT else _USUAL_LAYOUTS:
             if layout not in problems:
                 continue
             problem = problems[layout]
             if probe.unfit(problem) is not None:
                 continue
-            # Each layout has rounds of its own, as far as there are several.
-            rounds = [*enumerate(probes.cases(name, problem)[:_ROUNDS])]
+            # Each of the usual layouts takes another round, if the probe has several.
+            rounds = [*enumerate(probes.cases(name, problem)[:_PROBE_ROUNDS])]
             turn = _USUAL_LAYOUTS.index(layout) if layout in _USUAL_LAYOUTS else 0
             for number, case in rounds[turn % len(rounds) : turn % len(rounds) + 1]:
-                again = f"-{number + 1}" if number else ""
-                label = f"{name}-{layout}{again}"
+                suffix = f"-{number + 1}" if number else ""
+                label = f"{name}-{layout}{suffix}"
                 yield CheckCase(name=label, summary=probe.summary, case=case)

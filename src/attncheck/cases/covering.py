@@ -1,7 +1,7 @@
 """Covering arrays: few problems in which every pair, or triple, of values occurs.
 
-A row that a kernel refuses is moved to the nearest Problem that it takes: it loses values on the
-way.
+A row that a kernel refuses is replaced by the nearest Problem that it takes, which may lack some of
+the row's values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import covertable
 
-from attncheck.cases.variants import FURTHER, VARIANTS, Shape
+from attncheck.cases.variants import OPTIONAL_VARIANTS, VARIANTS, Shape
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import DTYPES
 from attncheck.core.mod_spec import FULL, NONE, Spec
@@ -24,20 +24,20 @@ from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import USUAL_SCALE, Problem
 
 Exclusion = tuple[tuple[str, ...], "Callable[[Mapping[str, Any]], bool]"]
-"""Names of axes, and whether values of theirs cannot be together."""
+"""Names of axes, and a predicate that is true for values of these axes that cannot be combined."""
 
 
 def covering_rows(
     axes: Mapping[str, Sequence[Hashable]], strength: int, exclusions: Sequence[Exclusion] = ()
 ) -> list[dict[str, Any]]:
-    """Return rows that have every possible choice of values of any ``strength`` axes.
+    """Return rows in which every possible combination of values of any ``strength`` axes occurs.
 
-    They follow from the arguments: the same rows every time, on any machine.
+    The rows depend only on the arguments: they are equal on every machine.
 
     Args:
-        axes: The values of each; one without values makes no rows.
-        strength: 2 for pairs, 3 for triples; of fewer axes all their combinations.
-        exclusions: What cannot be together: no row has it, and nothing is to cover it.
+        axes: The values of each axis; if an axis has no values, there are no rows.
+        strength: 2 for pairs, 3 for triples; fewer axes than that get all their combinations.
+        exclusions: Combinations that occur in no row and need not be covered.
     """
     if not all(axes.values()):
         return []
@@ -46,21 +46,21 @@ def covering_rows(
     return [{name: axes[name][at] for name, at in zip(axes, row, strict=True)} for row in rows]
 
 
-@functools.lru_cache(maxsize=8)  # several seconds each, and two stages of a gate ask for the same
+@functools.lru_cache(maxsize=8)  # it takes several seconds, and two stages of a gate share rows
 def _numbered_rows(
     items: tuple[tuple[str, tuple[Hashable, ...]], ...],
     strength: int,
     exclusions: tuple[Exclusion, ...],
 ) -> list[tuple[int, ...]]:
-    """The rows of ``covering_rows``, each value by its number."""
+    """Return the rows of ``covering_rows`` with the number of each value in its axis."""
     axes = dict(items)
-    # By number: which values they are is not covertable's concern, nor how they are hashed.
+    # covertable gets numbers, so that its rows do not depend on the values and their hashes.
     rows = covertable.make(
         {name: list(range(len(values))) for name, values in items},
         strength=min(strength, len(axes)),
         constraints=[_constraint(axes, each) for each in exclusions if set(each[0]) <= set(axes)],
     )
-    # Plainest first: the first values of the axes, as a reader would ask them.
+    # Rows with the first, plainest values of the axes come first.
     return sorted(tuple(row[name] for name in axes) for row in rows)
 
 
@@ -73,13 +73,13 @@ def _constraint(axes: Mapping[str, Sequence[Hashable]], exclusion: Exclusion) ->
     return {"operator": "fn", "requires": list(names), "evaluate": allowed}
 
 
-# ------------------------------------------------------------ the axes, and what a value stands for
+# ------------------------------------------------------------ the axes, and what their values mean
 
 Fields = dict[str, Any]  # fields of a Problem
 
 EXTENTS = ("", "half", "no key", "one key", "all but one", "all", "beyond")
-"""How many keys the number of a mask leaves: a part of them, and its boundary values."""
-_BEYOND = 2**20  # a window that hides nothing, of any kernel's lengths
+"""How many keys a mask's number shows: a typical part (""), half, and boundary values."""
+_BEYOND = 2**20  # Keys; a window of this size hides no key at the lengths in ``SHAPES``.
 
 _CAUSAL, _BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
 
@@ -97,19 +97,19 @@ def _extent(name: str, typical: int, most: int) -> int:
 
 
 def _variant(name: str) -> Callable[[Shape, str], Spec]:
-    mods = (VARIANTS | FURTHER)[name].mods
+    mods = (VARIANTS | OPTIONAL_VARIANTS)[name].mods
     assert mods is not None, "a softmax is no variant of attention"
     return lambda sizes, _extent: mods(sizes)[0]
 
 
 def _window(sizes: Shape, extent: str, most: int) -> Spec:
-    # Of the shorter length: of few rows and many keys a quarter of the keys hides none.
+    # A quarter of the shorter length: with few rows, a quarter of many keys would hide no key.
     typical = max(1, min(sizes.query, sizes.kv) // 4)
     return Spec.of("sliding_window", window=_extent(extent, typical, most))
 
 
 def _padding(sizes: Shape, extent: str) -> Spec:
-    # Of each sequence another number; not none, which would leave nothing to bound.
+    # Sequences have different lengths, of at least 1, since without keys there are no bounds.
     cut = [max(1, sizes.kv - 3 * turn * sizes.kv // 8) for turn in range(1, sizes.batch + 1)]
     if extent:
         cut[0] = min(_extent(extent, 0, sizes.kv), sizes.kv)
@@ -119,7 +119,7 @@ def _padding(sizes: Shape, extent: str) -> Spec:
 def _documents(sizes: Shape, extent: str) -> Spec:
     if not extent:
         return _variant("varlen")(sizes, extent)
-    # Rows of the first see ``keys`` keys; the last has keys and no rows: their gradients are 0.
+    # The first document has ``keys`` keys; the last has keys but no rows: their gradients are 0.
     keys = min(_extent(extent, 0, sizes.kv), sizes.kv - sizes.kv // 3)
     rows = sizes.query // 2
     return Spec.of(
@@ -141,20 +141,20 @@ MASKS: dict[str, Callable[[Shape, str], Spec]] = {
     "padding": _padding,
     "varlen": _documents,
     "neighborhood": _variant("neighborhood"),
-    # As flash-attn aligns it: of few rows and many keys most tiles and splits lie outside.
+    # Aligned as in flash-attn: with few rows and many keys most tiles and splits lie outside it.
     "window_bottom_right": lambda sizes, extent: Spec.of(
         "offset", _window(sizes, extent, sizes.kv), rows=max(0, sizes.kv - sizes.query)
     ),
 }
-"""The mask of (sizes, extent), by the names that variants have."""
-_OF_EXTENTS = ("varlen", "window_bottom_right", "sliding_window", "padding", "prefix_lm")
+"""Name → function of (sizes, extent) that returns the mask; names are those of variants."""
+_MASKS_WITH_EXTENT = ("varlen", "window_bottom_right", "sliding_window", "padding", "prefix_lm")
 
 SCORES: dict[str, Callable[[Shape], Spec]] = {
     "none": lambda _: NONE,
     "alibi": lambda _: Spec.of("alibi"),
     "softcap": lambda _: Spec.of("softcap", cap=20.0),
     "relative_bias": lambda s: Spec.of("relative_bias", distance=s.kv // 4, seed=0),
-    # So small that a hidden key's score, if it were bent, would weigh as much as any.
+    # So small that a hidden key's −∞, if the softcap were applied to it, would weigh like others.
     "small softcap": lambda _: Spec.of("softcap", cap=0.5),
     "large softcap": lambda _: Spec.of("softcap", cap=1.0e4),
     "alibi by sequence": lambda _: Spec.of("alibi_by_sequence"),
@@ -162,7 +162,7 @@ SCORES: dict[str, Callable[[Shape], Spec]] = {
 }
 
 SCALES = {"": 1.0, "negative": -1.0, "huge": 300.0, "zero": 0.0, "tiny": 2.0**-30}
-"""Factors of 1/√head_dim."""
+"""Name → factor by which the usual scale 1/√head_dim is multiplied."""
 
 STORED: dict[str, Fields] = {
     "plain": {},
@@ -175,7 +175,7 @@ STORED: dict[str, Fields] = {
     "sink below": {"sink": True, "sink_logits": "below"},
     "pages of 256": {"paging": Paging(size=256, seed=1)},  # above any tile
 }
-"""What else a call has: nothing, a sink, keys in pages, the smallest that engines use first."""
+"""A sink or paged keys, or neither; pages have the smallest size of serving engines first."""
 
 BACKWARD: dict[str, Fields] = {
     "": {},
@@ -219,7 +219,7 @@ SHAPES: dict[str, dict[str, tuple[int, int]]] = {
         "few": (3, 17),
     },
 }
-"""Query and key lengths: whole tiles, none, one short of and one beyond them, unequal both ways."""
+"""(query, kv): multiples of a tile, no multiples, one less or more; either one may be longer."""
 
 HEADS: dict[str, tuple[int, int, int]] = {
     "one head": (1, 1, 1),
@@ -231,14 +231,14 @@ HEADS: dict[str, tuple[int, int, int]] = {
     "group of 5": (1, 5, 1),
     "group of 6": (1, 6, 1),
 }
-"""Batch, heads, kv heads; with 6/2, h // group and h % kv_heads differ; 3, 5, 6 and 7 rows of a
-group fill no tile."""
+"""(batch, heads, kv_heads). With 6/2, h // group and h % kv_heads differ; groups of 3, 5, 6 and 7
+rows fill no tile."""
 
 DIMS: dict[str, tuple[int, int]] = {
     text: (int(text.partition("/")[0]), int(text.rpartition("/")[2]))
     for text in ("64", "128", "80", "40/17", "96/128", "1", "256", "33/31", "8/24", "72")
 }
-"""Of q and k, and of v: powers of two, what lies between and beside them, what fits no vector."""
+"""(head_dim, value_dim): powers of two, dims between and next to them, dims that fit no vector."""
 
 DISTRIBUTIONS = (
     "normal",
@@ -256,22 +256,22 @@ ALONE: dict[str, tuple[str, ...]] = {
     "scale": ("huge", "zero", "tiny"),
     "stored": ("sink above",),
 }
-"""Values that leave nothing to see of the others: asked in rows of their own."""
+"""Values that would hide the effect of all other values, so that they get rows of their own."""
 
 TOGETHER: tuple[Fields, ...] = (
-    # All far below −10⁴: a finite number in place of −∞ is above them.
+    # All scores are far below −10⁴, so that a finite mask value in place of −∞ exceeds them.
     {"scale": "huge", "distribution": "negative_logits"},
-    # exp(0 − LSE) of a key that is not there is infinite, and 0 times it NaN.
+    # exp(0 − LSE) of a key beyond the last is infinite, and 0 times it is NaN.
     {"backward": "backward", "distribution": "negative_logits"},
 )
-"""Values that show beside one another what none shows beside plain ones: in rows of their own."""
+"""Combinations that find faults that no single value of theirs finds: in rows of their own."""
 
 
 def _paged(row: Mapping[str, Any]) -> bool:
     return "paging" in STORED[row["stored"]]
 
 
-_WIDE = {"large_logits", "one_hot", "sink"}  # distributions
+_WIDE_DISTRIBUTIONS = {"large_logits", "one_hot", "sink"}  # distributions
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
     (("stored", "backward"), lambda row: _paged(row) and bool(row["backward"])),
@@ -281,17 +281,17 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         ("mask", "shape"),
         lambda row: row["mask"] == "window_bottom_right" and row["shape"] in {"tall", "one key"},
     ),
-    (("mask", "extent"), lambda row: bool(row["extent"]) and row["mask"] not in _OF_EXTENTS),
-    # A kernel may divide a sink by the scale: of none there is no bound.
+    (("mask", "extent"), lambda row: bool(row["extent"]) and row["mask"] not in _MASKS_WITH_EXTENT),
+    # A kernel may divide a sink by the scale, so a scale of 0 has no error bound.
     (("scale", "stored"), lambda row: row["scale"] == "zero" and "sink" in row["stored"]),
-    # Or take the maximum before it multiplies: right while exp of the scores' spread is finite.
+    # A maximum taken before a negative scale is right only if exp of the scores' spread is finite.
     (
         ("scale", "distribution"),
-        lambda row: row["scale"] == "negative" and row["distribution"] in _WIDE,
+        lambda row: row["scale"] == "negative" and row["distribution"] in _WIDE_DISTRIBUTIONS,
     ),
 )
-"""No such Problems: gradients with pages, or in fp8; a window of one row, which is causal. And what
-a right kernel may give anything for."""
+"""Combinations that are no Problem (gradients with pages or in fp8), that equal another (a window
+of one row is causal), or for which a right kernel may return anything."""
 
 
 def _is_excluded(row: Mapping[str, Any]) -> bool:
@@ -311,19 +311,19 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dims": tuple(DIMS),
     "distribution": DISTRIBUTIONS,
 }
-"""Every axis with its values, the plainest first: what the bounds of a gate and the crossed
-questions of a check are made of."""
+"""Axis → its values, plainest first. The bounds of a gate and the crossed questions of a check
+combine them."""
 
 
 def row_problem(row: Mapping[str, Any], shapes: str, seed: int) -> Problem:
-    """Return the Problem of one value of each axis.
+    """Return the Problem that has the row's value on each axis.
 
     Args:
-        row: A value for each of ``AXES``; an axis that is left out has its first.
+        row: Axis of ``AXES`` → value; axes that are left out have their first value.
         shapes: A name of ``SHAPES``.
     """
     row = PLAIN_ROW | {"shape": next(iter(SHAPES[shapes]))} | dict(row)
-    # Sizes of a kernel that takes none of ours are values that have no name.
+    # Kernels that take none of these sizes have rows with their own sizes instead of names.
     query, kv = SHAPES[shapes].get(row["shape"], row["shape"])
     batch, heads, kv_heads = HEADS.get(row["heads"], row["heads"])
     head_dim, value_dim = DIMS.get(row["dims"], row["dims"])
@@ -336,7 +336,7 @@ def row_problem(row: Mapping[str, Any], shapes: str, seed: int) -> Problem:
         head_dim=head_dim,
         value_dim=value_dim,
     )
-    # The usual one to its last bit: a kernel may take no other.
+    # Exactly the default scale, to the last bit: some kernels take no other.
     factor = SCALES[row["scale"]]
     scale = USUAL_SCALE if factor == 1.0 else factor / math.sqrt(head_dim)
     return Problem(
@@ -356,33 +356,33 @@ PLAIN_ROW = {name: values[0] for name, values in AXES.items()}  # the plainest v
 
 
 def row_name(row: Mapping[str, Any]) -> str:
-    """Return what reports call a row: ``causal alibi sink backward``."""
+    """Return a row's name in reports, such as ``causal alibi sink backward``."""
     words = [row["mask"], row["extent"], row["score"], row["scale"], row["stored"]]
     words.append(row["backward"])
     return " ".join(word for word in words if word and word not in {"none", "plain"})
 
 
 def alone_rows(axes: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
-    """Yield a row for each value of ``ALONE``, where there is one: with shared heads, backward.
+    """Yield a row with shared heads and a backward for each value of ``ALONE``, if possible.
 
-    An extent is one of each mask that has it. Then a row for each of ``TOGETHER``.
+    An extent gets a row for each mask that has it. A row for each of ``TOGETHER`` follows.
     """
     common = {name: values[0] for name, values in axes.items()}
     common["backward"] = axes["backward"][-1]
     common |= {"heads": "sequences GQA"} if "sequences GQA" in axes["heads"] else {}
-    masks = [mask for mask in _OF_EXTENTS if mask in axes["mask"]]
+    masks = [mask for mask in _MASKS_WITH_EXTENT if mask in axes["mask"]]
     for axis, names in ALONE.items():
         for name in names:
             if name not in axes[axis]:
                 continue
             for mask in masks if axis == "extent" else axes["mask"][:1]:
                 row = common | {axis: name, "mask": mask}
-                # What it cannot be asked with its gradients is asked without.
+                # Combinations that exclude a backward are asked without it.
                 row |= {"backward": axes["backward"][0]} if _is_excluded(row) else {}
                 if not _is_excluded(row):
                     yield row
     for values in TOGETHER:
-        # Whatever distributions there is time for elsewhere.
+        # The distribution may be one that ``axes`` leaves out to save time.
         if all(values[name] in axes[name] for name in values if name != "distribution"):
             yield common | values
 
@@ -390,14 +390,14 @@ def alone_rows(axes: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
 Row = dict[str, Any]
 
 
-# ------------------------------------------------------------ every three, of few compilations
+# ------------------------------------------------------------ every triple, with few compilations
 
 VARIED = ("shape", "heads", "distribution")
-"""Axes along which a kernel that is compiled is asked again; of lengths those of one kind."""
+"""Axes whose values can change without compiling a kernel anew, if lengths stay of one kind."""
 
 
 def lengths_kind(lengths: tuple[int, int]) -> tuple[int, ...]:
-    """Return for what of lengths Triton compiles anew: is each 1, is it a multiple of 16."""
+    """Return the kind of each length, as Triton specializes on: 1; 16 for its multiples; else 0."""
     return tuple(1 if length == 1 else 16 * (length % 16 == 0) for length in lengths)
 
 
@@ -407,65 +407,65 @@ def compiled_rows(
     least: int,
     exclusions: Sequence[Exclusion] = (),
 ) -> tuple[list[Row], list[Row]]:
-    """Return rows that have every possible choice of values of any three axes.
+    """Return rows in which every possible combination of values of any three axes occurs.
 
-    As ``covering_rows`` of strength 3, for kernels that are compiled: what they are compiled for is
-    covered in as few rows as that takes, and each of these is asked several times, with other
-    lengths of one kind, heads and distributions.
+    Like ``covering_rows`` of strength 3, but for kernels that are compiled: the values that need a
+    compilation are covered in as few rows as possible, and each compilation serves several rows,
+    with other lengths of one kind, heads and distributions.
 
     Args:
-        axes: As of ``covering_rows``, those of ``VARIED`` among them.
-        shapes: A name of ``SHAPES``, where the lengths are.
-        least: Rows that there are at least, however few values the axes have.
-        exclusions: As of ``covering_rows``.
+        axes: As in ``covering_rows``; the axes in ``VARIED`` are among them.
+        shapes: The name in ``SHAPES`` of the lengths.
+        least: The smallest number of rows, however few values the axes have.
+        exclusions: As in ``covering_rows``.
 
     Returns:
-        The rows that are asked first, one of each compilation, and those that ask them again. In
-        this order two processes seldom compile the same.
+        The first row of each compilation, and the rows that reuse one. In this order two processes
+        seldom compile the same kernel at once.
     """
     if not all(axes.values()):
         return [], []
     items = tuple((name, tuple(values)) for name, values in axes.items())
-    rows, compilations = _compiled_rows(items, shapes, least, tuple(exclusions))
-    return rows[:compilations], rows[compilations:]
+    all_rows, compilations = _compiled_rows(items, shapes, least, tuple(exclusions))
+    return all_rows[:compilations], all_rows[compilations:]
 
 
-@functools.lru_cache(maxsize=8)  # as ``_numbered_rows``
+@functools.lru_cache(maxsize=8)
 def _compiled_rows(
     items: tuple[tuple[str, tuple[Any, ...]], ...],
     shapes: str,
     least: int,
     exclusions: tuple[Exclusion, ...],
 ) -> tuple[list[Row], int]:
-    """The rows of ``compiled_rows``, and how many of them are the first."""
+    """Return all rows of ``compiled_rows``, and the number of first rows of a compilation."""
     axes, kinds = dict(items), dict[tuple[int, ...], list[str]]()
     for name in axes["shape"]:
         kinds.setdefault(lengths_kind(SHAPES[shapes][name]), []).append(name)
-    alike = {names[0]: names for names in kinds.values()}  # the first stands for its kind
+    names_by_first = {names[0]: names for names in kinds.values()}  # the first represents its kind
     compiled = {name: axes[name] for name in axes if name not in VARIED}
-    once = covering_rows(compiled | {"shape": tuple(alike)}, 3, exclusions)
-    threes = _Threes(axes, alike, exclusions)
-    for row in once:
-        threes.add(threes.varied(row)[0])
-    more = True
-    while more:
-        more = False
-        for row in once:
-            whole, gain = threes.varied(row)
-            more |= gain > 0
-            if gain or len(threes.rows) < least:
-                threes.add(whole)
-        more |= len(threes.rows) < least
-    # A choice of one axis after the other may miss some.
-    for row in once:
-        for whole in threes.every(row):
-            if threes.gain(whole):
-                threes.add(whole)
-    return threes.rows, len(once)
+    first_rows = covering_rows(compiled | {"shape": tuple(names_by_first)}, 3, exclusions)
+    triples = _Triples(axes, names_by_first, exclusions)
+    for row in first_rows:
+        triples.add(triples.varied(row)[0])
+    is_incomplete = True
+    while is_incomplete:
+        is_incomplete = False
+        for row in first_rows:
+            full_row, gain = triples.varied(row)
+            is_incomplete |= gain > 0
+            if gain or len(triples.rows) < least:
+                triples.add(full_row)
+        is_incomplete |= len(triples.rows) < least
+    # Values chosen for one axis after the other may miss triples, so try all values.
+    for row in first_rows:
+        for full_row in triples.every(row):
+            if triples.gain(full_row):
+                triples.add(full_row)
+    return triples.rows, len(first_rows)
 
 
-class _Threes:
-    """Rows, and which values of three axes, one of ``VARIED``, are together in them."""
+class _Triples:
+    """Rows, and the triples of values (of three axes, one of them in ``VARIED``) in them."""
 
     def __init__(
         self,
@@ -479,50 +479,50 @@ class _Threes:
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
-        """Add a whole row."""
+        """Add a row that has a value on every axis."""
         self._seen.update(map(frozenset, itertools.combinations(row.items(), 3)))
         self._uses.update(row.items())
         self.rows.append({name: row[name] for name in self._axes})
 
     def gain(self, row: Row) -> int:
-        """Return how many threes a whole row has that no other has."""
+        """Return the number of triples of a full row that no row has yet."""
         before = {name: value for name, value in row.items() if name not in VARIED}
         gain = 0
         for name in VARIED:
-            gain += self._new(before, (name, row[name]))
+            gain += self._new_triples(before, (name, row[name]))
             before[name] = row[name]
         return gain
 
     def varied(self, row: Row) -> tuple[Row, int]:
-        """Return ``row`` with the values that make most new threes, the least used of several."""
+        """Return ``row`` with values that add most triples (least used if equal), and how many."""
         whole, gain = {name: value for name, value in row.items() if name not in VARIED}, 0
         for name in VARIED:
             merits = {
-                value: (self._new(whole, (name, value)), -self._uses[name, value])
+                value: (self._new_triples(whole, (name, value)), -self._uses[name, value])
                 for value in self._values(row, name)
-                if self._able(whole | {name: value})
+                if self._is_allowed(whole | {name: value})
             }
             whole[name] = max(merits, key=merits.__getitem__)
             gain += merits[whole[name]][0]
         return whole, gain
 
     def every(self, row: Row) -> Iterator[Row]:
-        """Yield ``row`` with all values; where there cannot be one, the nearest row that has it."""
+        """Yield ``row`` with all ``VARIED`` values; if excluded, with another axis changed too."""
         named = {name for names, _ in self._exclusions for name in names if name not in VARIED}
         changed = [name for name in self._axes if name in named]
         others = [{}, *({name: value} for name in changed for value in self._axes[name])]
         for values in itertools.product(*(self._values(row, name) for name in VARIED)):
             whole = row | dict(zip(VARIED, values, strict=True))
-            able = (whole | other for other in others if self._able(whole | other))
-            yield from itertools.islice(able, 1)
+            allowed = (whole | other for other in others if self._is_allowed(whole | other))
+            yield from itertools.islice(allowed, 1)
 
     def _values(self, row: Row, name: str) -> Sequence[Any]:
         return self._alike[row["shape"]] if name == "shape" else self._axes[name]
 
-    def _able(self, row: Row) -> bool:
+    def _is_allowed(self, row: Row) -> bool:
         return not any(set(names) <= row.keys() and never(row) for names, never in self._exclusions)
 
-    def _new(self, row: Row, item: tuple[str, Any]) -> int:
+    def _new_triples(self, row: Row, item: tuple[str, Any]) -> int:
         pairs = itertools.combinations(row.items(), 2)
         return sum(frozenset((*pair, item)) not in self._seen for pair in pairs)
 
@@ -530,10 +530,10 @@ class _Threes:
 # ------------------------------------------------------------ few rows, for a check
 
 
-_MASKS_ALONE = 2
-# ``scale or default`` is what most functions say, torch's own on a CPU multiplies −∞ by the scale,
-# a head of 256 takes as long as four others, and of one column, or where one key has all the
-# weight or each the same, little else shows: a gate asks for them, a check for some one by one.
+_MASKS_ALONE = 2  # Masks per value of ``ALONE`` in a check.
+# Values that a gate covers and a check leaves out, or asks one by one. Scale: most functions read
+# ``scale or default``, and torch's on a CPU multiplies −∞ by it. Dims: 256 takes as long as four
+# others. A dim of 1, or one key with all the weight, or equal weights hide most other faults.
 _UNUSUAL = {
     "scale": {"negative", "zero"},
     "dims": {"1", "256"},
@@ -542,30 +542,30 @@ _UNUSUAL = {
 
 
 class FewRows:
-    """Rows of a kernel, each with as many pairs as it can have that no row before it has.
+    """A few rows for one kernel, each with as many pairs as possible that no earlier row has.
 
-    No array is complete in so few: which pairs come first is what counts.
+    So few rows cannot cover all pairs; they start with the most important ones.
 
     Args:
         takes: Whether the kernel takes a Problem.
-        plain: The plainest row that it takes, which all others are changes of.
+        plain: The plainest row that the kernel takes; all other rows are changes of it.
         shapes: A name of ``SHAPES``.
     """
 
     def __init__(self, takes: Callable[[Problem], bool], plain: Row, shapes: str) -> None:
-        self._plain, self._taken = plain, _taken_rows(takes, shapes)
+        self._plain, self._taken = plain, _cached_row_filter(takes, shapes)
         self._seen: set[frozenset[tuple[str, Any]]] = set()  # pairs
         self._uses: Counter[tuple[str, Any]] = Counter()
 
     def takes(self, row: Row) -> bool:
-        """Return whether there is such a Problem, and the kernel takes it."""
+        """Return whether the row is a Problem that the kernel takes."""
         return self._taken(self._plain | row)
 
     def axes(self) -> dict[str, dict[Any, Row]]:
-        """Return the values of each axis that it takes, each with what it takes it beside.
+        """Return axis → value that the kernel takes → changes of other axes that the value needs.
 
-        That is the plainest of all others; or a causal mask, at equal lengths: slopes are of it
-        alone.
+        The changes are none, a causal mask, or one with equal lengths: some kernels take slopes
+        only with these.
         """
         causal = [{"mask": mask} for mask in ("causal", "causal_bottom_right")]
         beside: list[Row] = [{}, *causal, *(each | {"shape": "even"} for each in causal)]
@@ -585,7 +585,7 @@ class FewRows:
         return axes
 
     def alone(self) -> Iterator[Row]:
-        """Yield ``alone_rows``, of two masks at most."""
+        """Yield the ``alone_rows`` that the kernel takes, each value with at most two masks."""
         axes = {name: [*values] for name, values in self.axes().items()}
         count: dict[tuple[Any, ...], int] = {}
         for row in alone_rows(axes):
@@ -597,19 +597,19 @@ class FewRows:
                 yield chosen
 
     def rows(self, count: int) -> Iterator[Row]:
-        """Yield ``count`` rows: as many of a kernel of few layouts, in other distributions."""
+        """Yield ``count`` rows; a kernel with few layouts gets as many, in more distributions."""
         axes = self.axes()
-        # Gradients are asked for with the forward, wherever there are any.
+        # If the kernel has a backward, every row asks for gradients with the forward.
         if len(axes["backward"]) > 1:
             del axes["backward"][""]
         for name, alone in ALONE.items():
             axes[name] = {value: row for value, row in axes[name].items() if value not in alone}
         for _ in range(count):
-            # From the value that was asked least; of several from one that has a condition.
+            # Start with the least used value; among several, one that needs changes of other axes.
             every = [(name, value) for name, values in axes.items() for value in values]
             name, value = min(every, key=lambda one: (self._uses[one], not axes[one[0]][one[1]]))
             row = axes[name][value] | {name: value}
-            # Which of the others there can be depends on the mask and the lengths.
+            # Mask and lengths first, because they limit the values of the other axes.
             for other in sorted(axes, key=lambda each: each not in {"mask", "shape"}):
                 if other not in row:
                     row[other] = self._best(row, other, [*axes[other]])
@@ -618,7 +618,7 @@ class FewRows:
             yield self._plain | row
 
     def _best(self, row: Row, name: str, values: list[Any]) -> Any:
-        """Return the value that makes most new pairs with ``row``, the least used of several."""
+        """Return the value that adds most new pairs to ``row``; among several, the least used."""
 
         def merit(value: Any) -> tuple[int, int]:
             new = sum(frozenset((item, (name, value))) not in self._seen for item in row.items())
@@ -629,7 +629,7 @@ class FewRows:
 
 
 def plain_row(problem: Problem, shapes: str) -> Row:
-    """Return the plainest row of a kernel that takes ``problem``, whatever its sizes are."""
+    """Return the plainest row with the sizes and dtype of ``problem``, which a kernel takes."""
     sizes: dict[str, tuple[Mapping[str, Any], tuple[int, ...]]] = {
         "shape": (SHAPES[shapes], (problem.query, problem.kv)),
         "heads": (HEADS, (problem.batch, problem.heads, problem.kv_heads)),
@@ -640,18 +640,18 @@ def plain_row(problem: Problem, shapes: str) -> Row:
 
 
 def row_values(row: Mapping[str, Any], problem: Problem, shapes: str) -> Row:
-    """Return what ``problem``, moved from ``row``, has of each axis; None for no value of it."""
+    """Return axis → the value of ``problem``, which replaces ``row``; None if it has none."""
     shape = _name_of(SHAPES[shapes], (problem.query, problem.kv))
     window = problem.mask.values.get("window") if not row["extent"] else None
     usual = problem.scale / problem.replace(scale=USUAL_SCALE).scale
     has = {"sink": problem.sink, "sink_logits": problem.sink_logits, "paging": problem.paging}
     stored = {name: value for name, value in has.items() if value}
     return {
-        # A window that hides nothing causal is no window.
+        # A window as long as the rows hides no more than causal, so the row's mask is lost.
         "mask": None if isinstance(window, int) and problem.query <= window else row["mask"],
-        # At other lengths the same number is no boundary.
+        # At other lengths the mask's number is no boundary value.
         "extent": row["extent"] if shape == row["shape"] or not row["extent"] else None,
-        # Not as ``row_problem`` has it: a score mod that it dropped would count as had.
+        # A score mod that was dropped on the way to ``problem`` is lost.
         "score": row["score"] if (problem.score == NONE) == (row["score"] == "none") else None,
         "scale": row["scale"] if abs(usual - SCALES[row["scale"]]) <= 2.0**-20 else "",
         "stored": _name_of(STORED, stored),
@@ -670,12 +670,12 @@ def restore_lost_pairs(
     shapes: str,
     supports: Callable[[Problem], bool],
 ) -> Iterator[Row]:
-    """Yield a row for each pair that ``had`` lacks and some Problem near the plainest has.
+    """Yield rows for the pairs that ``had`` lacks, as far as the kernel takes a Problem with them.
 
     Args:
-        axes: The values of each; the first are the plainest.
+        axes: The values of each axis, the plainest first.
         had: Values of the Problems that are asked already.
-        shapes: A name of ``axes.SHAPES``.
+        shapes: A name of ``SHAPES``.
         supports: Whether the kernel takes a Problem.
     """
     if not all(axes.values()):
@@ -683,13 +683,13 @@ def restore_lost_pairs(
     seen: set[tuple[tuple[str, Any], ...]] = set()
     for row in had:
         seen.update(_pairs_of(row))
-    taken = _taken_rows(supports, shapes)
+    taken = _cached_row_filter(supports, shapes)
     for pair in _all_pairs(axes):
         if pair in seen:
             continue
         seen.add(pair)
         candidates = list(_candidates(axes, had, dict(pair)))
-        # Those first that make up for most; where as many, the plainest.
+        # Rows that add most missing pairs first; among equals, the plainest.
         candidates.sort(key=lambda row: sum(each in seen for each in _pairs_of(row)))
         addition = next(filter(taken, candidates), None)
         if addition is not None:
@@ -698,7 +698,7 @@ def restore_lost_pairs(
 
 
 def _candidates(axes: Mapping[str, Sequence[Any]], had: Sequence[Row], pair: Row) -> Iterator[Row]:
-    """Yield rows with ``pair``: the plainest, those one value away, and those asked."""
+    """Yield rows with ``pair``: the plainest, rows one value away from it, and those in ``had``."""
     plain = {name: values[0] for name, values in axes.items()} | pair
     yield plain
     for name, values in axes.items():
@@ -721,18 +721,18 @@ def _pairs_of(row: Row) -> Iterator[tuple[tuple[str, Any], ...]]:
     return itertools.combinations(row.items(), 2)
 
 
-def _taken_rows(takes: Callable[[Problem], bool], shapes: str) -> Callable[[Row], bool]:
-    """Return whether there is the Problem of a row, and a kernel takes it: asked once of each."""
+def _cached_row_filter(takes: Callable[[Problem], bool], shapes: str) -> Callable[[Row], bool]:
+    """Return a cached function: whether a row is a Problem that a kernel takes."""
 
     @functools.cache  # each question to a kernel costs time
-    def taken(items: tuple[tuple[str, Any], ...]) -> bool:
+    def is_taken(items: tuple[tuple[str, Any], ...]) -> bool:
         row = dict(items)
         try:
             return not _is_excluded(row) and takes(row_problem(row, shapes, 0))
         except ProblemError:
             return False
 
-    return lambda row: taken(tuple(row.items()))
+    return lambda row: is_taken(tuple(row.items()))
 
 
 def _name_of(values: Mapping[str, Any], value: Any) -> str | None:

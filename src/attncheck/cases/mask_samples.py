@@ -1,4 +1,4 @@
-"""Samples of each mask family: small problems that show whether a kernel takes any of them."""
+"""Samples of each mask family: small problems to find out whether a kernel supports the family."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem
 
 SOFTMAX = "softmax"  # in place of a mask family: row softmax, which has no mask
 
-# Whole tiles, and lengths that fit none; short ones, and one row, for kernels that take no others.
+# Multiples of a tile, no multiples, and short lengths or one row for kernels that need them.
 _LENGTHS = ((64, 64), (77, 93), (16, 16), (1, 64), (1, 1))
 _PAGE_SIZE = 16
 
@@ -22,9 +22,9 @@ class ProblemKind:
     """Features that all problems of a property have, whatever their masks and sizes."""
 
     paged: bool = False  # keys in pages
-    sink: bool = False  # a sink
+    sink: bool = False
     backward: bool = False  # gradients are asked for
-    captured: bool = False  # and those of what score mods read from tensors
+    captured: bool = False  # gradients of tensors that the score mod reads are asked for
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -34,15 +34,15 @@ class ProblemKind:
         return {"paging": paging, "sink": self.sink, "backward": self.backward, **captured}
 
 
-PLAIN_KIND = ProblemKind()  # attention without any of it
+PLAIN_KIND = ProblemKind()  # attention without any of these features
 
 
 def sample_problems(family: str, dtype: str, kind: ProblemKind = PLAIN_KIND) -> tuple[Problem, ...]:
-    """Return problems of a mask family in ``dtype``, plainest first; none where there can be none.
+    """Return problems of a mask family in ``dtype``, plainest first; none if none can exist.
 
     Args:
         family: A name of ``strategies.MASK_FAMILIES``, or ``SOFTMAX``.
-        kind: What all of them have.
+        kind: Features that all of them have.
     """
     if family == SOFTMAX:
         exists = dtype in SOFTMAX_DTYPES and kind == PLAIN_KIND
@@ -74,5 +74,5 @@ def _sample_mask(family: str, query: int, kv: int) -> Spec:
         "composition": Spec.of("and", Spec.of("causal"), padding),
         "expression": Spec.of("expression", text="q_idx >= kv_idx + 3"),
     }
-    # Those that have no numbers are as their family is called.
+    # Masks without arguments have the name of their family.
     return masks[family] if family in masks else Spec.of(family)

@@ -1,8 +1,8 @@
-"""The table of fixed problems: each small, each for a fault that kernels had.
+"""The table of fixed problems: each small, and each for a fault that some kernel had.
 
-One table serves the quick check, the gate's contract, its questions of memory and determinism,
-and compute-sanitizer. A problem's tags say who asks it; within a tag its name is its own, and the
-table's order is the order of asking. What is not said here is a Problem's default.
+One table serves the quick check, the gate's contract, its questions about memory and determinism,
+and compute-sanitizer. A problem's tags list its users; names are unique within a tag, and the
+table's order is the order of asking. Fields that are not given have a Problem's defaults.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 
 CHECK = "check"
-"""Asked by ``attncheck check``, and as the fixture ``problem`` of somebody's own tests."""
-PROBED = "probed"  # of those, the ones whose layout the probes are asked on
+"""Asked by ``attncheck check``, and as the fixture ``problem`` in users' own tests."""
+PROBED = "probed"  # CHECK problems whose layouts the probes use too
 IN_TURN = "in turn"
-"""A quick check asks for calls in turn on the first that a kernel takes, and on half of it."""
-LONG = "long"  # the contract asks these as they stand in every dtype of 16 and 8 bits
+"""A quick check makes calls in turn on the first that a kernel takes, and on half of its length."""
+LONG = "long"  # the contract asks these unchanged in every dtype of 16 and 8 bits
 SMALLEST = "smallest"
 """The contract asks the nearest that a kernel takes, in every dtype, forward and backward."""
 CONTRACT = "contract"
-"""The contract asks as it stands: the kernel refuses cleanly, or answers rightly."""
-FP8 = "fp8"  # the same, of kernels that take fp8
-MANY_SEQUENCES = "many sequences"  # the same, on a GPU, by a question that needs no exact attention
+"""The contract asks these unchanged: the kernel must refuse cleanly or be right."""
+FP8 = "fp8"  # like CONTRACT, for kernels that take fp8
+MANY_SEQUENCES = "many sequences"  # like CONTRACT, on a GPU, with no need of exact attention
 MEMORY = "memory"  # questions about memory and determinism are asked on these, in turn
-BACKWARD_CAP = "backward cap"  # beside those, for what hidden keys of NaN do to gradients
-MANY_KEYS = "many keys"  # beside those, for what lies next to an input
+BACKWARD_CAP = "backward cap"  # also for MEMORY's question whether hidden NaN reach gradients
+MANY_KEYS = "many keys"  # also for MEMORY's question about accesses next to an input
 SANITIZER = "sanitizer"  # run under compute-sanitizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedProblem:
-    """A Problem but for its dtype."""
+    """A Problem without a dtype, with its name and uses."""
 
-    name: str  # what reports call it
-    tags: frozenset[str]  # who asks it
-    summary: str  # what it would show, in a line; empty where the name says it
-    fields: dict[str, Any]  # of the Problem
-    # Sizes for a kernel that does not take its own: the nearest would be far larger.
+    name: str  # its name in reports
+    tags: frozenset[str]  # its users
+    summary: str  # what a failure would show, in one line; empty if the name says it
+    fields: dict[str, Any]  # fields of the Problem
+    # Sizes for a kernel that does not take these: the nearest would be far larger.
     instead: dict[str, Any]
 
 
@@ -62,7 +62,7 @@ def _sizes(text: str) -> dict[str, int]:
 def _row(
     name: str, sizes: str, *tags: str, summary: str = "", instead: str = "", **fields: Any
 ) -> NamedProblem:
-    """Return a row of the table, its ``sizes`` as reports write them: ``B2 H6/2 Q40 K70 D96``."""
+    """Return a row of the table; ``sizes`` have the form of reports: ``B2 H6/2 Q40 K70 D96``."""
     return NamedProblem(
         name=name,
         tags=frozenset(tags),
@@ -75,10 +75,10 @@ def _row(
 _CAUSAL = Spec.of("causal")
 _BOTTOM_RIGHT = Spec.of("causal_bottom_right")
 
-# Most lengths are no multiples of any tile; some are of small tiles alone (48 of 16, 96 of 32, 320
-# of 64), for a kernel that asks by the length of another tile whether to mask its last. Few heads
-# and tiles, for Triton's interpreter. The head_dims are those of which 1/√head_dim is no power of
-# two, and 64.
+# Most lengths are no multiples of any tile; some are multiples of small tiles only (48 of 16, 96 of
+# 32, 320 of 64), to find a kernel that uses another tile's size to decide whether to mask its last
+# tile. Heads and tiles are few, for Triton's interpreter. head_dims are 64, and dims for which
+# 1/√head_dim is no power of two.
 _TABLE: tuple[NamedProblem, ...] = (
     # ------------------------------------------------------------ a quick check: layouts
     _row("plain", "H8 Q64", CHECK, summary="lengths that fit every tile; eight heads"),
@@ -139,7 +139,7 @@ _TABLE: tuple[NamedProblem, ...] = (
         summary="a window wider than a tile: it does not begin before the keys do",
         mask=Spec.of("sliding_window", window=100),
     ),
-    # Row 0 sees the keys 127 to 133: of any usual tile one, and some of the next.
+    # Row 0 sees the keys 127 to 133: the last key of a tile of any usual size, and a few more.
     _row(
         "window-edge",
         "H2 Q17 K150",
@@ -217,25 +217,25 @@ _TABLE: tuple[NamedProblem, ...] = (
     _row("long sum of dQ", "Q16 K2048", LONG, distribution="small_terms", backward=True),
     _row("long sums of dK and dV", "Q2048 K16", LONG, distribution="small_terms", backward=True),
     # ------------------------------------------------------------ a quick check: calls in turn
-    # Lengths that no other question of it has: what is kept by shape is new.
+    # Lengths that no other question of the check has, so that nothing is cached for them yet.
     _row("calls", "H1 Q74 K106", IN_TURN, instead="Q256 K256"),
     # ------------------------------------------------------------ a contract's smallest
     _row("smallest", "Q1 K1", SMALLEST),
     _row("a tile", "Q16 K16", SMALLEST),
     # ------------------------------------------------------------ a contract's unusual ones
-    # Those of one mask stand together: for each kind kernels are compiled.
+    # Problems with one mask stand together, because kernels are compiled for each kind of mask.
     _row("other scale", "Q5 K7", CONTRACT, scale=0.3),
-    # Of one size and no larger: a path without bounds, chosen for the tiles that there once were.
+    # Multiples of one tile size only, to find a path without bounds checks for an outdated size.
     _row("whole tiles of 16", "Q48 K48", CONTRACT),
     _row("whole tiles of 32", "Q96 K96", CONTRACT),
     _row("whole tiles of 64", "Q192 K192", CONTRACT),
     _row("three heads to a key head", "H6/2 Q5 K7", CONTRACT),
     _row("rows that see nothing", "Q7 K5", CONTRACT, mask=_BOTTOM_RIGHT),
-    # More than a tile of rows of every kernel of ours, and a diagonal within a tile of keys.
+    # More rows than a tile of any built-in kernel, and a diagonal inside a tile of keys.
     _row("a diagonal beyond a tile", "Q177 K293", CONTRACT, mask=_BOTTOM_RIGHT),
     _row("more rows than keys", "Q7 K5", CONTRACT, mask=_CAUSAL),
     _row("more keys than rows", "Q5 K7", CONTRACT, mask=_CAUSAL),
-    # A first tile that the mask empties, before scores that are all far below 0.
+    # The mask empties the first tile, and all scores are far below 0.
     _row(
         "a window over negative scores",
         "Q100 K100",
@@ -248,7 +248,7 @@ _TABLE: tuple[NamedProblem, ...] = (
     _row(
         "a window beyond a tile", "Q177 K293", CONTRACT, mask=Spec.of("sliding_window", window=73)
     ),
-    # Of up to 256 rows: those of a GPU are larger than an interpreter's.
+    # For tiles of up to 256 rows: tiles on a GPU are larger than an interpreter's.
     _row(
         "a prefix beyond the diagonal's tiles",
         "Q20 K330",
@@ -284,15 +284,15 @@ _TABLE: tuple[NamedProblem, ...] = (
         backward=True,
         dcaptured=True,
     ),
-    # Of tiles of 128 those that a long sum has are too few to show beside e5m2's own rounding.
+    # ``long-sum`` has too few tiles of 128 for an error to exceed e5m2's own rounding.
     _row("longer sum", "H1 Q16 K16384", FP8, distribution="small_terms"),
-    # The smallest scale there is: times a descale it is 0, and 0 times a score of −∞ is NaN.
+    # The smallest positive scale: times a descale it is 0, and 0 times a score of −∞ is NaN.
     _row("no scale", "Q4 K70", FP8, mask=_CAUSAL, scale=FORMATS["fp32"].subnormal_spacing),
-    # More than the 65 535 places of a grid's second axis. Of so many heads exact attention takes
-    # minutes, and a row of one key none: it is that key's value.
+    # More than the 65 535 blocks of a grid's second axis. Exact attention of so many heads takes
+    # minutes; rows that see one key need none, since the result is that key's value.
     _row("more sequences than a grid holds", "B65537 Q1 K2", MANY_SEQUENCES, mask=_CAUSAL),
     # ------------------------------------------------------------ memory and determinism
-    # Several sequences, tiles and heads of each kind of hiding; small: each runs several times.
+    # Several sequences, tiles and heads for each kind of mask; small, as each runs several times.
     _row("causal GQA", "B2 H2/1 Q77 K93", MEMORY, mask=_CAUSAL),
     _row("padding", "B2 H2 Q35 K70 D128", MEMORY, mask=Spec.of("padding", lengths=[70, 7])),
     _row("sliding window", "Q100", MEMORY, mask=Spec.of("sliding_window", window=17)),
@@ -300,7 +300,7 @@ _TABLE: tuple[NamedProblem, ...] = (
     _row("document", "Q96", MEMORY, mask=Spec.of("document", lengths=[33, 50, 13])),
     _row("backward", "B2 H2/1 Q40 K70", MEMORY, mask=_CAUSAL, backward=True),
     _row("paged", "B2 H2/1 Q3 K70", MEMORY, mask=_BOTTOM_RIGHT, paging=Paging(size=16, seed=1)),
-    # The slope of this score mod at a NaN is NaN: 0 times it is no gradient.
+    # The slope of this score mod at a NaN is NaN, and 0 times it is NaN, not a gradient of 0.
     _row(
         "backward through a softcap",
         "Q9 K9",
@@ -309,11 +309,11 @@ _TABLE: tuple[NamedProblem, ...] = (
         score=Spec.of("softcap", cap=5.0),
         backward=True,
     ),
-    # Keys are cut into parts where they are many and rows few.
+    # Kernels split the keys if keys are many and rows few.
     _row("a row of many keys", "B2 H2 Q1 K2049", MANY_KEYS),
     # ------------------------------------------------------------ compute-sanitizer
-    # No multiples of a tile, since what reads too far does so there. Small: a tool takes tens of
-    # times as long, and torch is imported under it.
+    # Lengths that are no multiples of a tile, where kernels read out of bounds. Small, because the
+    # tool makes everything tens of times slower, including the import of torch.
     _row("causal", "H2 Q77 K93", SANITIZER, mask=_CAUSAL),
     _row("one row", "Q1 K129", SANITIZER),
     _row("causal backward", "Q40 K70", SANITIZER, mask=_CAUSAL, backward=True),

@@ -1,4 +1,4 @@
-"""Tiers: how many problems a run asks of a kernel, and how large they are."""
+"""Tiers: how many problems a run checks a kernel on, and how large they are."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from attncheck.core.errors import look_up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """Amount of what is asked by the property suite and by each stage of a gate."""
+    """Amount of work in the property suite and in each stage of a gate."""
 
     name: str  # on the command line
     examples: int  # problems that a property draws for each kernel, dtype and mask family
-    examples_interpreted: int  # the same where Triton is interpreted: nine tenths of the time
+    examples_interpreted: int  # the same if Triton is interpreted, which takes 9/10 of the time
     examples_gpu: int  # the same on a GPU
     longest: int  # largest query and kv length on a CPU, where Triton is interpreted
     longest_gpu: int  # the same on a GPU
-    # Largest batch · heads on a CPU: what an interpreted kernel's time is made of.
+    # Largest batch · heads on a CPU; an interpreted kernel's time is proportional to it.
     most_heads: int
-    # How often a drawn problem is asked on a GPU, each time with other numbers: there a structure
-    # costs a compilation, and another problem of it nearly nothing.
+    # How often a drawn problem is asked on a GPU, each time with other numbers: there a compilation
+    # is expensive, and another problem for the same compiled kernel costs nearly nothing.
     repeats_gpu: int
     profile: str  # the Hypothesis profile, unless another is asked for
-    strength: int = 2  # the bounds cover every choice of this many axes together
+    strength: int = 2  # the bounds cover every combination of values of this many axes
     sizes: str = "small"  # lengths of the bounds' problems on a CPU: a name of ``covering.SHAPES``
     sizes_gpu: str = "medium"  # the same on a GPU
-    # How many problems at least have every three of what is plain on a GPU, where a kernel that is
-    # compiled is asked again at little cost; 0 for as few as that takes, in whatever kernels.
+    # The smallest number of problems that cover every triple of plain values on a GPU, where a
+    # compiled kernel is called again at little cost; 0 for a minimal cover, whatever is compiled.
     threes_gpu: int = 0
-    # Whether the bounds have every value of an axis, or the ones that find most.
+    # Whether the bounds use every value of an axis, or only the values that find most faults.
     all_values: bool = False
-    combinations: int = 1  # in how many (dtype, family) a gate asks each property; 0 for every one
-    draws: int = 1  # cases that a gate draws for each of them
-    # Whether a gate asks every probe in every dtype, or each in one; and pytest built-in kernels
-    # each property in every (dtype, family), or a covering of them.
+    combinations: int = 1  # number of (dtype, family) that a gate asks each property in; 0: all
+    draws: int = 1  # cases that a gate draws for each (dtype, family)
+    # Whether a gate asks every probe in every dtype, or each in one; and whether pytest asks each
+    # property of built-in kernels in every (dtype, family), or in a covering of them.
     each_dtype: bool = False
-    layouts: int = 1  # on how many problems a question about memory or determinism is asked
-    measured: int = 12  # cases that are measured for a baseline; 0 for all that the bounds ask
+    layouts: int = 1  # number of problems for each question about memory or determinism
+    measured: int = 12  # cases that are measured for a baseline; 0 for all cases of the bounds
     shrink_seconds: float = 10.0  # how long the search for a smaller failing case may take
     shrinks: int = 3  # how many failures of a kernel are made smaller
-    random: bool = False  # whether each run of a gate draws other numbers
+    random: bool = False  # whether each run of a gate uses another random seed
 
     def examples_on(self, device: str, *, triton: bool) -> int:
-        """Return how many problems are drawn on ``cpu`` or ``cuda`` for a kernel."""
+        """Return how many problems are drawn for a kernel on ``cpu`` or ``cuda``."""
         if device != "cpu":
             return self.examples_gpu
         return self.examples_interpreted if triton else self.examples
@@ -59,13 +59,13 @@ class Tier:
         return 1 if device == "cpu" else self.repeats_gpu
 
     def sizes_on(self, device: str) -> str:
-        """Return which of ``covering.SHAPES`` the bounds have on ``cpu`` or ``cuda``."""
+        """Return which of ``covering.SHAPES`` the bounds use on ``cpu`` or ``cuda``."""
         return self.sizes if device == "cpu" else self.sizes_gpu
 
 
-# Hypothesis' first example is always the plainest, so that of two one is drawn.
-# smoke and pr gate a change: what they ask is the same every time, so that none fails for what it
-# did not bring. nightly, where nobody waits, draws anew.
+# Hypothesis' first example is always the plainest, so that of two examples one is random.
+# smoke and pr gate a change: they ask the same problems every time, so that a change fails only
+# for faults that it brings. nightly draws new problems in each run.
 TIERS: dict[str, Tier] = {
     tier.name: tier
     for tier in (
@@ -133,6 +133,6 @@ def tier_named(name: str) -> Tier:
 
 
 def default_tier(device: str) -> str:
-    """Return the tier of a gate where none is named: a small one on a CPU."""
+    """Return the default tier of a gate: a small one on a CPU."""
     # Triton is interpreted there, some hundred times slower than on a GPU.
     return "smoke" if device == "cpu" else "pr"

@@ -1,4 +1,4 @@
-"""The cells of a measurement: variants, heads, dtypes, shapes and distributions.
+"""The cells of a measurement: combinations of variants, heads, dtypes, shapes and distributions.
 
 A variant is a mask and a score mod by name, sized to a shape (``VARIANTS``); a cell is one Problem
 of a plan under its variant's name (``plan_cells``).
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from attncheck.inputs.recorded_calls import Recording
     from attncheck.subjects.capabilities.subject import Subject
 
-ALL = "all"  # in place of a name: every variant there is, those of ``FURTHER`` too
+ALL = "all"  # In place of a name: every variant, including those of ``OPTIONAL_VARIANTS``.
 
 DEFAULT_SHAPES = {"cpu": "1x4x256x64", "cuda": "2x16x4096x128"}
-"""65,536 outputs are enough for three digits of RMSE, and an interpreter's patience is short."""
+"""On a CPU small, because Triton is interpreted: 65,536 outputs give three digits of RMSE."""
 
 _SIZE, _OTHER = r"(\d{1,9})", r"(?:/([1-9]\d{0,8}))?"
-# A head_dim of 0 would be a Problem's default, which nobody asked for.
+# Not 0, because a Problem takes a head_dim of 0 for its default.
 _DIM = r"([1-9]\d{0,8})"
 _SHAPE = re.compile(f"{_SIZE}x{_SIZE}{_OTHER}x{_SIZE}{_OTHER}x{_DIM}{_OTHER}")
 _SHAPE_FORM = "BATCHxHEADSxLENGTHxDIM, with /KV after HEADS or LENGTH and /VALUE after DIM"
 
-_DECODED_ROWS = 4  # of a decoding step: a token and three more that are guessed
+_DECODING_ROWS = 4  # Rows of a decoding step: one token and three speculative ones.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class Shape(Sizes):
         )
 
     def head_counts(self) -> tuple[int, ...]:
-        """Return the kv_heads to measure: those typed, else one a query head and one a group."""
+        """Return the kv_heads to measure: as typed, else those of MHA and of GQA."""
         if self.kv_heads:
             return (self.kv_heads,)
         ratio = next((r for r in (4, 2, 3) if self.heads % r == 0 and self.heads > r), self.heads)
@@ -82,23 +82,23 @@ class Shape(Sizes):
 class Variant:
     """A named mask and score mod, sized to a shape; or softmax."""
 
-    name: str  # what it is called on the command line and in reports
-    summary: str  # what it asks for, in a line
+    name: str  # name on the command line and in reports
+    summary: str  # description in one line
     # Shape → mask and score mod; None for softmax, of query rows and kv columns.
     mods: Callable[[Shape], tuple[Spec, Spec]] | None
-    # ``usual`` where no other is named, ``named`` or with ``ALL``, and ``oracles`` for what no
-    # kernel is measured on.
+    # When it is measured: ``usual`` unless others are named, ``named`` if named or with ``ALL``;
+    # ``oracles`` for oracles only, not for kernels.
     measured: Literal["usual", "named", "oracles"] = "named"
-    most_rows: int = 0  # query rows at most, whatever the shape has; 0 for no limit
+    most_rows: int = 0  # upper limit on query rows, whatever the shape has; 0 for no limit
     sink: bool = False  # whether each head has a sink
     paged: bool = False  # whether keys and values lie in pages
-    # Whether a backward gives the gradients of what the score mod reads, too.
+    # Whether a backward also returns gradients of the tensors that the score mod reads.
     captured: bool = False
 
     def exists(self, dtype: str, distribution: str, *, backward: bool = False) -> bool:
-        """Return whether there is such a Problem.
+        """Return whether the variant exists as a Problem with these properties.
 
-        Softmax has neither every dtype nor distribution; it has no backward, nor have pages.
+        Softmax lacks some dtypes and distributions; neither softmax nor pages have a backward.
         """
         if backward and (self.mods is None or self.paged):
             return False
@@ -114,7 +114,7 @@ class Variant:
         if self.most_rows:
             shape = replace(shape, query=min(shape.query, self.most_rows))
         mask, score = self.mods(shape)
-        # Pages as serving engines have them, and several of them from a length of 32 on.
+        # Page sizes of serving engines; keys fill several pages from a length of 32 on.
         paging = Paging(size=64 if shape.kv >= 4 * 64 else 16, seed=1) if self.paged else None
         layout = {"kv_heads": kv_heads, "sink": self.sink, "paging": paging}
         return asdict(shape) | layout | {"mask": mask, "score": score}
@@ -127,8 +127,8 @@ def _uneven_lengths(length: int) -> list[int]:
 
 
 def _uneven_documents(shape: Shape) -> Spec:
-    """Return documents of which the first has twice as many rows as keys, the second half."""
-    # Where rows and keys of a document differ, it shows that a kernel mixed the two up.
+    """Return documents: the first has twice as many rows as keys, the second half as many."""
+    # A kernel that mixes up rows and keys of a document is wrong only if their numbers differ.
     first, second, *rest = _uneven_lengths(shape.kv)
     return Spec.of(
         "documents",
@@ -138,10 +138,10 @@ def _uneven_documents(shape: Shape) -> Spec:
 
 
 def _neighborhood(name: str, shape: Shape) -> Spec:
-    """Return a canvas of a cell for each position, and windows of a quarter of its sides.
+    """Return a canvas with one cell per position, and windows of a quarter of its sides.
 
-    Its rows are the largest power of two that divides the length and is at most its root; a
-    window's side is 3 at least.
+    The canvas's number of rows is the largest power of two that divides the length and is at most
+    its square root; a window's side is at least 3.
     """
     length, rows = max(shape.query, shape.kv), 1
     while length % (2 * rows) == 0 and (2 * rows) ** 2 <= length:
@@ -216,7 +216,7 @@ _TABLE = (
     Variant(
         name="bias",
         summary="every key, a drawn number added for each row and key",
-        # One for all batches and heads: at 4,096 keys of 16 heads another each would be a GiB.
+        # One table for all batches and heads: at 4,096 keys, one per head of 16 would take a GiB.
         mods=lambda _: (FULL, Spec.of("bias", seed=0, per_batch=0, per_head=0)),
     ),
     Variant(
@@ -244,15 +244,15 @@ _TABLE = (
     ),
     Variant(
         name="decode",
-        summary=f"the last {_DECODED_ROWS} rows of causal over all keys, as in a decoding step",
+        summary=f"the last {_DECODING_ROWS} rows of causal over all keys, as in a decoding step",
         mods=lambda _: (_BOTTOM_RIGHT, NONE),
-        most_rows=_DECODED_ROWS,
+        most_rows=_DECODING_ROWS,
     ),
     Variant(
         name="paged_decode",
         summary="the same with keys and values in pages",
         mods=lambda _: (_BOTTOM_RIGHT, NONE),
-        most_rows=_DECODED_ROWS,
+        most_rows=_DECODING_ROWS,
         paged=True,
     ),
     Variant(
@@ -265,26 +265,26 @@ _TABLE = (
 )
 
 VARIANTS = {variant.name: variant for variant in _TABLE if variant.measured == "usual"}
-"""Measured unless others are named."""
+"""Variants that are measured unless others are named."""
 
-FURTHER = {variant.name: variant for variant in _TABLE if variant.measured == "named"}
-"""Measured where they are named, or with ``ALL``."""
+OPTIONAL_VARIANTS = {variant.name: variant for variant in _TABLE if variant.measured == "named"}
+"""Variants that are measured if they are named, or with ``ALL``."""
 
 SHARP = next(variant for variant in _TABLE if variant.measured == "oracles")
-"""No kernel is measured on it: what it shows is where the naive softmax ends."""
+"""Measured on oracles only: the naive softmax overflows on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One Problem of a plan under its variant's name."""
+    """One Problem of a plan, and the name of its variant."""
 
     variant: str
     problem: Problem
 
     def asking(self, *, backward: bool) -> Cell:
-        """Return the same with gradients of out's loss, or of the forward alone.
+        """Return the cell with the gradients of a loss of out, or with the forward only.
 
-        Raises ProblemError where there are no gradients.
+        Raises ProblemError if the Problem has no gradients.
         """
         problem = self.problem.replace(backward=backward, dlse=False, dcaptured=False)
         return replace(self, problem=problem)
@@ -301,22 +301,22 @@ def plan_cells(
     backward: bool = False,
     device: str = "cpu",
 ) -> list[Cell]:
-    """Return every combination, in the order in which a report shows them.
+    """Return the cell of every combination, in the order in which a report shows them.
 
     Args:
         dtypes: Names of dtypes that kernels are measured in.
-        variants: Names of ``VARIANTS`` and ``FURTHER``, or ``ALL``; none: those of ``VARIANTS``.
-            Without a name, what does not exist in a dtype or distribution, or has no backward where
-            one is asked for, is left out.
-        shapes: As typed, ``Shape.parse``.
-        own: A variant that no name stands for; measured in place of ``VARIANTS``.
+        variants: Names of ``VARIANTS`` and ``OPTIONAL_VARIANTS``, or ``ALL``; by default all of
+            ``VARIANTS``. Variants that are not named are left out where they do not exist in a
+            dtype or distribution, or lack a backward that is asked for.
+        shapes: Texts for ``Shape.parse``.
+        own: A variant of the caller's, measured in place of ``VARIANTS``.
         device: Where the exact result is computed.
 
     Raises:
-        UnknownName, ProblemError: for anything that cannot be measured, before anything is.
+        UnknownName, ProblemError: for anything that cannot be measured, before measuring starts.
     """
     by_name = {own.name: own} if own else _variants_named(variants)
-    # What is asked for by name must exist: its Problem says why it does not.
+    # A named variant must exist: if it does not, creating its Problem raises the reason.
     must_exist = own is not None or (bool(variants) and ALL not in variants)
     cells = []
     for dtype, text, distribution in itertools.product(dtypes, shapes, distributions):
@@ -330,19 +330,19 @@ def plan_cells(
                 fields |= {"dtype": dtype, "distribution": distribution, "seed": seed}
                 fields |= {"backward": backward, "dcaptured": backward and variant.captured}
                 cells.append(Cell(variant=name, problem=Problem(**fields)))
-    # Before anything runs: a long run should not end at its largest shape.
+    # Check before anything runs, so that a long run does not fail at its largest shape.
     for cell in cells:
         check_size(cell.problem, device)
-    # A softmax has no kv heads, so its Problem comes once for each number of them.
+    # A softmax has no kv heads, so its cell was made once for each number of them.
     return list(dict.fromkeys(cells))
 
 
-# ------------------------------------------------------------------ of the oracles
+# ------------------------------------------------------------------ cells of the oracles
 
 ORACLE_VARIANTS = ("full", "causal", SHARP.name, "softmax")
 
 CERTIFIED_VARIANTS = ("full", "causal", "alibi", "softcap", SHARP.name, "softmax")
-"""Proven by default: score mods too, whose own roundings are the oracle's as well."""
+"""Variants that are proven by default; also score mods, whose roundings the oracle shares."""
 
 
 def oracle_plan(
@@ -358,9 +358,9 @@ def oracle_plan(
 
     Args:
         variants: Names of ``VARIANTS``, or ``sharp``; none: those of ``default``.
-        distributions: Names; none: all. Of softmax those that it has.
+        distributions: Names; none: all, for softmax those that it has.
 
-    Raises UnknownName or ProblemError for what cannot be, before anything is computed.
+    Raises UnknownName or ProblemError for an impossible cell, before anything is computed.
     """
     variants_by_name = VARIANTS | {SHARP.name: SHARP}
     cells: list[Cell] = []
@@ -368,9 +368,9 @@ def oracle_plan(
         require_known("variant", [name], variants_by_name)
         names = tuple(distributions or DISTRIBUTIONS)
         existing = tuple(d for d in names if variants_by_name[name].exists(dtype, d))
-        # By name it must exist: the Problem says why it does not.
-        must = bool(variants) and (bool(distributions) or not existing)
-        for distribution in names if must else existing:
+        # What is named must exist: if it does not, creating its Problem raises the reason.
+        must_exist = bool(variants) and (bool(distributions) or not existing)
+        for distribution in names if must_exist else existing:
             cells += plan_cells(
                 dtypes=(dtype,),
                 variants=() if name == SHARP.name else (name,),
@@ -383,11 +383,11 @@ def oracle_plan(
 
 
 def _variants_named(names: Sequence[str]) -> dict[str, Variant]:
-    known = VARIANTS | FURTHER
-    require_known("variant", names, [*known, ALL])
+    by_name = VARIANTS | OPTIONAL_VARIANTS
+    require_known("variant", names, [*by_name, ALL])
     if ALL in names:
-        return known
-    return {name: known[name] for name in names} if names else VARIANTS
+        return by_name
+    return {name: by_name[name] for name in names} if names else VARIANTS
 
 
 def check_measured(dtype: str) -> None:
@@ -397,18 +397,18 @@ def check_measured(dtype: str) -> None:
 
 # ------------------------------------------------------------ one cell by its name
 
-_CellOfSubject = tuple[Cell, "Subject"]
+_CellAndSubject = tuple[Cell, "Subject"]
 
 
 def choose_cell(name: str, pairs: Sequence[tuple[Cell, list[Subject]]]) -> tuple[Cell, Subject]:
-    """Return the cell and kernel that ``name`` calls: ``KERNEL/VARIANT[/HEADS[/DTYPE]]``.
+    """Return the cell and kernel named ``name``: ``KERNEL/VARIANT[/HEADS[/DTYPE]]``.
 
     Args:
-        name: The end may be left out where the rest names one; a softmax has no HEADS.
-        pairs: Cells with the kernels that they concern.
+        name: Parts at the end may be left out if the rest is unique; a softmax has no HEADS.
+        pairs: Cells with the kernels that are measured on them.
 
     Raises:
-        UsageError: where it names none, or several; what there is is listed.
+        UsageError: if it names none or several; the message lists the choices.
     """
     choices = [(cell, subject) for cell, subjects in pairs for subject in subjects]
     matches = [one for one in choices if f"{'/'.join(_label_parts(one))}/".startswith(f"{name}/")]
@@ -416,7 +416,7 @@ def choose_cell(name: str, pairs: Sequence[tuple[Cell, list[Subject]]]) -> tuple
         raise UnknownName("cell", name, _nearest_labels(name, choices))
     if len(matches) == 1:
         return matches[0]
-    labels = ["/".join(_label_parts(one)) for one in matches]
+    labels = ["/".join(_label_parts(choice)) for choice in matches]
     if len(set(labels)) == len(labels):
         raise UsageError(f"cell {name!r} is one of {', '.join(labels)}: name one of them.")
     problems = ", ".join(str(cell.problem) for cell, _ in matches)
@@ -426,15 +426,15 @@ def choose_cell(name: str, pairs: Sequence[tuple[Cell, list[Subject]]]) -> tuple
     )
 
 
-def _label_parts(choice: _CellOfSubject) -> tuple[str, ...]:
+def _label_parts(choice: _CellAndSubject) -> tuple[str, ...]:
     cell, subject = choice
     problem = cell.problem
     parts = (subject.name, cell.variant, head_arrangement(problem), problem.dtype)
     return tuple(part for part in parts if part)
 
 
-def _nearest_labels(name: str, choices: list[_CellOfSubject]) -> list[str]:
-    """Return labels as long as the part of ``name`` that is known, and one part more."""
+def _nearest_labels(name: str, choices: list[_CellAndSubject]) -> list[str]:
+    """Return the labels that begin with the known part of ``name``, cut off one part after it."""
     known = [_label_parts(one) for one in choices]
     depth = 1
     while True:
@@ -449,14 +449,14 @@ def _nearest_labels(name: str, choices: list[_CellOfSubject]) -> list[str]:
 
 
 def own_variant(mask: str | None, score: str | None) -> Variant:
-    """Return a variant of a mask and a score mod as typed: ``FILE.py::NAME``, or a library's name.
+    """Return a variant of a mask and a score mod as typed: ``FILE.py::NAME`` or a library mod.
 
     Raises:
-        UsageError: for a file, name or callable that cannot be (``mods.mod_files``), or a mod of
-            the library that is not known.
-        ProblemError: for one of the library that needs numbers, which a command line cannot give.
+        UsageError: for an unusable file, name or callable (``mods.mod_files``), or an unknown
+            library mod.
+        ProblemError: for a library mod that needs numbers, which a command line cannot give.
     """
-    # Here, because tracing a file's mod needs torch and the table of variants does not.
+    # Imported here, because tracing a file's mod needs torch and the table of variants does not.
     from attncheck.mods.mod_files import load_mask, load_score
 
     specs = (
@@ -470,7 +470,7 @@ def own_variant(mask: str | None, score: str | None) -> Variant:
 def _own_spec(
     text: str, kind: str, entries: Mapping[str, Entry[Any]], load: Callable[[str], Spec]
 ) -> Spec:
-    if "::" in text or text.endswith(".py"):  # or its beginning: ``load`` says what is missing
+    if "::" in text or text.endswith(".py"):  # ``load`` raises if one of the two is missing
         return load(text)
     complete = [name for name, entry in entries.items() if not (entry.arguments or entry.compose)]
     if text not in entries:
@@ -484,9 +484,9 @@ def recorded_cells(path: str, dtypes: Sequence[str], device: str = "cpu") -> lis
     """Return the recorded calls of a safetensors file, in their own dtype or in each of ``dtypes``.
 
     Raises:
-        UsageError: for a file that is no recording, and for numbers that a dtype does not hold.
+        UsageError: for a file that is no recording, and for numbers beyond a dtype's range.
     """
-    # Here, because it needs torch and the table of variants does not.
+    # Imported here, because it needs torch and the table of variants does not.
     from attncheck.inputs import recording_file
 
     for name in dtypes:
@@ -503,9 +503,9 @@ def recorded_cells(path: str, dtypes: Sequence[str], device: str = "cpu") -> lis
 
 
 def _check_range(recording: Recording, problem: Problem) -> None:
-    """Raise UsageError where a number would become infinite in the Problem's dtype."""
-    number_format = problem.formats.products  # in tf32 kernels read what is stored in fp32
-    if problem.formats.scaled:  # a head's descale brings its largest to the format's
+    """Raise UsageError if a number would become infinite in the Problem's dtype."""
+    number_format = problem.formats.products  # tf32 is stored as fp32, but kernels read tf32
+    if problem.formats.scaled:  # a head's descale maps its largest number to the format's
         return
     for name in ("q", "k", "v"):
         sizes = getattr(recording, name).abs()

@@ -18,22 +18,22 @@ __all__ = ["RELATIONS", "Finding", "Relation", "relation_named"]
 RELATIONS: dict[str, Relation] = {
     relation.name: relation
     for relation in (
-        # what a row does not see, and results that are known
+        # hidden keys, and known results
         *(hidden.FUTURE_KEYS, hidden.FUTURE_KEYS_NAN, hidden.FUTURE_KEYS_HUGE),
         *(hidden.HIDDEN_KEYS, hidden.HIDDEN_KEYS_NAN, hidden.HIDDEN_KEYS_HUGE),
         hidden.EMPTY_ROWS,
         *(closed.FIRST_ROW, closed.ONE_HOT, closed.ZERO_QUERY, closed.ZERO_VALUES),
-        # linearity, shifts and orders
+        # linearity, shifts and permutations
         *(linearity.VALUES_SCALED, linearity.VALUES_ADDED),
         *(linearity.KEY_SHIFT, linearity.LOGIT_SHIFT),
         *(orders.KEY_PERMUTATION, orders.HEAD_PERMUTATION, orders.BATCH_PERMUTATION),
-        # parts, and other ways to say the same
+        # parts of a problem, and equivalent problems
         *(parts.SPLIT_MERGE, parts.RECTANGULAR, parts.PREFILL_ROWS, parts.DOCUMENTS),
         orders.NEIGHBORHOOD_ORDER,
         *(mods.WINDOW_BEYOND, mods.PREFIX_ZERO, mods.PREFIX_FULL, mods.SOFTCAP_INFINITE),
         gradients.GQA_REPEAT,
         *(linearity.PAD_HEAD_DIM, linearity.PAD_VALUE_DIM, linearity.SCALED_QUERY),
-        # the same numbers
+        # other layouts, and repeated calls
         *(same.DESCALE, *same.STRIDES, *same.STRIDES_ALONE, same.STRIDES_FAR, same.PAGES),
         *(same.REPEAT, same.CALL_ORDER, same.MASK_ORDER),
         parts.ALONE_IN_BATCH,

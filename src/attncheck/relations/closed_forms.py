@@ -1,4 +1,4 @@
-"""Relations whose result needs no second run: one key's value, a mean of values, zeros."""
+"""Relations with a known result and no second run: one key's value, a mean of values, zeros."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from attncheck.relations.relation import (
 
 # ------------------------------------------------------------------ one key's value
 
-_PAIR = 2 * FORMATS["tf32"].significand  # bits
-_DROPPED = FORMATS["fp32"].significand - _PAIR
+_PAIR_BITS = 2 * FORMATS["tf32"].significand  # A sum of two tf32 numbers holds so many bits.
+_DROPPED_BITS = FORMATS["fp32"].significand - _PAIR_BITS
 
 
 def round_as_read(v: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """Return V ``(batch, kv_heads, kv, value_dim)`` as P·V reads it, in its storage dtype.
+    """Return V ``(batch, kv_heads, kv, value_dim)`` rounded as P·V reads it, in its storage dtype.
 
-    Its values, weighted by exactly 1, are exactly the result. Rounded to the products' format
-    (tf32). In fp32 to 22 bits, toward zero: kernels multiply fp32 numbers as sums of two tf32
-    numbers, which hold no more (CUTLASS's 3×TF32, and with it torch's memory-efficient attention),
-    and that is accurate enough to be right.
+    A rounded value with a weight of exactly 1 is exactly the result. V is rounded to the products'
+    format, such as tf32; in fp32 to 22 bits toward zero, because correct kernels may multiply fp32
+    numbers as sums of two tf32 numbers, which hold no more (CUTLASS's 3×TF32, and with it torch's
+    memory-efficient attention).
     """
     if problem.formats.products.name == "fp32":
-        return (v.contiguous().view(torch.int32) & -(1 << _DROPPED)).view(torch.float32)
+        return (v.contiguous().view(torch.int32) & -(1 << _DROPPED_BITS)).view(torch.float32)
     return round_to(v.double(), problem.formats.products).to(v.dtype)
 
 
 def _with_readable_values(inputs: Inputs, drawn: torch.Tensor) -> Inputs:
-    """Inputs whose V is ``drawn``, as the product reads it.
+    """Return inputs whose V is ``drawn``, rounded as the product reads it.
 
-    In fp8 its descale becomes 1, for the product with another would be rounded twice: to fp32, and
-    to out.
+    In fp8 V's descale becomes 1; a product with another one would be rounded to fp32 and again to
+    the dtype of out.
     """
     descale = inputs.descale
     if descale is not None:
@@ -83,10 +83,10 @@ def _unless_first_row_sees_one(problem: Problem) -> str | None:
 
 
 def _zero_first_query(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
-    """V as the product reads it, and a first score of 0, whose exponential is 1 at once.
+    """Return inputs with V as the product reads it and a first score of 0, whose weight is exact.
 
-    Of another score it may not be: a kernel that fuses exp2(s·c − m·c) gets exp2 of m·c's rounding
-    error, up to |m·c|·2^-24, which shows in fp16 from scores of 4,096 on and in fp32 always.
+    Another score's weight may differ from 1: a kernel that fuses exp2(s·c − m·c) gets exp2 of m·c's
+    rounding error, up to |m·c|·2^-24, which shows in fp16 from scores of 4,096 on, in fp32 always.
     """
     first = torch.zeros(1, 1, inputs.problem.query, 1, dtype=torch.bool, device=inputs.device)
     first[:, :, 0] = True
@@ -109,26 +109,26 @@ FIRST_ROW = Relation(
 )
 """Holds for every right kernel: the weight is 1, in P's format exactly, and 1 · v = v.
 
-q's row 0 is 0, and V is rounded to what P·V reads of it (``round_as_read``). The sign of a zero is
-left open.
+q's row 0 is 0, and V is rounded as P·V reads it (``round_as_read``). The sign of a zero is not
+compared.
 """
 
 # ------------------------------------------------------------------ every key in its turn
 
-_APART = 128.0
-"""Nats or more: exp(−128) is below 2^-184, and half of fp32's smallest number is 2^-150."""
+_LEAST_SCORE_GAP = 128.0
+"""In nats: exp(−128) is below 2^-184, and half of fp32's smallest number is 2^-150."""
 
 _LARGEST_EXPONENT = 60
 
 
 def _bits(problem: Problem) -> int:
-    """Return what it takes to tell every key."""
+    """Return the number of bits that a key's number takes."""
     return (problem.kv - 1).bit_length()
 
 
-def _factor(problem: Problem) -> float:
-    """The power of two that a differing bit costs in q · k."""
-    return 2.0 ** math.ceil(math.log2(_APART / problem.scale))
+def _bit_cost(problem: Problem) -> float:
+    """Return the power of two by which each differing bit lowers q · k."""
+    return 2.0 ** math.ceil(math.log2(_LEAST_SCORE_GAP / problem.scale))
 
 
 def _unless_bits_fit(problem: Problem) -> str | None:
@@ -138,7 +138,7 @@ def _unless_bits_fit(problem: Problem) -> str | None:
         return f"scale={problem.scale:g} is not positive"
     if problem.head_dim < 2 * _bits(problem):
         return f"head_dim={problem.head_dim} has no room for {_bits(problem)} bits of a key, twice"
-    fmt, factor = problem.formats.storage, _factor(problem)
+    fmt, factor = problem.formats.storage, _bit_cost(problem)
     most = 2.0**_LARGEST_EXPONENT if fmt.saturates else min(fmt.max, 2.0**_LARGEST_EXPONENT)
     if not 1 / most <= factor <= most:
         return f"scale={problem.scale:g} asks for q beyond {fmt.name}"
@@ -146,9 +146,9 @@ def _unless_bits_fit(problem: Problem) -> str | None:
 
 
 def _chosen_keys(problem: Problem, turn: int, device: torch.device) -> torch.Tensor:
-    """int64 ``(batch, heads, query)``: of the n keys that row i sees number (i + turn) mod n.
+    """Return the chosen key of each row i, int64 ``(batch, heads, query)``; −1 if it sees none.
 
-    −1 where it sees none.
+    Of the n keys that the row sees, it is number (i + turn) mod n.
     """
     keys = []
     for rows, visible in visible_blocks(problem, device):
@@ -164,30 +164,30 @@ def _single_out_keys(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ..
     problem, device, bits = inputs.problem, inputs.device, _bits(inputs.problem)
     chosen = _chosen_keys(problem, int(parameters["turn"]), device)
     row, key = (_digits(x, bits) for x in (chosen, torch.arange(problem.kv, device=device)))
-    # ±1 in the columns of K that no bit needs, where q is 0.
+    # The columns of K that hold no bit are ±1; q is 0 there.
     shape = (problem.batch, problem.kv_heads, problem.kv, problem.head_dim - 2 * bits)
     spare = torch.from_numpy(Draws(problem.seed).integers("one_hot spare", shape, 2)) * 2.0 - 1.0
     k = torch.cat([key, 1 - key], -1).expand(*shape[:3], -1)
-    q = torch.cat([1 - row, row], -1) * -_factor(problem)
+    q = torch.cat([1 - row, row], -1) * -_bit_cost(problem)
     exact = Inputs(
         problem=problem.replace(dtype="fp64"),
-        q=_turn_columns(torch.nn.functional.pad(q, (0, shape[-1])), problem.group),
-        k=_turn_columns(torch.cat([k, spare.to(device)], -1), 1),
+        q=_rotate_columns(torch.nn.functional.pad(q, (0, shape[-1])), problem.group),
+        k=_rotate_columns(torch.cat([k, spare.to(device)], -1), 1),
         v=inputs.v.double(),
     )
     return (_with_readable_values(round_inputs(exact, problem), inputs.v),)
 
 
 def _digits(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """The low ``bits`` of whole numbers along a last axis, float64."""
+    """Return the low ``bits`` of integers along a new last axis, float64."""
     return (numbers[..., None] >> torch.arange(bits, device=numbers.device) & 1).double()
 
 
-def _turn_columns(x: torch.Tensor, group: int) -> torch.Tensor:
-    """Columns moved round by sequence and key head: no other head's q has its 0 in the place."""
+def _rotate_columns(x: torch.Tensor, group: int) -> torch.Tensor:
+    """Rotate columns by sequence and key head: each head's q has its zeros in other columns."""
     batch, heads, _, dim = x.shape
-    by = torch.arange(batch)[:, None] + torch.arange(heads) // group
-    column = (torch.arange(dim) - by[..., None]) % dim
+    shift = torch.arange(batch)[:, None] + torch.arange(heads) // group
+    column = (torch.arange(dim) - shift[..., None]) % dim
     return x.gather(-1, column[:, :, None].to(x.device).expand(x.shape))
 
 
@@ -212,16 +212,16 @@ ONE_HOT = Relation(
     unfit=of_attention(without_sink, _unless_bits_fit),
     allowed=lambda problem: {"turn": range(problem.kv)},
 )
-"""Holds of every right kernel. A key's columns are the bits of its number and their complements; a
+"""Holds for every right kernel. A key's columns are the bits of its number and their complements; a
 row's are −c where the key that it singles out has a 0. So q · k = −c · (bits that differ): the
 score is exactly 0 for that key and at most −128 for every other one. In whatever order, scale and
-base, its weight is exp(0) = 1 and theirs are below half of fp32's smallest number: 0 when the two
-meet, however far the maximum lags before. Out = 1 · v / 1 and LSE = 0 + log 1, without rounding.
-V is first rounded to what P · V reads of it (``round_as_read``).
+base, its weight is exp(0) = 1 and theirs are below half of fp32's smallest number, so that they
+become 0 once the maximum is that key's score. Out = 1 · v / 1 and LSE = 0 + log 1, without
+rounding. V is first rounded as P · V reads it (``round_as_read``).
 
-Unlike the probe ``isolated``, whose best score is large and whose values are counted within an
-error, it compares every bit, in fp32 too, and singles out every visible key in its turn. The sign
-of a zero is left open.
+Unlike the probe ``isolated``, whose best score is large and whose values are compared within an
+error, it compares every bit, in fp32 too, and singles out every visible key in turn. The sign of a
+zero is not compared.
 """
 
 # ------------------------------------------------------------------ means and zeros
@@ -236,7 +236,7 @@ def _unless_zero_stays(problem: Problem) -> str | None:
 
 
 def _compare_means(results: Results) -> Finding | None:
-    """Means and logarithms, float64; 0 and −∞ in rows that see no key."""
+    """Compare out and LSE with means and logarithms, or with 0 and −∞ in rows that see no key."""
     (inputs,), (outputs,) = results.inputs, results.outputs
     problem = inputs.problem
     v = inputs.promoted()[2].repeat_interleave(problem.group, dim=1)
@@ -257,8 +257,8 @@ ZERO_QUERY = Relation(
     promise="bounds",
     unfit=of_attention(without_sink, _unless_zero_stays),
 )
-"""Holds of the exact result: n equal scores of 0 weigh 1/n each. The kernel's is within its bound
-of that. Keys are counted by the mask's callable."""
+"""Holds for the exact result: n equal scores of 0 weigh 1/n each. The kernel's result is within its
+bound of it. Keys are counted by the mask's callable."""
 
 ZERO_VALUES = Relation(
     name="zero_values",
@@ -267,5 +267,5 @@ ZERO_VALUES = Relation(
     rule=lambda results: compare_values("out", results.outputs[0].out, 0.0),
     unfit=of_attention(),
 )
-"""Holds for every right kernel: weights and row sums are finite, and 0 is also what a row that sees
-no key gives. The sign of a zero is left open."""
+"""Holds for every right kernel: weights and row sums are finite, and a row that sees no key gives 0
+too. The sign of a zero is not compared."""

@@ -1,4 +1,4 @@
-"""Relations between masks or score mods that are the same function for a Problem."""
+"""Relations between two masks or score mods that are the same function for a Problem."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ from attncheck.inputs.problem import Parameters, Problem
 from attncheck.relations.relation import Finding, Relation, Results, compare_outputs, of_attention
 
 _INT32_LARGEST = 2**31 - 1
-_COMPOSED = {"and", "or", "not"}  # in an offset, rows are others: a number there means another mask
+_COMPOSED = {"and", "or", "not"}  # not ``offset``: with shifted rows, other numbers are equivalent
 
 
-def _parts(mask: Spec) -> Iterator[Spec]:
+def _walk_composed(mask: Spec) -> Iterator[Spec]:
     yield mask
     if mask.name in _COMPOSED:
         for part in mask.parts:
-            yield from _parts(part)
+            yield from _walk_composed(part)
 
 
-def _exchange(inputs: Inputs, names: set[str], new: Spec) -> Inputs:
-    """Inputs with ``new`` in the place of all masks called one of ``names``."""
+def _replace_masks(inputs: Inputs, names: set[str], new: Spec) -> Inputs:
+    """Return inputs in which ``new`` replaces all masks with one of ``names``."""
 
-    def within(mask: Spec) -> Spec:
+    def swap(mask: Spec) -> Spec:
         if mask.name in names:
             return new
-        return Spec.of(mask.name, *map(within, mask.parts)) if mask.name in _COMPOSED else mask
+        return Spec.of(mask.name, *map(swap, mask.parts)) if mask.name in _COMPOSED else mask
 
-    return inputs.replace(problem=inputs.problem.replace(mask=within(inputs.problem.mask)))
+    return inputs.replace(problem=inputs.problem.replace(mask=swap(inputs.problem.mask)))
 
 
-def _equal_masks(
+def _equal_masks_relation(
     name: str, summary: str, plain: str, other: str, numbers: Callable[[Problem], Sequence[int]]
 ) -> Relation:
-    """A mask without arguments, and another that some numbers make the same, in its place.
+    """Return the relation that a mask without arguments equals another mask with some argument.
 
     Applies to Problems whose mask is one of the two or is composed of one (``and``, ``or``,
-    ``not``); all of them there are exchanged. Holds for every right kernel within bounds: the two
-    are the same function of the indices, but the kernel may visit other tiles.
+    ``not``); all occurrences are replaced. Holds for every right kernel within bounds: the two
+    masks are the same function of the indices, but the kernel may visit other tiles.
 
     Args:
         plain: The mask that has no arguments.
-        other: The other, which has one: ``window`` or ``prefix``.
-        numbers: Those that make it the same, by Problem, smallest first.
+        other: The mask that has one argument, ``window`` or ``prefix``.
+        numbers: Problem → the arguments that make both masks equal, smallest first.
     """
     names, parameter = {plain, other}, "window" if other == "sliding_window" else "prefix"
 
     def unfit(problem: Problem) -> str | None:
-        if any(part.name in names for part in _parts(problem.mask)):
+        if any(part.name in names for part in _walk_composed(problem.mask)):
             return None
         return f"its mask is neither {plain} nor {other}, nor composed of one"
 
     def runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
-        exchange = partial(_exchange, inputs, names)
-        same = Spec.of(other, **{parameter: int(parameters[parameter])})
-        return exchange(Spec.of(plain)), exchange(same)
+        exchange = partial(_replace_masks, inputs, names)
+        equal_mask = Spec.of(other, **{parameter: int(parameters[parameter])})
+        return exchange(Spec.of(plain)), exchange(equal_mask)
 
     return Relation(
         name=name,
@@ -71,7 +71,7 @@ def _equal_masks(
     )
 
 
-WINDOW_BEYOND = _equal_masks(
+WINDOW_BEYOND = _equal_masks_relation(
     "window_beyond",
     "sliding_window with a `window` of the length or more is causal",
     "causal",
@@ -79,31 +79,31 @@ WINDOW_BEYOND = _equal_masks(
     # The last row is query − 1 from the first key, which a window of query just reaches.
     lambda problem: (problem.query, problem.query + 1, _INT32_LARGEST),
 )
-"""Finds windows off by one, and a largest window that overflows where an index is added."""
+"""Finds windows off by one, and overflows when an index is added to the largest window."""
 
-PREFIX_ZERO = _equal_masks(
+PREFIX_ZERO = _equal_masks_relation(
     "prefix_zero",
     "prefix_lm with a `prefix` of 0 or 1 is causal",
     "causal",
     "prefix_lm",
-    # Key 0 is seen by every row anyway: a prefix of 1 hides and shows what 0 does.
+    # Every row sees key 0 anyway, so that prefixes of 0 and 1 are the same mask.
     lambda _: (0, 1),
 )
-"""The plain causal mask may take a path of its own, which knows where its tiles end."""
+"""A kernel may have a path of its own for plain causal masks, with its own tile limits."""
 
-PREFIX_FULL = _equal_masks(
+PREFIX_FULL = _equal_masks_relation(
     "prefix_full",
     "prefix_lm with a `prefix` of all keys or more is full",
     "full",
     "prefix_lm",
     lambda problem: (problem.kv, problem.kv + 1, _INT32_LARGEST),
 )
-"""No key after the last is a key, however long the prefix."""
+"""Finds kernels that read beyond the last key when the prefix is longer."""
 
 # ------------------------------------------------------------------ score mods
 
-# Powers of two: score / cap and cap · tanh are exact. 2^24 is as far above a score of 1 as fp32
-# resolves; below 2^-62 a score would be a subnormal number when divided by 2^64.
+# Caps are powers of two, so that score / cap and cap · tanh are exact. 2^24 is as far above a score
+# of 1 as fp32 resolves; a score below 2^-62 would become subnormal when divided by 2^64.
 _EXPONENTS = (24, 40, 64)
 
 
@@ -128,21 +128,21 @@ def _compare_capped(results: Results) -> Finding | None:
 
 
 def _exact_difference(inputs: Inputs, cap: float, like: Outputs) -> Outputs:
-    """Return how far the two exact results may be apart, as far as ``like`` has out and LSE.
+    """Return how far the exact out, and LSE if ``like`` has it, may be apart with and without cap.
 
     |x − tanh x| ≤ |x|³ / 3, so that a score of at most S moves by at most δ = S³ / (3·cap²), LSE by
-    δ and out by (e^2δ − 1)·max|v|: each weight changes by a factor within e^±2δ, and Σ of weights
-    is 1. S = |scale| · max‖q‖ · max‖k‖ of a head, by Cauchy and Schwarz; twice that is more than
-    float64's own roundings make of it.
+    δ and out by (e^2δ − 1)·max|v|: each weight changes by a factor within e^±2δ, and the weights
+    sum to 1. S = |scale| · max‖q‖ · max‖k‖ of a head, by Cauchy–Schwarz; it is doubled to cover
+    float64's rounding errors.
     """
     q, k, v = inputs.promoted()
     group = inputs.problem.group
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     longest = (tensor.norm(dim=-1).amax(-1) for tensor in (q, k))
     largest = 2 * abs(inputs.problem.scale) * torch.stack(list(longest)).prod(0)
-    moved = (largest**3 / (3 * cap**2))[..., None]
-    out = torch.expm1(2 * moved)[..., None] * v.abs().amax(2, keepdim=True)
-    lse = None if like.lse is None else moved.expand_as(like.lse)
+    lse_shift = (largest**3 / (3 * cap**2))[..., None]
+    out = torch.expm1(2 * lse_shift)[..., None] * v.abs().amax(2, keepdim=True)
+    lse = None if like.lse is None else lse_shift.expand_as(like.lse)
     return Outputs(out.expand_as(like.out), lse)
 
 
@@ -155,6 +155,6 @@ SOFTCAP_INFINITE = Relation(
     unfit=of_attention(_unless_capped_or_plain),
     allowed=lambda _: {"exponent": _EXPONENTS},
 )
-"""Holds for every right kernel: what tanh of a small number leaves out is allowed for, see
-``_exact_difference``, and the judge's bounds know the kernel's tanh. Finds a tanh that is made of
-exponentials and loses small numbers, and a cap that is fixed somewhere."""
+"""Holds for every right kernel: the tolerance includes what tanh changes in small numbers, see
+``_exact_difference``, and the judge's bounds include the kernel's tanh. Finds a tanh computed from
+exponentials, which is inaccurate for small numbers, and a cap that is hard-coded somewhere."""

@@ -1,7 +1,7 @@
-"""Some sequences, heads, rows and keys of a Problem as one of its own, mods and tensors included.
+"""Excerpts: some sequences, heads, rows and keys of a Problem as a Problem, with its tensors.
 
-A mask or score mod counts from the excerpt's first sequence, row and key on. What the library has a
-name for keeps it, since many kernels know masks by name only; other masks become expressions.
+Indices in an excerpt's mask or score mod count from its first sequence, row and key. Masks of the
+library keep a name where possible, as many kernels take only those; others become expressions.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from attncheck.core.tensor_names import TensorName
 from attncheck.inputs.input_tensors import Descale, Inputs
 from attncheck.inputs.problem import Problem
 
-# Score mods that read no index, and those that read heads and the distance of key and row alone.
+# Score mods that read no index, and those that read only the head and the distance key − row.
 _NO_INDEX = {"none", "softcap", "temperature"}
 _DISTANCE = {"alibi", "relative_bias"}
-_OF_ROWS = {"dout", "dlse"}
+_OF_LOSS = {"dout", "dlse"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excerpt:
-    """What is taken of a Problem: none of the ranges is empty."""
+    """The indices that an excerpt takes from a Problem; no range is empty."""
 
     sequences: range
     rows: range
     keys: range
-    heads: range | None = None  # the first ones, in whole groups that share a key head; None: all
+    heads: range | None = None  # From head 0 on, whole groups that share a key head; None: all.
 
     @classmethod
     def of(
@@ -47,7 +47,7 @@ class Excerpt:
         keys: range | None = None,
         heads: range | None = None,
     ) -> Excerpt:
-        """Return the parts that are named, and all of what is not."""
+        """Return an excerpt with the given ranges; axes that are not given are taken whole."""
         return cls(
             heads=heads,
             sequences=range(problem.batch) if sequences is None else sequences,
@@ -57,17 +57,17 @@ class Excerpt:
 
     @property
     def offset(self) -> int:
-        """Return how much further the first row is than the first key."""
+        """Return the index of the first row minus that of the first key."""
         return self.rows.start - self.keys.start
 
     @property
     def from_the_start(self) -> bool:
-        """Return whether every index is what it was."""
+        """Return whether all indices are those of the whole Problem."""
         return not (self.sequences.start or self.rows.start or self.keys.start)
 
     def problem(self, whole: Problem) -> Problem:
-        """The excerpt as a Problem; raises ProblemError where its mods cannot be said."""
-        score = _score(whole.score, self)
+        """Return the excerpt as a Problem; raise ProblemError if a mod cannot be shifted."""
+        score = _shift_score(whole.score, self)
         if score is None:
             raise ProblemError(f"{whole.score} reads indices that an excerpt cannot shift.")
         heads = self._heads(whole)
@@ -79,7 +79,7 @@ class Excerpt:
             kv_heads=heads // whole.group,
             query=len(self.rows),
             kv=len(self.keys),
-            mask=_mask(whole.mask, whole, self),
+            mask=_shift_mask(whole.mask, whole, self),
             score=score,
             paging=_paging(whole.paging, self),
         )
@@ -88,12 +88,12 @@ class Excerpt:
         return whole.heads if self.heads is None else len(self.heads)
 
     def inputs(self, whole: Inputs) -> Inputs:
-        """Its tensors, contiguous and in memory of their own; raises as ``problem``."""
+        """Return contiguous copies of the excerpt's tensors; raises ProblemError as ``problem``."""
         problem = self.problem(whole.problem)
         b, rows, keys = (slice(r.start, r.stop) for r in (self.sequences, self.rows, self.keys))
         h, of_keys = slice(problem.heads), slice(problem.kv_heads)
         scales = whole.descale
-        loss = {n: x[b, h, rows].clone() for n, x in whole.tensors().items() if n in _OF_ROWS}
+        loss = {n: x[b, h, rows].clone() for n, x in whole.tensors().items() if n in _OF_LOSS}
         return Inputs(
             problem=problem,
             q=whole.q[b, h, rows].clone(memory_format=torch.contiguous_format),
@@ -106,9 +106,9 @@ class Excerpt:
         )
 
     def outputs(self, whole: Outputs, problem: Problem) -> Outputs:
-        """What a kernel gave for its rows, from the Outputs of the whole.
+        """Return the excerpt's part of the whole Problem's outputs.
 
-        Gradients are sums over rows, and there only where it has all rows of its heads.
+        Gradients are sums over rows, so they need an excerpt with all rows of its heads.
 
         Args:
             problem: The excerpt as a Problem, with or without a backward.
@@ -128,7 +128,7 @@ class Excerpt:
 
 
 def can_excerpt(whole: Problem, excerpt: Excerpt) -> bool:
-    """Return whether the excerpt's mods can be said, so that it is a Problem."""
+    """Return whether the mask and score mod can be shifted to the excerpt."""
     try:
         excerpt.problem(whole)
     except ProblemError:
@@ -137,47 +137,47 @@ def can_excerpt(whole: Problem, excerpt: Excerpt) -> bool:
 
 
 def _paging(paging: Paging | None, at: Excerpt) -> Paging | None:
-    """Later keys do not begin with those that sequences share."""
+    """Return the paging, without shared pages if the excerpt leaves out the first keys."""
     return replace(paging, shared=0) if paging is not None and at.keys.start else paging
 
 
-def _score(score: Spec, at: Excerpt) -> Spec | None:
+def _shift_score(score: Spec, at: Excerpt) -> Spec | None:
     if score.name == "chain":
-        parts = [_score(part, at) for part in score.parts]
+        parts = [_shift_score(part, at) for part in score.parts]
         return None if None in parts else Spec.of("chain", *cast("list[Spec]", parts))
     if score.name == "expression":
-        return _rewritten(score, at)
+        return _shift_expression(score, at)
     same = score.name in _NO_INDEX or (score.name in _DISTANCE and at.offset == 0)
     return score if same or at.from_the_start else None
 
 
-def _mask(mask: Spec, whole: Problem, at: Excerpt) -> Spec:
+def _shift_mask(mask: Spec, whole: Problem, at: Excerpt) -> Spec:
     if mask.name in {"and", "or", "not"}:
-        return Spec.of(mask.name, *(_mask(part, whole, at) for part in mask.parts))
-    if mask.name in _SHIFTED:
-        return _SHIFTED[mask.name](mask, at)
+        return Spec.of(mask.name, *(_shift_mask(part, whole, at) for part in mask.parts))
+    if mask.name in _SHIFTS:
+        return _SHIFTS[mask.name](mask, at)
     if mask.name in {"causal", "causal_bottom_right"}:
         return _diagonal(at.offset + (whole.kv - whole.query) * (mask.name != "causal"), at)
-    if mask == FULL or (at.from_the_start and not _aligned_later(mask)):
+    if mask == FULL or (at.from_the_start and not _depends_on_length(mask)):
         return mask
     if mask.name == "offset":
-        return _mask(mask.parts[0], *_later(whole, at, cast("int", mask.values["rows"])))
+        return _shift_mask(mask.parts[0], *_unshift(whole, at, cast("int", mask.values["rows"])))
     raise ProblemError(f"{mask} cannot be shifted: nothing is known of it but its name.")
 
 
-def _later(whole: Problem, at: Excerpt, rows: int) -> tuple[Problem, Excerpt]:
-    """The longer Problem of an ``offset``, in which the same rows come ``rows`` later."""
+def _unshift(whole: Problem, at: Excerpt, rows: int) -> tuple[Problem, Excerpt]:
+    """Undo an ``offset``: return the longer Problem, and the excerpt moved ``rows`` rows down."""
     moved = range(at.rows.start + rows, at.rows.stop + rows)
     return whole.replace(query=whole.query + rows, mask=FULL), replace(at, rows=moved)
 
 
-def _aligned_later(mask: Spec) -> bool:
-    """Return whether it reads lengths: of fewer rows or keys an ``offset`` of it is another."""
+def _depends_on_length(mask: Spec) -> bool:
+    """Return whether the mask reads lengths, so that an ``offset`` of it changes with them."""
     return any(part.name in {"causal_bottom_right", "padding"} for part in mask.walk())
 
 
 def _diagonal(offset: int, at: Excerpt) -> Spec:
-    """Row i sees the keys j ≤ i + offset."""
+    """Return the mask in which row i sees the keys j ≤ i + offset."""
     if offset == 0:
         return Spec.of("causal")
     if offset == len(at.keys) - len(at.rows):
@@ -189,16 +189,16 @@ def _row(offset: int) -> str:
     return f"q_idx + {offset}" if offset > 0 else f"q_idx - {-offset}" if offset else "q_idx"
 
 
-def _window(mask: Spec, at: Excerpt) -> Spec:
+def _shift_window(mask: Spec, at: Excerpt) -> Spec:
     if at.offset == 0:
         return mask
-    # A window beyond every distance is any such window: whole numbers have to fit in 32 bits.
+    # All windows beyond the largest distance are equal; the number must fit in 32 bits.
     window = min(cast("int", mask.values["window"]), at.rows.stop + at.keys.stop)
     row = _row(at.offset)
     return Spec.of("expression", text=f"({row} >= kv_idx) & ({row} < kv_idx + {window})")
 
 
-def _prefix(mask: Spec, at: Excerpt) -> Spec:
+def _shift_prefix(mask: Spec, at: Excerpt) -> Spec:
     prefix = max(0, cast("int", mask.values["prefix"]) - at.keys.start)
     if at.offset == 0:
         return Spec.of("prefix_lm", prefix=prefix)
@@ -207,7 +207,7 @@ def _prefix(mask: Spec, at: Excerpt) -> Spec:
     )
 
 
-def _padding(mask: Spec, at: Excerpt) -> Spec:
+def _shift_padding(mask: Spec, at: Excerpt) -> Spec:
     lengths = cast("tuple[int, ...]", mask.values["lengths"])
     own_lengths = lengths[at.sequences.start : at.sequences.stop]
     return Spec.of(
@@ -216,8 +216,8 @@ def _padding(mask: Spec, at: Excerpt) -> Spec:
     )
 
 
-def _document(mask: Spec, at: Excerpt) -> Spec:
-    """Documents that begin before the excerpt lose what lies before it, and may become empty."""
+def _shift_document(mask: Spec, at: Excerpt) -> Spec:
+    """Cut off the documents before the excerpt; those wholly before it become empty."""
     lengths = cast("tuple[int, ...]", mask.values["lengths"])
     ends = list(accumulate(lengths))
     if at.offset == 0:
@@ -229,12 +229,12 @@ def _document(mask: Spec, at: Excerpt) -> Spec:
         rows = range(max(end - length, at.rows.start), min(end, at.rows.stop))
         keys = range(max(end - length, at.keys.start), min(end, at.keys.stop))
         if rows and keys:
-            blocks.append(_block(rows, keys, at))
+            blocks.append(_block_mask(rows, keys, at))
     return Spec.of("or", *blocks) if blocks else Spec.of("not", FULL)
 
 
-def _block(rows: range, keys: range, at: Excerpt) -> Spec:
-    """These rows see these keys."""
+def _block_mask(rows: range, keys: range, at: Excerpt) -> Spec:
+    """Return the mask in which ``rows`` see ``keys``, both counted in the whole Problem."""
     sides = ((rows, at.rows.start, "q_idx"), (keys, at.keys.start, "kv_idx"))
     text = " & ".join(
         f"({name} >= {which.start - first}) & ({name} < {which.stop - first})"
@@ -243,8 +243,8 @@ def _block(rows: range, keys: range, at: Excerpt) -> Spec:
     return Spec.of("expression", text=text)
 
 
-def _rewritten(written: Spec, at: Excerpt) -> Spec:
-    """An expression with every index counted from the whole's start."""
+def _shift_expression(written: Spec, at: Excerpt) -> Spec:
+    """Return the expression with its indices counted from the start of the whole Problem."""
     text = cast("str", written.values["text"])
     starts = {"b": at.sequences.start, "q_idx": at.rows.start, "kv_idx": at.keys.start}
     for name, start in starts.items():
@@ -253,10 +253,10 @@ def _rewritten(written: Spec, at: Excerpt) -> Spec:
     return Spec.of("expression", text=text)
 
 
-_SHIFTED: dict[str, Callable[[Spec, Excerpt], Spec]] = {
-    "sliding_window": _window,
-    "prefix_lm": _prefix,
-    "padding": _padding,
-    "document": _document,
-    "expression": _rewritten,
+_SHIFTS: dict[str, Callable[[Spec, Excerpt], Spec]] = {
+    "sliding_window": _shift_window,
+    "prefix_lm": _shift_prefix,
+    "padding": _shift_padding,
+    "document": _shift_document,
+    "expression": _shift_expression,
 }

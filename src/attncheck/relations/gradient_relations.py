@@ -1,4 +1,4 @@
-"""Relations about gradients, and about key heads that several query heads share."""
+"""Relations about gradients and about key heads that several query heads share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attncheck.inputs.problem import Parameters, Problem
 from attncheck.relations import relation
 from attncheck.relations.relation import Finding, Results
 
-# ------------------------------------------------------------------ losses that depend on less
+# ------------------------------------------------------------------ losses without out or LSE
 
 
 def _zero_loss(*names: str, inputs: Inputs) -> tuple[Inputs, ...]:
@@ -21,13 +21,13 @@ def _zero_loss(*names: str, inputs: Inputs) -> tuple[Inputs, ...]:
 
 
 def _compare_zero(results: Results, *names: TensorName) -> Finding | None:
-    """Return what is not 0, where the bounds know anything: what overflows may be NaN."""
+    """Return a Finding for gradients that are not 0, where their bounds are finite."""
     ((outputs,), (errors,)) = results.outputs, results.bounds()
     gradients = outputs.gradients()
     for name in names or gradients:
         if name in gradients:
-            known = errors.tensors()[name].isfinite()
-            finding = relation.compare_values(name, gradients[name], 0.0, known)
+            finite = errors.tensors()[name].isfinite()
+            finding = relation.compare_values(name, gradients[name], 0.0, finite)
             if finding:
                 return finding
     return None
@@ -41,9 +41,9 @@ ZERO_LOSS = relation.Relation(
     promise="bounds",
     unfit=relation.of_gradients(),
 )
-"""Holds for every right kernel: each gradient is a sum of products with dOut or dLSE. It is asked
-where those have a finite bound: what overflows, or a slope that is infinite, times 0 is NaN. What
-is left in it is a buffer's that was not cleared, or of another call. The sign of a zero is open."""
+"""Holds for every right kernel: each gradient is a sum of products with dOut or dLSE. Only elements
+with a finite bound are compared: an overflow or an infinite slope times 0 is NaN. A nonzero element
+comes from a buffer that was not cleared or from another call. The sign of a zero is left open."""
 
 LSE_LOSS = relation.Relation(
     name="lse_loss",
@@ -54,29 +54,29 @@ LSE_LOSS = relation.Relation(
     unfit=relation.of_gradients(lambda p: None if p.dlse else "its loss does not depend on LSE"),
 )
 """Holds for every right kernel: LSE is a function of q and k, and dV = Pᵀ · dOut is a sum of zeros.
-Asked as ``ZERO_LOSS`` is."""
+As in ``ZERO_LOSS``, only elements with a finite bound are compared."""
 
 # ------------------------------------------------------------------ scores as products
 
 
-def _compare_products(results: Results) -> Finding | None:
+def _compare_product_sums(results: Results) -> Finding | None:
     (inputs,), (outputs,), (allowed,) = results.inputs, results.outputs, results.bounds()
     if outputs.dq is None or outputs.dk is None or allowed.dq is None or allowed.dk is None:
         return None
     q, k, _ = inputs.promoted()
     dq, dk, group = outputs.dq.double(), outputs.dk.double(), inputs.problem.group
-    of_rows, of_keys = partial(_sum_heads, group=group), partial(_sum_heads, group=1)
-    may = of_rows(q.abs() * allowed.dq) + of_keys(k.abs() * allowed.dk)
-    # What adding up in float64 may lose of either sum.
+    of_rows, of_keys = partial(_sum_key_heads, group=group), partial(_sum_key_heads, group=1)
+    error = of_rows(q.abs() * allowed.dq) + of_keys(k.abs() * allowed.dk)
+    # The rounding error of both sums in float64.
     terms = max(q[0, 0].numel() * group, k[0, 0].numel())
-    lost = of_rows((q * dq).abs()) + of_keys((k * dk).abs())
-    # 0 · ∞: of what nothing is known, any sum may be right.
-    may = (may + terms * 2.0**-52 * lost).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    return relation.compare_within("dk", of_keys(k * dk), of_rows(q * dq), may)
+    rounding = of_rows((q * dq).abs()) + of_keys((k * dk).abs())
+    # 0 · ∞ is NaN: where a bound is infinite, any sum may be right.
+    error = (error + terms * 2.0**-52 * rounding).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return relation.compare_within("dk", of_keys(k * dk), of_rows(q * dq), error)
 
 
-def _sum_heads(products: torch.Tensor, group: int) -> torch.Tensor:
-    """``(batch, kv_heads, 1, 1)``: over all that belongs to a key head."""
+def _sum_key_heads(products: torch.Tensor, group: int) -> torch.Tensor:
+    """Sum over all elements of each key head's ``group`` heads, to ``(batch, kv_heads, 1, 1)``."""
     batch, heads = products.shape[:2]
     return products.reshape(batch, heads // group, -1).sum(-1)[..., None, None]
 
@@ -85,15 +85,15 @@ EULER = relation.Relation(
     name="euler",
     summary="the sum of q · dq over all rows that read a key head is that of k · dk over its keys",
     runs=lambda inputs, _: (inputs,),
-    rule=_compare_products,
+    rule=_compare_product_sums,
     promise="bounds",
     unfit=relation.of_gradients(),
 )
-"""Holds of the exact gradients: both are Σ_ij dX_ij · scale · q_i · k_j (Euler's theorem of
-homogeneous functions, once in q and once in k). A factor that one of the two lacks, such as the
-scale, shows without any oracle. Each product may be off by its own bound: the sums by the sum of
-those, which in 16 bits is much: it tells most in fp32. The element that a finding names is the key
-head's first; its value is the whole sum."""
+"""Holds for the exact gradients: both are Σ_ij dX_ij · scale · q_i · k_j (Euler's theorem on
+homogeneous functions, once in q and once in k). Finds a factor that one of the two lacks, such as
+the scale, without any oracle. Each product may be off by its own bound, and the sums by the sum of
+these bounds, which is large in 16 bits: the relation is sharpest in fp32. A finding names the first
+element of the key head; its value is the whole sum."""
 
 # ------------------------------------------------------------------ shared key heads
 
@@ -106,7 +106,7 @@ def _copy_key_heads(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
     problem, scales = inputs.problem, inputs.descale
 
     def repeat(tensor: torch.Tensor) -> torch.Tensor:
-        """Head h // group for each h; by a view, since fp8 tensors know few operations."""
+        """Return key head h // group for each h, as an expanded view, which fp8 supports too."""
         batch, kv_heads, *rest = tensor.shape
         shape = (batch, kv_heads, problem.group, *rest)
         return tensor.unsqueeze(2).expand(shape).reshape(batch, problem.heads, *rest)
@@ -120,8 +120,8 @@ def _copy_key_heads(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
 
 
 def _compare_copies(results: Results) -> Finding | None:
-    # What copies of a key head have for gradients is for GROUP_SUMS to add up.
-    copies, grouped = (replace(each, dk=None, dv=None) for each in results.outputs)
+    # GROUP_SUMS compares dk and dv, as it adds up the gradients of the copies.
+    copies, grouped = (replace(run, dk=None, dv=None) for run in results.outputs)
     return relation.compare_outputs(grouped, copies, results.errors)
 
 
@@ -134,9 +134,9 @@ def _compare_sums(results: Results) -> Finding | None:
         batch, _heads, *rest = tensor.shape
         return tensor.double().view(batch, problem.kv_heads, problem.group, *rest).sum(2)
 
-    of_groups = partial(relation.map_outputs, change=lambda tensor: tensor, gradients=add_up)
+    sum_groups = partial(relation.map_outputs, change=lambda tensor: tensor, gradients=add_up)
     (copies, grouped), errors = results.outputs, results.bounds()
-    return relation.compare_outputs(grouped, of_groups(copies), [of_groups(errors[0]), errors[1]])
+    return relation.compare_outputs(grouped, sum_groups(copies), [sum_groups(errors[0]), errors[1]])
 
 
 GQA_REPEAT = relation.Relation(
@@ -147,9 +147,9 @@ GQA_REPEAT = relation.Relation(
     promise="group",
     unfit=relation.of_attention(_unless_grouped, gradients=True),
 )
-"""Holds for every right kernel within bounds: head h reads key head h // group. To the last bit
-where a head's bits depend on its own q, k and v alone; a kernel that packs a group's heads into the
-rows of one tile, or splits keys by the number of key heads, does not promise it."""
+"""Holds for every right kernel within bounds: head h reads key head h // group. Holds bitwise where
+a head's bits depend on its own q, k and v only; a kernel that packs a group's heads into the rows
+of one tile, or splits keys by the number of key heads, does not promise it."""
 
 GROUP_SUMS = relation.Relation(
     name="group_sums",
@@ -159,6 +159,6 @@ GROUP_SUMS = relation.Relation(
     promise="bounds",
     unfit=relation.of_gradients(_unless_grouped),
 )
-"""Holds of the exact gradients: a loss that reads one key through several copies changes with it by
-the sum of what it changes by with each. Each run is within its own bound, and a sum of gradients
-within the sum of theirs."""
+"""Holds for the exact gradients: the gradient of a key that a loss reads through several copies is
+the sum of the copies' gradients. Each run is within its own bound, and a sum of gradients within
+the sum of their bounds."""

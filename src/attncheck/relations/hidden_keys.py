@@ -1,4 +1,4 @@
-"""Relations about what a row does not see: no hidden or future key reaches it."""
+"""Relations about hidden keys: what a row does not see must not change its result."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from attncheck.relations.relation import (
     without_sink,
 )
 
-# ------------------------------------------------------------------ what takes their place
+# ------------------------------------------------------------------ replacements for hidden keys
 
 Fill = Callable[["Inputs"], tuple[torch.Tensor, torch.Tensor]]
 """Inputs → other k and v, of the same shapes and dtype."""
 
-_HUGE = 1e30
+_HUGE_VALUE = 1e30
 
 
-def _redraw(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Another draw, normal whatever the first: constant values would change nothing."""
+def _other_draw(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return another draw; always normal, because a redrawn constant would not change."""
     seed = (inputs.problem.seed + 1) % 2**63
     problem = inputs.problem.replace(distribution="normal", seed=seed)
     other = draw_inputs(problem, inputs.device)
     return other.k, other.v
 
 
-def _nan(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+def _nan_keys(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.full_like(inputs.k, torch.nan), torch.full_like(inputs.v, torch.nan)
 
 
-def _huge(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """1e30, in every other key the largest finite number: q·k may overflow, to inf − inf even."""
+def _huge_keys(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return 1e30, and the format's largest number in every other key: q·k may become inf − inf."""
     largest = inputs.problem.formats.storage.max
 
     def fill(like: torch.Tensor) -> torch.Tensor:
-        full = torch.full_like(like, min(_HUGE, largest))
+        full = torch.full_like(like, min(_HUGE_VALUE, largest))
         full[:, :, ::2] = largest
         return full
 
@@ -62,10 +62,10 @@ def _huge(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def first_hidden(problem: Problem, row: int) -> int:
-    """Return the key from which on all are hidden to rows 0 to ``row``, by the mask's definition.
+    """Return the first key from which on all keys are hidden from rows 0 to ``row``.
 
-    Written down here for each mask by name, independently of its callable. kv where a mask's name
-    says nothing: too many keys, never too few.
+    The definition of each mask is written here by its name, independently of its callable. For an
+    unknown mask it returns kv, so that a visible key never counts as hidden.
     """
     return max(0, min(problem.kv, _first_hidden(problem.mask, problem, row)))
 
@@ -86,7 +86,7 @@ def _first_hidden(mask: Spec, problem: Problem, row: int) -> int:
 
 
 def _rows_with_future(problem: Problem) -> Allowed:
-    """Rows for which at least one key is hidden to them and to all rows before them."""
+    """Return the rows for which a key is hidden from them and from all earlier rows."""
     return {"row": [i for i in range(problem.query) if first_hidden(problem, i) < problem.kv]}
 
 
@@ -97,35 +97,34 @@ def _unless_future(problem: Problem) -> str | None:
 
 
 def _fill_future(fill: Fill, inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
-    first = first_hidden(inputs.problem, int(parameters["row"]))
+    first_key = first_hidden(inputs.problem, int(parameters["row"]))
     k, v = inputs.k.clone(), inputs.v.clone()
-    for tensor, other in zip((k, v), fill(inputs), strict=True):
-        tensor[:, :, first:] = other[:, :, first:]
+    for tensor, new in zip((k, v), fill(inputs), strict=True):
+        tensor[:, :, first_key:] = new[:, :, first_key:]
     return inputs, inputs.replace(k=k, v=v)
 
 
 def _compare_past(results: Results) -> Finding | None:
     rows = slice(results.number("row") + 1)
-    past = partial(map_outputs, change=lambda tensor: tensor[:, :, rows])
-    before, after = map(past, results.outputs)
-    # What a row does not see is no part of its error either: the first run's is the second's.
-    errors = results.errors and [past(results.errors[0])] * 2
+    select_past = partial(map_outputs, change=lambda tensor: tensor[:, :, rows])
+    before, after = map(select_past, results.outputs)
+    # Hidden keys do not affect a row's error bound, so the first run's also holds for the second.
+    errors = results.errors and [select_past(results.errors[0])] * 2
     return compare_outputs(after, before, errors, signed_zeros=False)
 
 
 def _future_relation(
     name: str, new: str, fill: Fill, *, poison: bool, promise: Promise = "hidden"
 ) -> Relation:
-    """Rows up to ``row`` keep every bit of out and LSE when later keys and values are ``new``.
+    """Return the relation that rows up to ``row`` keep every bit when later keys become ``new``.
 
-    A hidden key has weight 0 and its value is multiplied by it or left out, so nothing of it may
-    arrive: not a NaN (0 · NaN), not an overflowed score. To the last bit this holds for a kernel
-    whose tiling, order and number of splits depend on shapes and mask alone, not on what K and V
-    hold: that is what ``hidden`` promises. One whose rows of a tile rescale together where one of
-    them must, or that skips a tile by what it holds, does not promise it, and is compared within
-    bounds. That a NaN does not arrive is a promise of its own, ``nan``, since common flash kernels
-    multiply it by a weight of 0. The sign of a zero is left open: a row that sees nothing may have
-    that of 0 · v.
+    A hidden key has weight 0, and its value is multiplied by 0 or left out, so it must not change
+    the result: neither by a NaN (0 · NaN) nor by a score that overflows. Holds bitwise for a kernel
+    whose tiling, order and number of splits depend on shapes and mask only, not on the contents of
+    K and V: the promise ``hidden``. A kernel that rescales all rows of a tile when one needs it, or
+    skips tiles by their contents, does not promise it and is compared within bounds. Blocking a NaN
+    is a promise of its own, ``nan``, since common flash kernels multiply it by a weight of 0. The
+    sign of a zero is not compared: a row that sees no key may return 0 · v.
     """
     return Relation(
         name=name,
@@ -139,9 +138,9 @@ def _future_relation(
     )
 
 
-FUTURE_KEYS = _future_relation("future_keys", "others", _redraw, poison=False)
-FUTURE_KEYS_NAN = _future_relation("future_keys_nan", "NaN", _nan, poison=True, promise="nan")
-FUTURE_KEYS_HUGE = _future_relation("future_keys_huge", "huge", _huge, poison=True)
+FUTURE_KEYS = _future_relation("future_keys", "others", _other_draw, poison=False)
+FUTURE_KEYS_NAN = _future_relation("future_keys_nan", "NaN", _nan_keys, poison=True, promise="nan")
+FUTURE_KEYS_HUGE = _future_relation("future_keys_huge", "huge", _huge_keys, poison=True)
 
 # ------------------------------------------------------------------ any hidden key
 
@@ -155,7 +154,7 @@ def _unless_hidden(problem: Problem) -> str | None:
 def _fill_hidden(fill: Fill, inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
     paging = inputs.problem.paging
     if paging is not None and paging.shared:
-        # Shared pages would be shared no more: both runs have one page table.
+        # A shared page could not hold the new keys of each sequence, and both runs need one table.
         problem = inputs.problem.replace(paging=replace(paging, shared=0))
         inputs = inputs.replace(problem=problem)
     row = int(parameters["row"])
@@ -169,13 +168,13 @@ def _fill_hidden(fill: Fill, inputs: Inputs, parameters: Parameters) -> tuple[In
 def _compare_row(results: Results) -> Finding | None:
     row = results.number("row")
 
-    def alone(outputs: Outputs) -> Outputs:
+    def select_row(outputs: Outputs) -> Outputs:
         dq = None if outputs.dq is None else outputs.dq[:, :, row : row + 1]
         return replace(map_outputs(outputs, lambda x: x[:, :, row : row + 1]), dq=dq)
 
-    before, after = map(alone, results.outputs)
-    # What a row does not see is no part of its error either: the first run's is the second's.
-    errors = results.errors and [alone(results.errors[0])] * 2
+    before, after = map(select_row, results.outputs)
+    # Hidden keys do not affect a row's error bound, so the first run's also holds for the second.
+    errors = results.errors and [select_row(results.errors[0])] * 2
     finding = compare_outputs(after, before, errors, signed_zeros=False)
     if finding is None:
         return None
@@ -192,17 +191,17 @@ def _hidden_relation(
     promise: Promise = "hidden",
     gradients: bool = False,
 ) -> Relation:
-    """Row ``row`` keeps every bit of out and LSE when what it does not see becomes ``new``.
+    """Return the relation that row ``row`` keeps every bit when keys hidden from it become ``new``.
 
-    And of dQ where it is NaN: to the bit of a kernel that promises so much of its gradients, else
-    within bounds. dK and dV are left out: rows that see the keys have a part in them. Huge values
-    are no question of a backward: dOut · v may overflow there, as no product of the forward does.
+    With NaN, dQ is compared too: bitwise if the kernel promises it for gradients, else within
+    bounds. dK and dV are not compared, since rows that see the keys contribute to them. Huge values
+    are not tried in a backward, where dOut · v may overflow, unlike any product of the forward.
 
-    For any mask, as its callable has it: a key of a sequence and key head is replaced where no head
-    that reads it shows it to the row; other rows may see it, and change. A hidden key has weight 0,
-    and its value is multiplied by it or left out. To the last bit this holds for a kernel in which
-    a row's order of operations depends on shapes and mask alone (promise ``hidden``, or ``nan``).
-    Unlike ``future_keys``, which takes the mask's definition by name, it shares a mask's mistake.
+    Applies to any mask, evaluated by its callable: a key of a sequence and key head is replaced if
+    no head that reads it shows it to the row; other rows may see it and change. A hidden key has
+    weight 0, and its value is multiplied by 0 or left out. Holds bitwise for a kernel in which a
+    row's order of operations depends on shapes and mask only (promise ``hidden`` or ``nan``).
+    Unlike ``future_keys``, which defines masks by name, it cannot find a mistake in the callable.
     """
     return Relation(
         name=name,
@@ -216,13 +215,13 @@ def _hidden_relation(
     )
 
 
-HIDDEN_KEYS = _hidden_relation("hidden_keys", "others", _redraw, poison=False)
+HIDDEN_KEYS = _hidden_relation("hidden_keys", "others", _other_draw, poison=False)
 HIDDEN_KEYS_NAN = _hidden_relation(
-    "hidden_keys_nan", "NaN", _nan, poison=True, promise="nan", gradients=True
+    "hidden_keys_nan", "NaN", _nan_keys, poison=True, promise="nan", gradients=True
 )
-HIDDEN_KEYS_HUGE = _hidden_relation("hidden_keys_huge", "huge", _huge, poison=True)
+HIDDEN_KEYS_HUGE = _hidden_relation("hidden_keys_huge", "huge", _huge_keys, poison=True)
 
-# ------------------------------------------------------------------ nothing seen at all
+# ------------------------------------------------------------------ rows that see no key
 
 
 def _unless_empty(problem: Problem) -> str | None:
@@ -249,5 +248,5 @@ EMPTY_ROWS = Relation(
     rule=_compare_empty,
     unfit=of_attention(without_sink, _unless_empty),
 )
-"""Holds of every right kernel: a sum over nothing is 0, and so is what is made of it. The sign of a
-zero is left open. Which rows see no key is decided by the mask's callable."""
+"""Holds for every right kernel: an empty sum is 0. The sign of a zero is not compared. The mask's
+callable decides which rows see no key."""

@@ -1,4 +1,4 @@
-"""Relations about linearity, scaling and shifts: V, the scale, scores, columns of zeros."""
+"""Relations about linearity in V, scaling of q, shifts of scores, and padding with zero columns."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from attncheck.relations.relation import (
 _POWERS_FP8 = (-1, -4)
 _POWERS_FP16 = (-1, 1, -8, 8)
 _POWERS = (-1, 1, -24, 24)
-_LARGEST_EXPONENT_OF_V = 4  # of |V|, and of 1/|V|
-_DESCALE_EXPONENT = 20  # of V's descale, either way
+_LARGEST_EXPONENT_OF_V = 4  # 2^-4 ≤ |V| ≤ 2^4
+_DESCALE_EXPONENT = 20  # V's descale lies within 2^±20.
 _LARGEST_SCORE = 24.0
-_NO_LARGER = {"none", "softcap", "chain"}  # score mods that make no score larger
+_NEVER_ENLARGING = {"none", "softcap", "chain"}  # Score mods that make no score larger.
 
 
 def _unless_scores_stay_small(problem: Problem) -> str | None:
-    if all(part.name in _NO_LARGER for part in problem.score.walk()):
+    if all(part.name in _NEVER_ENLARGING for part in problem.score.walk()):
         return None
     return "its score mod may make scores so far apart that weights are subnormal"
 
@@ -53,22 +53,22 @@ def _powers(problem: Problem) -> Allowed:
 
 def _scale_values(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
     fmt = inputs.problem.formats.storage
-    v = _of_one_sign(inputs.v.double(), fmt)
+    v = _make_columns_one_sign(inputs.v.double(), fmt)
     scaled = v * 2.0 ** int(parameters["power"])
     sink = inputs.sink
     if sink is not None:
-        # No larger than a score, and in fp16 no larger than any: keys keep half of the weight.
+        # At most the largest score; in fp16 at most the smallest, so keys keep half of the weight.
         top = -_LARGEST_SCORE if fmt.name == "fp16" else _LARGEST_SCORE
         sink = sink.clamp(-_LARGEST_SCORE, top)
-    first = inputs.replace(q=_smaller_q(inputs), v=v.to(fmt.torch_dtype), sink=sink)
+    first = inputs.replace(q=_shrink_query(inputs), v=v.to(fmt.torch_dtype), sink=sink)
     if first.descale is not None:
         ends = (2.0**-_DESCALE_EXPONENT, 2.0**_DESCALE_EXPONENT)
         first = first.replace(descale=replace(first.descale, v=first.descale.v.clamp(*ends)))
     return first, first.replace(v=scaled.to(fmt.torch_dtype))
 
 
-def _of_one_sign(v: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Each column of ``v`` with its first key's sign, and no value too small or too large."""
+def _make_columns_one_sign(v: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return ``v`` with the sign of each column's first key throughout, and |v| clamped."""
     if fmt.saturates:
         low, high = 2.0 ** (fmt.min_exponent - min(_POWERS_FP8)), fmt.max
     else:
@@ -76,8 +76,8 @@ def _of_one_sign(v: torch.Tensor, fmt: Format) -> torch.Tensor:
     return torch.where(v[:, :, :1] < 0, -1.0, 1.0) * v.abs().clamp(low, high)
 
 
-def _smaller_q(inputs: Inputs) -> torch.Tensor:
-    """q, divided in each head by a power of two that keeps its scores within ``_LARGEST_SCORE``."""
+def _shrink_query(inputs: Inputs) -> torch.Tensor:
+    """Return q divided per head by a power of two so that no |score| exceeds ``_LARGEST_SCORE``."""
     q, k, _ = inputs.promoted()
     q_norm, k_norm = (x.square().sum(-1).amax(-1).sqrt() for x in (q, k))
     norms = q_norm * k_norm.repeat_interleave(inputs.problem.group, dim=1)
@@ -107,12 +107,12 @@ VALUES_SCALED = Relation(
 )
 """Bit for bit in every kernel that gives the same bits twice, whatever its order and accumulator.
 
-What V enters are products, sums and roundings, and a power of two passes through all of them where
-no number that V is part of is subnormal or overflows; P, row sums and LSE do not know V. So the
-runs are chosen:
+V enters only products, sums and roundings. A power of two commutes with all of them as long as no
+intermediate result is subnormal or overflows; P, row sums and LSE do not depend on V. The runs are
+chosen accordingly:
 
-* A column of V has one sign and 2^-4 ≤ |V| ≤ 2^4 (in fp8: no less than is normal still when divided
-  by 2^4), so that nothing cancels: what is not 0 is no smaller than one key's part of it.
+* A column of V has one sign and 2^-4 ≤ |V| ≤ 2^4 (in fp8: |V| / 2^4 is still normal), so that
+  nothing cancels: a nonzero sum is no smaller than the part of a single key.
 * q is so small that |score| ≤ 24 (Cauchy–Schwarz on the longest rows of q and k): a weight,
   relative to any maximum before or after it, is at least e^-48 > 2^-70. A key's part of O, divided
   by the row sum or not, is thus at least 2^(-70 − 4 − 24) / kv, normal in fp32 for kv < 2^28.
@@ -146,7 +146,7 @@ def _compare_sum(results: Results) -> Finding | None:
     errors = results.bounds()
     out = one.out.double() + other.out.double()
     allowed = torch.stack([each.out for each in errors]).sum(0)
-    # V is no part of LSE: the first run's is the last one's.
+    # LSE does not depend on V, so the first run's must equal the last one's.
     return compare_within("out", both.out, out, allowed) or compare_outputs(
         Outputs(both.out, both.lse), Outputs(both.out, one.lse), [errors[0], errors[2]]
     )
@@ -162,16 +162,16 @@ VALUES_ADDED = Relation(
     unfit=of_attention(),
     allowed=_run_lengths,
 )
-"""Holds of the exact results, as V splits into two summands and the weights do not know it. Each
-kernel's out is within its own bound e of them: |both − (one + other)| ≤ e₁ + e₂ + e₃, by the
-triangle inequality; |LSE₃ − LSE₁| ≤ e₁ + e₃."""
+"""Holds for the exact results, since V is a sum of two terms and the weights do not depend on V.
+Each run's out is within its own bound e of the exact one: |both − (one + other)| ≤ e₁ + e₂ + e₃, by
+the triangle inequality; |LSE₃ − LSE₁| ≤ e₁ + e₃."""
 
 # ------------------------------------------------------------------ q times a power of two
 
-# Even, for kernels that multiply q and k by the root of the scale each.
+# Exponents of two, even for kernels that multiply both q and k by the square root of the scale.
 _FIRST_EXPONENT = 2
 _EXPONENTS = (4, 6, 10)
-_LEAST_SCALE_WITH_SINK = 2.0**-60  # kernels divide a sink by it
+_LEAST_SCALE_WITH_SINK = 2.0**-60  # Kernels divide the sink by the scale.
 
 
 def _exponents(problem: Problem) -> Allowed:
@@ -198,7 +198,7 @@ def _scale_query(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
 
 
 def _zero_extremes(tensor: torch.Tensor, problem: Problem, factor: float) -> torch.Tensor:
-    """0 for what might become subnormal or infinite on the way to a score; see SCALED_QUERY."""
+    """Zero the elements that could become subnormal or infinite in a score; see SCALED_QUERY."""
     fmt, root = problem.formats.storage, math.sqrt(abs(problem.scale))
     lowest = max(2.0**fmt.min_exponent, 2.0 ** (fmt.significand - 64))
     highest = min(fmt.max, 2.0**59)
@@ -217,19 +217,19 @@ SCALED_QUERY = Relation(
 )
 """Holds for every right kernel: rounding commutes with powers of two where no number is subnormal
 or overflows, so that each sum of products is 2^n times what it was, whatever its order, and its
-product with the scale, or with scale · log2 e, is the same number. As of q times the scale. Neither
-run has the Problem's own scale: where that is 1/√head_dim, a convention leaves it out, and the
-kernel's own may be rounded otherwise.
+product with the scale, or with scale · log2 e, is the same number. So is q times the scale. Neither
+run has the Problem's own scale: callers leave out a scale of 1/√head_dim by convention, and the one
+that the kernel computes itself may be rounded otherwise.
 
-Elements of q and k for which this might not be so are 0 in both runs. Kept are those that are
-normal numbers in both also when multiplied by √scale (torch's unfused formula does that to q and k,
-and √2^n is a power of two for even n). With p significant bits they are multiples of 2^-63, as none
-is below 2^(p − 64): a sum of products, when not 0, is at least 2^-126, a normal number of fp32. And
-none passes 2^59: a sum of 256 products stays below 2^127."""
+Elements of q and k for which this might fail are 0 in both runs. The others are normal numbers in
+both runs, also when multiplied by √scale (torch's unfused formula does that to q and k, and √2^n is
+a power of two for even n). With p significant bits they are multiples of 2^-63, as none is below
+2^(p − 64): a nonzero sum of products is at least 2^-126, a normal number of fp32. None exceeds
+2^59: a sum of 256 products stays below 2^127."""
 
 # ------------------------------------------------------------------ columns of zeros
 
-# 1 makes an odd dim of an even one; from 8 on they are 16 bytes of a 16-bit dtype.
+# 1 makes an even dim odd; from 8 on the columns are multiples of 16 bytes in a 16-bit dtype.
 _COLUMNS = (1, 8, 16, 32, 64, 128)
 
 
@@ -238,7 +238,7 @@ def _columns(dim: int) -> Allowed:
 
 
 def _pad(tensor: torch.Tensor, columns: int) -> torch.Tensor:
-    """``(…, dim)`` → ``(…, dim + columns)``, zeros behind; a view, since fp8 has no pad."""
+    """Append zeros: ``(…, dim)`` → ``(…, dim + columns)``. torch's pad does not support fp8."""
     dim = tensor.shape[-1]
     wider = tensor.new_zeros((*tensor.shape[:-1], dim + columns))
     wider[..., :dim] = tensor
@@ -262,8 +262,8 @@ PAD_HEAD_DIM = Relation(
     ),
     allowed=lambda problem: _columns(problem.head_dim),
 )
-"""Holds for every right kernel: a product with 0 is 0. The scale stays as it was, and is not
-1/√head_dim then. Within bounds: a wider tile adds in another order."""
+"""Holds for every right kernel: a product with 0 is 0. The scale is not adapted to the wider
+head_dim. Compared within bounds, because a wider tile adds in another order."""
 
 
 def _pad_values(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
@@ -276,7 +276,7 @@ def _compare_padded(results: Results) -> Finding | None:
     columns, errors = results.number("columns"), results.bounds()
     before, wider = results.outputs
     own = (errors[0].out, errors[1].out[..., :-columns])
-    # Nothing is allowed in the columns of zeros.
+    # The padded columns have an error bound of 0.
     exact = [Outputs(_pad(out, columns), e.lse) for out, e in zip(own, errors, strict=True)]
     return compare_outputs(wider, Outputs(_pad(before.out, columns), before.lse), exact)
 
@@ -292,27 +292,27 @@ PAD_VALUE_DIM = Relation(
     ),
     allowed=lambda problem: _columns(problem.value_dim),
 )
-"""Holds for every right kernel: each column of out is of the same column of V alone, and weights
-are finite, so that Σ of weights times 0 is 0, of either sign. Within bounds in the other columns: a
-wider tile may come with another order of the keys."""
+"""Holds for every right kernel: each column of out depends on that column of V alone, and weights
+are finite, so that the sum of weights times 0 is 0, of either sign. The other columns are compared
+within bounds: a kernel may go through the keys in another order if its tiles are wider."""
 
 # ------------------------------------------------------------------ a vector added to every key
 
 _KEY_NATS = (1, -1, 30, -30, 100, -100, 400, -400)
-_LARGEST_EXPONENT = 60  # of a number of q or k: no product overflows fp32
+_LARGEST_EXPONENT = 60  # |q| and |k| are at most 2^60, so that no product overflows fp32.
 
 
 def _factors(problem: Problem, nats: int) -> tuple[float, float]:
-    """(x, y) with scale · x · y near ``nats``: x is a power of two, y has three bits."""
+    """Return (x, y) with scale · x · y near ``nats``: x is a power of two, y has three bits."""
     significand, exponent = math.frexp(abs(nats) / problem.scale)
     half = exponent // 2
-    # By eighths, down: one of 0.5, 0.625, 0.75 and 0.875.
+    # Rounded down to eighths: one of 0.5, 0.625, 0.75 and 0.875.
     y = math.ldexp(math.floor(8 * significand) / 8, exponent - half)
     return math.ldexp(1.0, half), math.copysign(y, nats)
 
 
 def _key_shifts(problem: Problem) -> Allowed:
-    """Those whose factors the format has, with room to spare; fp8 has them by its descale."""
+    """Return the shifts whose factors fit the storage format; fp8 reaches them by its descale."""
     fmt, least, most = problem.formats.storage, -_LARGEST_EXPONENT, _LARGEST_EXPONENT
     if not fmt.saturates:
         least = max(least, fmt.min_exponent + fmt.significand)
@@ -333,25 +333,25 @@ def _unless_shift_fits(problem: Problem) -> str | None:
 
 
 def _shift_keys(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
-    """The column of its own that each key head has for the shift: x in q, 0 and then y in K."""
+    """Return two runs with x in one column of each head's q; that column of K holds 0, then y."""
     problem = inputs.problem
     x, y = _factors(problem, int(parameters["nats"]))
-    # Bool (batch, kv_heads, 1, head_dim): a column that a neighbour has not.
+    # Bool (batch, kv_heads, 1, head_dim): one column, another one than the neighbouring heads'.
     pair = torch.arange(problem.batch)[:, None] + torch.arange(problem.kv_heads)
-    own = pair[..., None] % problem.head_dim == torch.arange(problem.head_dim)
-    own = own[:, :, None].to(inputs.device)
+    own_column = pair[..., None] % problem.head_dim == torch.arange(problem.head_dim)
+    own_column = own_column[:, :, None].to(inputs.device)
     q, k, v = inputs.promoted()
-    q = torch.where(own.repeat_interleave(problem.group, dim=1), x, q)
+    q = torch.where(own_column.repeat_interleave(problem.group, dim=1), x, q)
     forward = problem.replace(backward=False, dlse=False, dcaptured=False)
-    exact = Inputs(problem=forward.replace(dtype="fp64"), q=q, k=torch.where(own, y, k), v=v)
-    shifted = _rounded(exact, forward)
+    exact = Inputs(problem=forward.replace(dtype="fp64"), q=q, k=torch.where(own_column, y, k), v=v)
+    shifted = _round_exact_inputs(exact, forward)
     after = inputs.replace(q=shifted.q, k=shifted.k, v=shifted.v, descale=shifted.descale)
-    k = replace_where(after.k, torch.zeros_like(after.k), own)
+    k = replace_where(after.k, torch.zeros_like(after.k), own_column)
     return after.replace(k=k), after
 
 
-def _rounded(exact: Inputs, problem: Problem) -> Inputs:
-    """Rounded once; in fp8 with powers of two as descales: the shift is a float64 number."""
+def _round_exact_inputs(exact: Inputs, problem: Problem) -> Inputs:
+    """Round once; in fp8 with powers of two as descales, so the shift is exact in float64."""
     rounded = round_inputs(exact, problem)
     if rounded.descale is None:
         return rounded
@@ -365,7 +365,7 @@ def _rounded(exact: Inputs, problem: Problem) -> Inputs:
 
 
 def _added_vector(runs: Sequence[Inputs]) -> torch.Tensor:
-    """Scale · c of each head's keys, float64 ``(batch, heads, 1, head_dim)``."""
+    """Return scale · c for each head's keys, float64 ``(batch, heads, 1, head_dim)``."""
     before, after = (each.promoted()[1] for each in runs)
     c = (after - before)[:, :, :1].repeat_interleave(runs[0].problem.group, dim=1)
     return c * runs[0].problem.scale
@@ -374,9 +374,9 @@ def _added_vector(runs: Sequence[Inputs]) -> torch.Tensor:
 def _compare_key_shift(results: Results) -> Finding | None:
     (before, after), runs = results.outputs, results.inputs
     added, lse, dq = _added_vector(runs), before.lse, before.dq
-    if lse is not None:  # q and c meet in one column, exactly
+    if lse is not None:  # c is nonzero in one column only, so that q · c is exact
         lse = lse.double() + (runs[1].promoted()[0] * added).sum(-1)
-    if dq is not None:  # a row's gradients of scores sum to that of its LSE
+    if dq is not None:  # the gradients of a row's scores sum to the gradient of its LSE
         _, dlse = runs[0].loss()
         alive = ~rows_without_keys(runs[0].problem).to(dlse.device)
         dq = dq.double() + (dlse * alive)[..., None] * added
@@ -393,12 +393,12 @@ KEY_SHIFT = Relation(
     unfit=of_attention(without_sink, _unless_shift_fits, gradients=True),
     allowed=_key_shifts,
 )
-"""Holds of the exact results: softmax(s + t) = softmax(s) for a number t of the row's own, and
-log Σ exp(s + t) = t + log Σ exp(s). Gradients stay too: those of a row's scores sum to 0; or, where
-the loss has a part of LSE, to that, which moves q's by scale · c times it. K + c is a number of
-every format, since a column of K that is 0 holds c alone: a number of three bits. q has a power of
-two there and scale 24 bits, so t is a float64 number. Each run is within its own bound:
-|second − first| ≤ the sum of both."""
+"""Holds for the exact results: softmax(s + t) = softmax(s) for one number t per row, and
+log Σ exp(s + t) = t + log Σ exp(s). Gradients stay too: those of a row's scores sum to 0, or to the
+gradient of its LSE where the loss depends on LSE; dq then moves by scale · c times that. K + c is
+exact in every format: c is nonzero only in a column where K is 0, and has three bits. q holds a
+power of two there, and the scale has 24 bits, so t is exact in float64. Each run is within its own
+bound: |second − first| ≤ the sum of both."""
 
 # ------------------------------------------------------------------ a number added to every score
 
@@ -407,9 +407,9 @@ _SCORE_NATS = (1, -1, 30, -30, 400, -400)
 
 
 def _shift_mod(problem: Problem, nats: int) -> Spec:
-    """Return what adds a number of the head's own.
+    """Return a score mod that adds one number per head.
 
-    0 stands for the library's bias, which kernels take that know no text.
+    ``nats`` 0 stands for the library's bias, for kernels that do not support expressions.
     """
     if nats == 0:
         return Spec.of("relative_bias", distance=0, seed=problem.seed)
@@ -430,7 +430,7 @@ def _compare_logit_shift(results: Results) -> Finding | None:
         shift_mod = problem.replace(score=_shift_mod(problem, results.number("nats"))).score_mod()
         head = torch.arange(problem.heads)[:, None]
         zero = torch.zeros_like(head)
-        # What is added to 0, float64 (heads, 1).
+        # The shift of a score of 0, float64 (heads, 1).
         shift = shift_mod(zero.double(), zero, head, zero, zero)
         lse = lse.double() + shift.to(lse.device)
     return compare_outputs(after, Outputs(before.out, lse), results.errors)
@@ -446,18 +446,18 @@ LOGIT_SHIFT = Relation(
     unfit=of_attention(without_sink),
     allowed=lambda _: {"nats": _LOGIT_NATS},
 )
-"""Holds of the exact results after any score mod of the Problem's: softmax(s + t) = softmax(s), and
-log Σ exp(s + t) = t + log Σ exp(s). The number t is an fp32 number: whole, or of the bias's table.
+"""Holds for the exact results after any score mod of the Problem: softmax(s + t) = softmax(s), and
+log Σ exp(s + t) = t + log Σ exp(s). t is an fp32 number: an integer or an entry of the bias table.
 Each run is within its own bound, the second one's with the score mod's roundings in it:
-|second − first| ≤ the sum."""
+|second − first| ≤ the sum of both."""
 
 
 def _shift_scores(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
-    """Scores and shift are multiples of one unit, few enough for the largest sum to be a number."""
+    """Return two runs, whose scores and shift are multiples of one unit so that sums are exact."""
     nats, fmt = int(parameters["nats"]), inputs.problem.formats.storage
     x = inputs.scores().clamp(-fmt.max / 4, fmt.max / 4)
     _, exponent = torch.frexp(x.abs().amax() + abs(nats))
-    # A sum is below 2^exponent, and rounding to units adds one of them at most.
+    # A sum is below 2^exponent, and rounding to units adds at most one unit.
     unit = 2.0 ** (int(exponent) + 1 - fmt.significand)
     shift = math.copysign(max(1, round(abs(nats) / unit)) * unit, nats)
     x = torch.round(x / unit) * unit
@@ -482,6 +482,6 @@ SOFTMAX_SHIFT = Relation(
     unfit=of_softmax(),
     allowed=lambda _: {"nats": _SCORE_NATS},
 )
-"""Holds of the exact results: softmax(x + c) = softmax(x), and log Σ exp(x + c) = c + log Σ exp(x).
+"""Holds for the exact results: softmax(x + c) = softmax(x) and log Σ exp(x + c) = c + log Σ exp(x).
 The sums x + c are exact: x is rounded to a coarse grid first, and c is on it. Each run is within
 its own bound: |second − first| ≤ the sum of both."""

@@ -1,4 +1,4 @@
-"""Mask visibility: which keys rows see, by the mask's callable, some rows at a time."""
+"""Which keys rows see according to the mask's callable, evaluated for some rows at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from attncheck.inputs.problem import Problem
 
 _PAIRS_AT_A_TIME = 1 << 22
-_PROBLEMS = 64  # whose rows are remembered: whether a relation applies is decided several times
+_PROBLEMS = 64  # Cache size, in Problems: each is asked several times whether a relation applies.
 
 
 def visible_keys(
@@ -33,7 +33,7 @@ def visible_keys(
 def visible_blocks(
     problem: Problem, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[range, torch.Tensor]]:
-    """Yield all rows, some at a time, with what they see: see ``visible_keys``."""
+    """Yield blocks of rows with their ``visible_keys``, until all rows are through."""
     step = max(1, _PAIRS_AT_A_TIME // (problem.batch * problem.heads * problem.kv))
     for start in range(0, problem.query, step):
         rows = range(start, min(start + step, problem.query))
@@ -43,7 +43,7 @@ def visible_blocks(
 def keys_hidden_from(
     problem: Problem, row: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Return the keys that ``row`` sees in no head that reads them: ``(batch, kv_heads, kv)``."""
+    """Return keys hidden from ``row`` in all heads that read them: ``(batch, kv_heads, kv)``."""
     hidden = _hidden_in_group(problem, visible_keys(problem, [row], device))[:, :, 0]
     return hidden.expand(problem.batch, problem.kv_heads, -1)
 
@@ -53,8 +53,8 @@ def rows_with_hidden_keys(problem: Problem) -> tuple[int, ...]:
     """Return the rows for which ``keys_hidden_from`` has a key, in any sequence and key head."""
     rows: list[int] = []
     for block, visible in visible_blocks(problem):
-        some = _hidden_in_group(problem, visible).any(-1).flatten(0, 1).any(0)
-        rows += [block.start + row for row in some.nonzero().flatten().tolist()]
+        hidden_anywhere = _hidden_in_group(problem, visible).any(-1).flatten(0, 1).any(0)
+        rows += [block.start + row for row in hidden_anywhere.nonzero().flatten().tolist()]
     return tuple(rows)
 
 
@@ -67,7 +67,7 @@ def rows_without_keys(problem: Problem) -> torch.Tensor:
 
 
 def _hidden_in_group(problem: Problem, visible: torch.Tensor) -> torch.Tensor:
-    """Bool ``(batch or 1, kv_heads or 1, rows, kv)``: seen in no head of the group."""
+    """Return bool ``(batch or 1, kv_heads or 1, rows, kv)``: hidden in all heads of the group."""
     if visible.shape[1] == 1:
         return ~visible
     batch, _, rows, kv = visible.shape

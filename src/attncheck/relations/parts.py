@@ -1,4 +1,4 @@
-"""Relations between a Problem and its parts: keys split and merged, documents, rows, sequences."""
+"""Relations between a Problem and parts of it: some keys, documents, rows or sequences."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from attncheck.relations.relation import (
 
 # ------------------------------------------------------------------ keys in two parts
 
-# The merge itself, in float64: a difference, two sigmoids of a few ulps each, two products and a
-# sum, and for LSE an exponential, a logarithm and a sum. 16 roundings are more than these.
+# Bound on the relative rounding error of the merge itself in float64: a difference, two sigmoids of
+# a few ulps each, two products and a sum, and for LSE an exponential, a logarithm and a sum.
 _ROUNDINGS = 16 * 2.0**-53
 
 
 def merge_parts(one: Outputs, other: Outputs) -> Outputs:
-    """Return out and LSE over the keys of both, in float64.
+    """Return out and LSE over the keys of both parts, in float64.
 
-    A part of which a row sees nothing (LSE −∞) counts for nothing, whatever its out holds; where
-    both are such, out is 0 and LSE −∞.
+    A part in which a row sees no key (LSE −∞) has weight 0, whatever its out holds; if a row sees
+    no key in either part, its out is 0 and its LSE −∞.
     """
     lse, other_lse = _lse(one), _lse(other)
     weight, other_weight = _weights(lse, other_lse)
-    out = _times(weight, one.out.double()) + _times(other_weight, other.out.double())
+    out = _weigh(weight, one.out.double()) + _weigh(other_weight, other.out.double())
     return Outputs(out, torch.logaddexp(lse, other_lse))
 
 
@@ -58,14 +58,14 @@ def merge_error(parts: Sequence[Outputs], errors: Sequence[Outputs]) -> Outputs:
         |ŵ·o₁ + (1 − ŵ)·o₂ − O| ≤ ŵ·E₁ + (1 − ŵ)·E₂ + |ŵ − w|·|O₁ − O₂|
 
     with |O₁ − O₂| ≤ |o₁ − o₂| + E₁ + E₂. LSE is off by at most max(D₁, D₂), as each sum of
-    exponentials is by a factor within e^±D. A part that a row does not see has no errors, and
-    leaves the other's weight at 1.
+    exponentials is off by a factor within e^±D. A part in which a row sees no key has no errors,
+    and leaves the other's weight at 1.
 
     Args:
-        errors: How far each may be from the exact result.
+        errors: How far each part may be from its exact result.
 
     Returns:
-        Of out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)``.
+        Bounds for out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)``.
     """
     (o1, o2), (l1, l2) = (part.out.double() for part in parts), (_lse(part) for part in parts)
     e1, e2 = (error.out.double() for error in errors)
@@ -75,17 +75,17 @@ def merge_error(parts: Sequence[Outputs], errors: Sequence[Outputs]) -> Outputs:
     )
     w1, w2 = _weights(l1, l2)
     x, d = l1 - l2, d1 + d2
-    off = torch.maximum(
+    w_error = torch.maximum(
         torch.sigmoid(x + d) - torch.sigmoid(x), torch.sigmoid(x) - torch.sigmoid(x - d)
     )
-    moved = _times(torch.where(unseen[0] | unseen[1], 0.0, off), (o1 - o2).abs() + e1 + e2)
-    # Of a part that is seen: what is not has weight 0 exactly.
+    shifted = _weigh(torch.where(unseen[0] | unseen[1], 0.0, w_error), (o1 - o2).abs() + e1 + e2)
+    # A part in which a row sees no key has a weight of exactly 0, without rounding error.
     seen = [1.0 - none.double() for none in unseen]
-    own = _times(seen[0], o1.abs() + e1) + _times(seen[1], o2.abs() + e2)
-    of_lse = sum(torch.where(lse.isfinite(), lse.abs(), 0.0) for lse in (l1, l2))
+    magnitudes = _weigh(seen[0], o1.abs() + e1) + _weigh(seen[1], o2.abs() + e2)
+    lse_magnitudes = sum(torch.where(lse.isfinite(), lse.abs(), 0.0) for lse in (l1, l2))
     return Outputs(
-        _times(w1, e1) + _times(w2, e2) + moved + own * _ROUNDINGS,
-        torch.maximum(d1, d2) + (of_lse + 1.0) * _ROUNDINGS,
+        _weigh(w1, e1) + _weigh(w2, e2) + shifted + magnitudes * _ROUNDINGS,
+        torch.maximum(d1, d2) + (lse_magnitudes + 1.0) * _ROUNDINGS,
     )
 
 
@@ -95,19 +95,19 @@ def _lse(outputs: Outputs) -> torch.Tensor:
 
 
 def _weights(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The share of each part, ``(batch, heads, query)``; 0 of what a row does not see."""
+    """Return the weight of each part, ``(batch, heads, query)``; 0 if a row sees none of it."""
     nothing = torch.isneginf(one) & torch.isneginf(other)
     first, second = torch.sigmoid(one - other), torch.sigmoid(other - one)
     return torch.where(nothing, 0.0, first), torch.where(nothing, 0.0, second)
 
 
-def _times(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Weighted ``values``; 0 where the weight is, though a value be infinite or NaN."""
+def _weigh(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return weight · values, but 0 where the weight is 0 even if a value is infinite or NaN."""
     weight = weight[..., None]
     return torch.where(weight == 0, 0.0, weight * values)
 
 
-def _halves(problem: Problem, cut: int) -> tuple[Excerpt, Excerpt]:
+def _excerpts_around(problem: Problem, cut: int) -> tuple[Excerpt, Excerpt]:
     return (
         Excerpt.of(problem, keys=range(cut)),
         Excerpt.of(problem, keys=range(cut, problem.kv)),
@@ -117,17 +117,17 @@ def _halves(problem: Problem, cut: int) -> tuple[Excerpt, Excerpt]:
 def _unless_cut(problem: Problem) -> str | None:
     if problem.kv == 1:
         return "one key cannot be cut"
-    # The furthest cut has the longest text, where a mask or score mod is written.
-    ends = (_halves(problem, 1)[0], _halves(problem, problem.kv - 1)[1])
+    # The furthest cut has the longest text if a mask or score mod becomes an expression.
+    ends = (_excerpts_around(problem, 1)[0], _excerpts_around(problem, problem.kv - 1)[1])
     if not all(can_excerpt(problem, part) for part in ends):
         return "its mask or score mod cannot be said of the earlier or the later keys alone"
     return None
 
 
 def _split_keys(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
-    one, other = _halves(inputs.problem, int(parameters["cut"]))
+    one, other = _excerpts_around(inputs.problem, int(parameters["cut"]))
     later = other.inputs(inputs)
-    # A sink is one key, of the first part alone; Inputs.replace would keep it.
+    # The sink belongs to the first part only; Inputs.replace would keep it in the second.
     later = replace(later, problem=later.problem.replace(sink=False), sink=None)
     return one.inputs(inputs), later, inputs
 
@@ -148,33 +148,33 @@ SPLIT_MERGE = Relation(
     unfit=of_attention(_unless_cut),
     allowed=lambda problem: {"cut": range(1, problem.kv)},
 )
-"""Holds for every right kernel that gives LSE, in natural units: it is what split-KV decoding and
-ring attention do. Rows may see nothing of a part. For the allowance see ``merge_error``."""
+"""Holds for every right kernel that gives LSE, in natural units: split-KV decoding and ring
+attention merge parts so. Rows may see no key of a part. ``merge_error`` has the tolerance."""
 
 # ------------------------------------------------------------------ documents
 
-# Masks that name documents, and where they say the rows and the keys of each.
+# Masks that define documents → their arguments with the number of rows and keys of each document.
 _SIDES = {"document": ("lengths", "lengths"), "documents": ("query_lengths", "kv_lengths")}
 
 
-def _document(mask: Spec) -> Spec | None:
-    """The mask's part that names documents: the mask itself, or a part of an ``and``."""
+def _document_mask(mask: Spec) -> Spec | None:
+    """Return the part that defines documents: the mask itself, a part of an ``and``, or None."""
     parts = mask.parts if mask.name == "and" else (mask,)
     return next((part for part in parts if part.name in _SIDES), None)
 
 
 def _within_documents(problem: Problem) -> Problem:
-    """The Problem under what hides keys within a document."""
-    left = list(problem.mask.parts)
-    if left:
-        left.remove(cast("Spec", _document(problem.mask)))
-    mask = Spec.of("and", *left) if len(left) > 1 else left[0] if left else FULL
+    """Return the Problem with the rest of its mask, which hides keys within a document."""
+    rest = list(problem.mask.parts)
+    if rest:
+        rest.remove(cast("Spec", _document_mask(problem.mask)))
+    mask = Spec.of("and", *rest) if len(rest) > 1 else rest[0] if rest else FULL
     return problem.replace(mask=mask)
 
 
 def _documents(problem: Problem) -> list[Excerpt]:
-    """Each document that has rows and keys; rows of the others see nothing."""
-    document = cast("Spec", _document(problem.mask))
+    """Return the documents that have rows and keys; rows of other documents see no key."""
+    document = cast("Spec", _document_mask(problem.mask))
     rows, keys = (
         _ranges(cast("tuple[int, ...]", document.values[name]), length)
         for name, length in zip(_SIDES[document.name], (problem.query, problem.kv), strict=True)
@@ -183,13 +183,13 @@ def _documents(problem: Problem) -> list[Excerpt]:
 
 
 def _ranges(lengths: Sequence[int], end: int) -> list[range]:
-    """One after another, cut where the Problem ends; the lengths may go beyond."""
+    """Return consecutive ranges of these lengths, cut off at ``end``."""
     ends = list(accumulate(lengths))
     return [range(min(at - n, end), min(at, end)) for n, at in zip(lengths, ends, strict=True)]
 
 
 def _unless_documents(problem: Problem) -> str | None:
-    if _document(problem.mask) is None:
+    if _document_mask(problem.mask) is None:
         return "its mask is neither document nor documents, nor an and with such a part"
     inside = _within_documents(problem)
     if not all(can_excerpt(inside, each) for each in _documents(problem)):
@@ -207,20 +207,20 @@ def _compare_packed(results: Results) -> Finding | None:
     last = results.inputs[-1]
     rows = [each.rows for each in _documents(last.problem)]
     # LSE of rows that see no key; it broadcasts to (batch, heads, query).
-    nothing = torch.tensor([-torch.inf]) if last.sink is None else last.sink[:, None]
+    empty_lse = torch.tensor([-torch.inf]) if last.sink is None else last.sink[:, None]
     errors = results.errors
     if errors is not None:
-        *theirs, own = errors
-        errors = [_join(own, theirs, rows, torch.zeros(1)), own]
-    return compare_outputs(whole, _join(whole, alone, rows, nothing), errors)
+        *document_errors, whole_errors = errors
+        errors = [_join(whole_errors, document_errors, rows, torch.zeros(1)), whole_errors]
+    return compare_outputs(whole, _join(whole, alone, rows, empty_lse), errors)
 
 
 def _join(
-    like: Outputs, parts: Sequence[Outputs], rows: Sequence[range], nothing: torch.Tensor
+    like: Outputs, parts: Sequence[Outputs], rows: Sequence[range], empty_lse: torch.Tensor
 ) -> Outputs:
-    """The documents' rows in their places; elsewhere out is 0 and LSE ``nothing``."""
+    """Return the documents' rows at their positions; in other rows out is 0 and LSE ``nothing``."""
     out = torch.zeros_like(like.out)
-    lse = None if like.lse is None else nothing.to(like.lse).expand_as(like.lse).clone()
+    lse = None if like.lse is None else empty_lse.to(like.lse).expand_as(like.lse).clone()
     for part, place in zip(parts, rows, strict=True):
         out[:, :, place.start : place.stop] = part.out
         if lse is not None and part.lse is not None:
@@ -237,8 +237,8 @@ DOCUMENTS = Relation(
     unfit=of_attention(_unless_documents),
 )
 """Holds for every right kernel: a row sees keys of its own document alone. Rows of a document that
-has no keys give 0 and −∞, and a sink its logit. Where the mask is also causal (``and``), each
-document is. Within bounds: tiles begin elsewhere."""
+has no keys give out 0 and LSE −∞, or the sink's logit. If the mask is also causal (``and``), each
+document alone is causal too. Compared within bounds, because tiles begin at other rows and keys."""
 
 # ------------------------------------------------------------------ rows
 
@@ -248,7 +248,7 @@ def _rows(outputs: Outputs, rows: slice) -> Outputs:
 
 
 def _compare_rows(results: Results, rows: slice) -> Finding | None:
-    """The second run's rows with those of the first, the whole."""
+    """Compare the second run with ``rows`` of the first run, which has all rows."""
     whole, part = results.outputs
     errors = results.errors
     return compare_outputs(part, _rows(whole, rows), errors and [_rows(errors[0], rows), errors[1]])
@@ -260,8 +260,8 @@ def _excerpted_rows(problem: Problem, parameters: Parameters) -> range:
 
 
 def _first_and_last(problem: Problem) -> list[int]:
-    """0 where the first rows alone can be a Problem, 1 where the last can."""
-    # The last row alone has the longest text, where a mask or score mod is written.
+    """Return a list with 0 if the first rows alone can be a Problem, and 1 if the last can."""
+    # The last row alone has the longest text if a mask or score mod becomes an expression.
     ends = (range(1), range(problem.query - 1, problem.query))
     return [
         last
@@ -301,10 +301,10 @@ RECTANGULAR = Relation(
     unfit=of_attention(_unless_rows_alone),
     allowed=_rows_and_ends,
 )
-"""Holds for every right kernel: a row's result is of that row, and of the keys that it sees. The
+"""Holds for every right kernel: a row's result depends on that row and the keys that it sees. The
 last rows of a square causal Problem are those of a ``causal_bottom_right`` one with fewer rows than
 keys, as in decoding with a cache; its first rows are those of ``causal``, aligned top-left. A
-kernel may take another path for fewer rows (other tiles, split keys): within bounds."""
+kernel may take another path for fewer rows (other tiles, split keys): compared within bounds."""
 
 
 def _decode_last_rows(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
@@ -312,7 +312,7 @@ def _decode_last_rows(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, .
     before = problem.query - rows
 
     def later(mod: Spec) -> Spec:
-        """``mod`` of rows that are ``before`` later; itself where it reads no row."""
+        """Return ``mod`` with ``before`` added to the row index, if it reads the row index."""
         return Spec.of("offset", mod, rows=before) if "q_idx" in indices_read(mod) else mod
 
     last = inputs.replace(
@@ -331,10 +331,10 @@ PREFILL_ROWS = Relation(
     unfit=of_attention(lambda p: "one row has no rows before it" if p.query == 1 else None),
     allowed=lambda problem: {"rows": range(1, problem.query)},
 )
-"""Holds for every right kernel, under any mask and score mod: they are asked of row i what they
-were asked of row i + query − `rows` (the composition ``offset``), and a row's result is of that row
-and of the keys that it sees. What decoding with a cache relies on. Within bounds: fewer rows may be
-computed by other tiles, and with their keys in splits."""
+"""Holds for every right kernel, under any mask and score mod: row i is evaluated with the index
+i + query − `rows` (the composition ``offset``), and a row's result depends on that row and the keys
+that it sees. Decoding with a cache relies on it. Compared within bounds: fewer rows may be computed
+in other tiles, and with split keys."""
 
 # ------------------------------------------------------------------ sequences
 
@@ -346,7 +346,7 @@ def _one_sequence(problem: Problem, sequence: int) -> Excerpt:
 def _unless_sequence_alone(problem: Problem) -> str | None:
     if problem.batch == 1:
         return "its only sequence is alone"
-    # The last sequence has the longest text, where a mask or score mod is written.
+    # The last sequence has the longest text if a mask or score mod becomes an expression.
     if not all(can_excerpt(problem, _one_sequence(problem, b)) for b in (0, problem.batch - 1)):
         return "its mask or score mod cannot be said of one sequence alone"
     return None
@@ -374,6 +374,6 @@ ALONE_IN_BATCH = Relation(
     unfit=of_attention(_unless_sequence_alone),
     allowed=lambda problem: {"sequence": range(problem.batch)},
 )
-"""Holds for every right kernel within bounds: no sequence reads another. To the last bit where a
-row's tiles and order do not depend on how many sequences there are; a kernel that fills a GPU by
-splitting the keys of a small batch does not promise it."""
+"""Holds for every right kernel within bounds: no sequence reads another. Holds bitwise if a row's
+tiles and order do not depend on the number of sequences; a kernel that splits the keys of a small
+batch to fill the GPU does not promise it."""

@@ -1,7 +1,7 @@
 """Relations about order: heads, sequences, keys, cells and rows of scores, permuted.
 
 Attention of a head is a function of its own rows and of a set of (key, value) pairs. Where neither
-mask nor score mod tells two of them apart, another order gives the same results in that order.
+mask nor score mod distinguishes two of them, permuting them permutes the results.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _SHUFFLES = 4
 
 
 def _reflect(count: int, turn: int) -> Order:
-    """``turn`` − i modulo ``count``: what read its neighbour on one side has it on the other."""
+    """Return (``turn`` − i) mod ``count`` for each i: left and right neighbours change sides."""
     return [(turn - i) % count for i in range(count)]
 
 
 def _effective_turns(count: int, order: Callable[[int], Order]) -> Allowed:
-    """The first turns below ``count`` of which ``order`` moves anything, smallest first."""
+    """Return the turns below ``count`` and ``_TURNS`` for which ``order`` moves anything."""
     return {"turn": [t for t in range(min(count, _TURNS)) if order(t) != list(range(count))]}
 
 
@@ -58,9 +58,9 @@ def _compare_reordered(
     *,
     without: tuple[TensorName, ...] = (),
 ) -> Finding | None:
-    """Compare the second run with the first one's results, changed as by ``map_outputs``."""
-    absent: dict[str, Any] = dict.fromkeys(without)
-    before, after = (replace(one, **absent) for one in results.outputs)
+    """Compare the second run, except tensors ``without``, with the first after ``map_outputs``."""
+    dropped: dict[str, Any] = dict.fromkeys(without)
+    before, after = (replace(each, **dropped) for each in results.outputs)
     reorder = partial(map_outputs, change=change, gradients=gradients)
     errors = results.errors
     return compare_outputs(after, reorder(before), errors and [reorder(errors[0]), errors[1]])
@@ -69,19 +69,19 @@ def _compare_reordered(
 # ------------------------------------------------------------------ heads
 
 
-def _key_heads(problem: Problem, turn: int) -> Order:
+def _key_head_order(problem: Problem, turn: int) -> Order:
     return _reflect(problem.kv_heads, turn % problem.kv_heads)
 
 
-def _heads(problem: Problem, turn: int) -> Order:
-    """Groups follow their key head, and within them heads move round, each group by one more.
+def _head_order(problem: Problem, turn: int) -> Order:
+    """Return the order of query heads: groups follow their key head and are each rotated inside.
 
-    No kernel that takes another key head than h // group does so for all heads alike then.
+    Each group is rotated by one more, so that no wrong formula for h // group commutes with it.
     """
     group, further = problem.group, turn // problem.kv_heads
     return [
         key_head * group + (head + further + place) % group
-        for place, key_head in enumerate(_key_heads(problem, turn))
+        for place, key_head in enumerate(_key_head_order(problem, turn))
         for head in range(group)
     ]
 
@@ -97,7 +97,7 @@ def _unless_heads_are_alike(problem: Problem) -> str | None:
 
 def _reorder_heads(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
     turn, scales = int(parameters["turn"]), inputs.descale
-    heads, keys = (order(inputs.problem, turn) for order in (_heads, _key_heads))
+    heads, keys = (order(inputs.problem, turn) for order in (_head_order, _key_head_order))
     return inputs, inputs.replace(
         **change_tensors(inputs, lambda x: x[:, heads], "q", "dout", "dlse"),
         **change_tensors(inputs, lambda x: x[:, keys], "k", "v"),
@@ -108,7 +108,7 @@ def _reorder_heads(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]
 
 def _compare_heads(results: Results) -> Finding | None:
     turn, problem = results.number("turn"), results.inputs[0].problem
-    heads, keys = _heads(problem, turn), _key_heads(problem, turn)
+    heads, keys = _head_order(problem, turn), _key_head_order(problem, turn)
 
     def gradient(name: TensorName, tensor: torch.Tensor) -> torch.Tensor:
         if name == "dcaptured":
@@ -117,7 +117,7 @@ def _compare_heads(results: Results) -> Finding | None:
             return tensor[heads]
         return tensor[:, keys if name in ("dk", "dv") else heads]
 
-    # The sums over a group's heads are in another order.
+    # dk and dv of a group are sums over its heads, whose order has changed.
     shared: tuple[TensorName, ...] = ("dk", "dv") if problem.group > 1 else ()
     return _compare_reordered(results, lambda x: x[:, heads], gradient, without=shared)
 
@@ -130,12 +130,12 @@ HEAD_PERMUTATION = Relation(
     rule=_compare_heads,
     promise="batch",
     unfit=of_attention(_unless_heads_are_alike, gradients=True),
-    allowed=lambda problem: _effective_turns(problem.heads, partial(_heads, problem)),
+    allowed=lambda problem: _effective_turns(problem.heads, partial(_head_order, problem)),
 )
-"""Holds of the exact results where neither mask nor score mod reads h: head h is a function of its
-own q and sink, and of the keys and values of head h // group. To the last bit in a kernel whose
-rows know nothing of their place; else within the bounds of both runs, the first one's moved like
-its out. Of the gradients of keys that several heads share nothing is said."""
+"""Holds for the exact results where neither mask nor score mod reads h: head h is a function of its
+own q and sink, and of the keys and values of head h // group. Holds bitwise in a kernel whose rows
+do not depend on their position; else within the bounds of both runs, the first run's permuted like
+its out. Gradients of keys that several heads share are not compared."""
 
 
 # ------------------------------------------------------------------ sequences
@@ -152,7 +152,7 @@ def _unless_sequences_are_alike(problem: Problem) -> str | None:
 
 
 def _reorder_lengths(mask: Spec, order: Order) -> Spec:
-    """The mask with each padded length where its sequence is."""
+    """Return the mask with its padded lengths in the order of the sequences."""
     if mask.name == "padding":
         lengths = cast("tuple[int, ...]", mask.values["lengths"])
         return Spec.of("padding", lengths=[lengths[b] for b in order])
@@ -176,7 +176,7 @@ def _compare_sequences(results: Results) -> Finding | None:
     def gradient(name: TensorName, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if name in ("dsink", "dcaptured") else tensor[order]
 
-    # A sink's is a sum over all sequences, in another order now.
+    # dsink is a sum over all sequences, whose order has changed.
     return _compare_reordered(results, lambda x: x[order], gradient, without=("dsink",))
 
 
@@ -189,24 +189,24 @@ BATCH_PERMUTATION = Relation(
     unfit=of_attention(_unless_sequences_are_alike, gradients=True),
     allowed=lambda problem: _effective_turns(problem.batch, partial(_reflect, problem.batch)),
 )
-"""Holds of the exact results: a sequence is a function of its own q, k, v and padded length. To the
-last bit in a kernel whose rows know nothing of their place; else within the bounds of both runs,
-the first one's moved like its out. Of a sink's gradient nothing is said."""
+"""Holds for the exact results: a sequence is a function of its own q, k, v and padded length. Holds
+bitwise in a kernel whose rows do not depend on their position; else within the bounds of both runs,
+the first run's permuted like its out. The gradient of a sink is not compared."""
 
 
 # ------------------------------------------------------------------ keys
 
 
-def _kinds(problem: Problem) -> torch.Tensor:
-    """int64 ``(batch, kv)``: keys of one number are seen by the same rows."""
-    return _kinds_by(problem.mask, problem).expand(problem.batch, problem.kv)
+def _key_kinds(problem: Problem) -> torch.Tensor:
+    """Return int64 ``(batch, kv)``: keys with the same number are seen by the same rows."""
+    return _kinds_under_mask(problem.mask, problem).expand(problem.batch, problem.kv)
 
 
-def _kinds_by(mask: Spec, problem: Problem) -> torch.Tensor:
-    """By the names of masks; where they say nothing, every key is of a kind of its own."""
+def _kinds_under_mask(mask: Spec, problem: Problem) -> torch.Tensor:
+    """Return the kinds by the masks' names; under an unknown mask, every key has its own kind."""
     keys = torch.arange(problem.kv)[None]
     if mask.parts:
-        return reduce(_both_kinds, (_kinds_by(part, problem) for part in mask.parts))
+        return reduce(_combine_kinds, (_kinds_under_mask(part, problem) for part in mask.parts))
     if "kv_idx" not in indices_read(mask):
         return torch.zeros_like(keys)
     if mask.name == "padding":
@@ -220,8 +220,8 @@ def _kinds_by(mask: Spec, problem: Problem) -> torch.Tensor:
     return keys
 
 
-def _both_kinds(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The kinds of keys that are alike in both."""
+def _combine_kinds(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return kinds in which two keys agree if they agree in both ``one`` and ``other``."""
     pairs = one * (int(other.max()) + 1) + other
     kinds: torch.Tensor = torch.unique(pairs, return_inverse=True)[1]
     return kinds
@@ -230,28 +230,28 @@ def _both_kinds(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def _unless_keys_are_alike(problem: Problem) -> str | None:
     if "kv_idx" in indices_read(problem.score):
         return "its score mod reads the key's index"
-    kinds = _kinds(problem).sort(-1).values
+    kinds = _key_kinds(problem).sort(-1).values
     if not bool((kinds[:, 1:] == kinds[:, :-1]).any()):
         return "no two keys are seen by the same rows, as far as its mask's names tell"
     return None
 
 
 def _key_order(problem: Problem, shuffle: int) -> torch.Tensor:
-    """int64 ``(batch, kv)``: which key comes in each place; its kind stays there.
+    """Return the key in each position, int64 ``(batch, kv)``; each position keeps its kind.
 
-    Shuffle 0 reverses each kind, which moves something wherever there is something to move.
+    Shuffle 0 reverses the keys of each kind, so that it never leaves all keys in place.
     """
-    kinds, shape = _kinds(problem), (problem.batch, problem.kv)
-    backwards = torch.arange(problem.kv, 0, -1).double().expand(shape)
-    drawn = Draws(problem.seed).uniform(f"key permutation {shuffle}", shape)
-    by_rank = (torch.from_numpy(drawn) if shuffle else backwards).argsort(-1)
+    kinds, shape = _key_kinds(problem), (problem.batch, problem.kv)
+    reversed_ranks = torch.arange(problem.kv, 0, -1).double().expand(shape)
+    random_ranks = Draws(problem.seed).uniform(f"key permutation {shuffle}", shape)
+    by_rank = (torch.from_numpy(random_ranks) if shuffle else reversed_ranks).argsort(-1)
     keys = by_rank.gather(1, kinds.gather(1, by_rank).argsort(dim=-1, stable=True))
     places = kinds.argsort(dim=-1, stable=True)
     return torch.empty_like(keys).scatter_(1, places, keys)
 
 
 def _move_keys(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """``(batch, kv_heads, kv, dim)`` with the keys of each sequence in its order."""
+    """Return ``(batch, kv_heads, kv, dim)`` with each sequence's keys in its ``order``."""
     each = zip(tensor.unbind(), order.to(tensor.device), strict=True)
     return torch.stack([keys[:, places] for keys, places in each])
 
@@ -282,39 +282,39 @@ KEY_PERMUTATION = Relation(
     unfit=of_attention(_unless_keys_are_alike, gradients=True),
     allowed=lambda _: {"shuffle": range(_SHUFFLES)},
 )
-"""Holds of the exact results: a row's softmax is over a set of (key, value) pairs, and neither mask
-nor score mod tells two keys of one kind apart. Sums in another order round otherwise, so that each
-run may be off by its own bound: |second − first| ≤ the sum of both."""
+"""Holds for the exact results: a row's softmax is over a set of (key, value) pairs, and neither the
+mask nor the score mod distinguishes keys of one kind. Sums in another order round differently, so
+that each run may be off by its own bound: |second − first| ≤ the sum of both."""
 
 
 # ------------------------------------------------------------------ cells of a canvas
 
-_BITS = 24  # of a side: canvases have at most 2^24 cells
+_BITS = 24  # Bits of a row or column number: canvases have at most 2^24 cells.
 
 
-def _pair(mask: Spec, name: str) -> Cell:
+def _cell_argument(mask: Spec, name: str) -> Cell:
     return cast("Cell", mask.values[name])
 
 
 def _rank_in_tiles(mask: Spec, cell: Cell) -> tuple[int, ...]:
-    tall, wide = _pair(mask, "tile")
+    tall, wide = _cell_argument(mask, "tile")
     return (cell[0] // tall, cell[1] // wide, *cell)
 
 
 def _rank_on_curve(_: Spec, cell: Cell) -> tuple[int, ...]:
-    """Both numbers' bits from the highest down, a bit of the row before one of the column."""
+    """Return the bits of row and column interleaved from the highest down, row first."""
     return tuple(number >> bit & 1 for bit in range(_BITS - 1, -1, -1) for number in cell)
 
 
 _RANKS = {"neighborhood_tiled": _rank_in_tiles, "neighborhood_morton": _rank_on_curve}
-"""Ranks that cells are sorted by: written anew, and not as the masks compute them."""
+"""Sort keys of cells, written independently of how the masks compute them."""
 
 
 def _unless_cells_are_reordered(problem: Problem) -> str | None:
     mask = problem.mask
     if mask.name not in _RANKS:
         return f"its mask is none of {', '.join(_RANKS)}"
-    rows, columns = _pair(mask, "canvas")
+    rows, columns = _cell_argument(mask, "canvas")
     if min(problem.query, problem.kv) < rows * columns:
         return "its rows or keys do not cover the canvas"
     if indices_read(problem.score) & {"q_idx", "kv_idx"}:
@@ -323,15 +323,15 @@ def _unless_cells_are_reordered(problem: Problem) -> str | None:
 
 
 def _cell_order(mask: Spec) -> torch.Tensor:
-    """int64 ``(cells,)``: the cell, numbered row by row, in each place."""
-    rows, columns = _pair(mask, "canvas")
+    """Return the cell in each position, int64 ``(cells,)``; cells are numbered row by row."""
+    rows, columns = _cell_argument(mask, "canvas")
     cells = [(row, column) for row in range(rows) for column in range(columns)]
     rank = _RANKS[mask.name]
     return torch.tensor(sorted(range(len(cells)), key=lambda number: rank(mask, cells[number])))
 
 
 def _extend(order: torch.Tensor, length: int) -> torch.Tensor:
-    """Places beyond the canvas stay where they are."""
+    """Append the positions beyond the canvas, which stay where they are."""
     return torch.cat([order, torch.arange(len(order), length)])
 
 
@@ -341,7 +341,7 @@ def _reorder_cells(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
     rows, keys = (
         _extend(row_by_row, length).to(inputs.device) for length in (problem.query, problem.kv)
     )
-    sides = {name: list(_pair(problem.mask, name)) for name in ("canvas", "kernel")}
+    sides = {name: list(_cell_argument(problem.mask, name)) for name in ("canvas", "kernel")}
     plain = inputs.replace(
         problem=problem.replace(mask=Spec.of("neighborhood", **sides)),
         **change_tensors(inputs, lambda x: x[:, :, rows], "q"),
@@ -364,9 +364,9 @@ NEIGHBORHOOD_ORDER = Relation(
     promise="bounds",
     unfit=of_attention(_unless_cells_are_reordered),
 )
-"""Holds for every right kernel: a cell sees the same cells, however they are numbered. Within the
-bounds of both runs, the first one's moved like its out: sums are in another order. Rows and keys
-beyond the canvas see nothing and are not seen."""
+"""Holds for every right kernel: a cell sees the same cells, however they are numbered. Sums are in
+another order, so it holds within the bounds of both runs, the first run's permuted like its out.
+Rows beyond the canvas see no key, and keys beyond it are not seen."""
 
 
 # ------------------------------------------------------------------ rows and columns of a softmax
@@ -377,7 +377,7 @@ def _row_count(problem: Problem) -> int:
 
 
 def _move_rows(tensor: torch.Tensor, turn: int) -> torch.Tensor:
-    """Rows ``(batch, heads, query)`` in the order of ``turn``; a last axis goes with them."""
+    """Return the rows ``(batch, heads, query)``, or with a last axis, in the order of ``turn``."""
     rows = tensor.flatten(0, 2)
     return rows[_reflect(len(rows), turn)].view(tensor.shape)
 
@@ -401,17 +401,17 @@ SOFTMAX_ROWS = Relation(
         _row_count(problem), partial(_reflect, _row_count(problem))
     ),
 )
-"""Holds of the exact results: a row is a function of its own scores. To the last bit in a kernel
-whose rows know nothing of their place; else within the bounds of both runs, the first one's moved
-like its out."""
+"""Holds for the exact results: a row is a function of its own scores. Holds bitwise in a kernel
+whose rows do not depend on their position; else within the bounds of both runs, the first run's
+permuted like its out."""
 
 
 def _column_order(problem: Problem, shuffle: int) -> torch.Tensor:
-    """int64 ``(kv,)``: which column comes in each place; shuffle 0 turns them round."""
+    """Return the column in each position, int64 ``(kv,)``; shuffle 0 reverses them."""
     if shuffle == 0:
         return torch.arange(problem.kv).flip(0)
-    drawn = Draws(problem.seed).uniform(f"softmax columns {shuffle}", (problem.kv,))
-    return torch.from_numpy(drawn).argsort()
+    random_ranks = Draws(problem.seed).uniform(f"softmax columns {shuffle}", (problem.kv,))
+    return torch.from_numpy(random_ranks).argsort()
 
 
 def _reorder_columns(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
@@ -441,5 +441,5 @@ SOFTMAX_COLUMNS = Relation(
     unfit=of_softmax(lambda problem: "it has one column" if problem.kv == 1 else None),
     allowed=lambda _: {"shuffle": range(_SHUFFLES)},
 )
-"""Holds of the exact results, whose sums have no order. A kernel's round otherwise in another one:
-|second − first| ≤ the sum of both bounds, the first one's moved like its out."""
+"""Holds for the exact results, whose sums have no order. A kernel's sums round differently in each
+order: |second − first| ≤ the sum of both bounds, the first run's permuted like its out."""

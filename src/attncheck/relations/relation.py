@@ -1,4 +1,4 @@
-"""A relation, when it applies to a Problem, and the comparisons that it is made of."""
+"""The class Relation, its conditions on a Problem, and the comparisons that its rules use."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ from attncheck.inputs.problem import (
     no_parameters,
 )
 
-_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # ------------------------------------------------------------------ a relation
 
 Errors = Sequence[Outputs] | None
-"""Largest errors of each run, in float64; None where bits are compared."""
+"""Error bound of every element for each run, in float64; None where runs are compared bitwise."""
 
 Unfit = Callable[["Problem"], "str | None"]
-"""Problem → why a relation does not apply to it, in a few words; None if it does."""
+"""Problem → the reason why a relation does not apply to it, in a few words; None if it does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Results:
-    """All that a relation's rule may look at."""
+    """Everything that a relation's rule may look at; sequences have one item per run."""
 
-    inputs: Sequence[Inputs]  # of each run
-    outputs: Sequence[Outputs]  # of each run
+    inputs: Sequence[Inputs]
+    outputs: Sequence[Outputs]
     parameters: Parameters
     # How far each run's out ``(batch, heads, query, value_dim)``, LSE ``(batch, heads, query)``
-    # and gradients may be from the exact result; None where bits are compared.
+    # and gradients may be from the exact result; None where runs are compared bitwise.
     errors: Errors
 
     def number(self, name: str) -> int:
-        """Return the parameter ``name``."""
+        """Return the value of the parameter ``name``."""
         return int(self.parameters[name])
 
     def bounds(self) -> Sequence[Outputs]:
-        """Return ``errors`` for a rule that compares within bounds alone."""
+        """Return ``errors`` for a rule that never compares bitwise, so that they are not None."""
         assert self.errors is not None, "compared within bounds"
         return self.errors
 
@@ -64,42 +64,42 @@ def _last_equals_first(results: Results) -> Finding | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relation:
-    """Something that holds between what a right kernel gives in several runs, without an oracle.
+    """A condition that the outputs of a correct kernel's runs meet; it needs no oracle.
 
-    All of it is pure: no kernel, no oracle, no judge.
+    It only makes inputs and compares outputs: it calls no kernel, no oracle and no judge.
     """
 
     name: str
-    summary: str  # what must hold, in one line: a failure quotes it
-    # (inputs, parameters) → the inputs of each run of the kernel, in order; of other Problems
-    # too. The arguments are not changed; runs may share tensors.
+    summary: str  # The condition in one line; failures quote it.
+    # (inputs, parameters) → the inputs of each run of the kernel, in order. Runs may have other
+    # Problems and may share tensors. The arguments are not changed.
     runs: Callable[[Inputs, Parameters], tuple[Inputs, ...]]
-    # Results of the runs → what is wrong, or None. By default the last of two runs must give what
-    # the first gives. What runs may be apart follows from what each may be off by. The value of a
-    # Finding is an element of the last run.
+    # Results of the runs → a Finding if the condition fails, or None. By default the last of two
+    # runs must equal the first. The tolerance between runs follows from the error bound of each.
+    # A Finding's value is an element of the last run.
     rule: Callable[[Results], Finding | None] = _last_equals_first
-    # What a kernel must promise for bits to be compared; empty where every right kernel's agree;
-    # ``bounds`` where no kernel's need to. A kernel that does not promise it is compared within
-    # bounds. Bits of two runs are compared only of a kernel that promises ``repeat``.
+    # The promise that a kernel must make to be compared bitwise; without it, it is compared within
+    # bounds. Empty: the bits of every correct kernel agree. ``bounds``: no kernel's bits need to
+    # agree. Two runs are compared bitwise only if the kernel also promises ``repeat``.
     promise: Promise | Literal["", "bounds"] = ""
-    needs_lse: bool = False  # ask it only of kernels that give LSE
-    # Ask it only of a kernel that promises one of these: the last run's inputs have no bounds,
-    # and the first run's are taken for those of both where bits are not compared. What it finds
-    # of a kernel that does not make ``promise`` is a warning.
+    needs_lse: bool = False  # Check only kernels that return LSE.
+    # Check only kernels that promise one of these. The last run's inputs have no error bounds, so
+    # the first run's stand for both where runs are not compared bitwise. A finding in a kernel
+    # that does not make ``promise`` is a warning.
     only_promised: frozenset[Promise] = frozenset()
-    # Its runs are calls of one sequence, in one process: a call finds in memory what the calls
-    # before have left, and what they returned stays theirs. A call that is beyond the judge's
-    # bounds is a finding too, where the first one is not.
+    # The runs are consecutive calls in one process: each call sees the memory that earlier calls
+    # left behind, and must not overwrite what they returned. A call outside the judge's bounds is
+    # a finding too if the first call is within them.
     in_turn: bool = False
-    # The last run is by another launch of the kernel, the one that the parameter ``launch``
-    # counts (``Subject.launches``); asked only of a kernel that has any.
-    relaunched: bool = False
-    # Its inputs take gibibytes, of addresses or of a GPU: where there is not so much memory it is
-    # not asked, and no kernel is blamed.
-    spacious: bool = False
-    # Why the relation does not apply to a Problem, in one line; None if it does.
+    # The last run uses the launch of the kernel with the index ``launch`` (a parameter) among
+    # ``Subject.launches``; kernels without launches are not checked.
+    uses_other_launch: bool = False
+    # Its inputs take gibibytes of address space or GPU memory: where there is too little, the
+    # relation is skipped and no kernel is blamed.
+    needs_much_memory: bool = False
+    # Problem → why the relation does not apply to it, in one line; None if it does.
     unfit: Unfit = fits_all
-    # The numbers that each parameter may have for a Problem, smallest first.
+    # Problem → the values that each parameter may have, smallest first.
     allowed: Callable[[Problem], Allowed] = no_parameters
 
     def check(self, problem: Problem, parameters: Parameters) -> None:
@@ -116,7 +116,7 @@ class Relation:
         parameters: Parameters,
         errors: Errors,
     ) -> Finding | None:
-        """Return what is wrong with the last run, or None; arguments as of ``Results``."""
+        """Return a Finding about the last run, or None; the arguments are the fields of Results."""
         return self.rule(
             Results(inputs=inputs, outputs=outputs, parameters=parameters, errors=errors)
         )
@@ -126,24 +126,24 @@ class Relation:
 
 
 def of_attention(*reasons: Unfit, gradients: bool = False) -> Unfit:
-    """Return the ``unfit`` of a relation about attention: the first of ``reasons`` that there is.
+    """Return the ``unfit`` of a relation about attention: the first of ``reasons`` that applies.
 
-    It does not apply to a Problem with a backward unless it speaks of ``gradients`` too.
+    Problems with a backward are unfit, unless the relation also covers ``gradients``.
     """
-    return _of("attention", reasons if gradients else (_without_gradients, *reasons))
+    return _unfit_unless("attention", reasons if gradients else (_without_gradients, *reasons))
 
 
 def of_gradients(*reasons: Unfit) -> Unfit:
-    """Return the ``unfit`` of a relation about gradients alone."""
-    return _of("attention", (_with_gradients, *reasons))
+    """Return the ``unfit`` of a relation that applies only to Problems with a backward."""
+    return _unfit_unless("attention", (_with_gradients, *reasons))
 
 
 def of_softmax(*reasons: Unfit) -> Unfit:
     """Return the ``unfit`` of a relation about a softmax of scores."""
-    return _of("softmax", reasons)
+    return _unfit_unless("softmax", reasons)
 
 
-def _of(operation: str, reasons: tuple[Unfit, ...]) -> Unfit:
+def _unfit_unless(operation: str, reasons: tuple[Unfit, ...]) -> Unfit:
     def unfit(problem: Problem) -> str | None:
         if problem.operation != operation:
             return f"it is about {operation}"
@@ -153,7 +153,7 @@ def _of(operation: str, reasons: tuple[Unfit, ...]) -> Unfit:
 
 
 def without_sink(problem: Problem) -> str | None:
-    """Reject a sink: for relations that count a row's keys, or move their scores alone."""
+    """Reject a sink: for relations that count a row's keys or shift only the keys' scores."""
     return "it has a sink" if problem.sink else None
 
 
@@ -168,92 +168,92 @@ def _with_gradients(problem: Problem) -> str | None:
 INDICES = frozenset({"b", "h", "q_idx", "kv_idx"})
 """Indices of a score that a mask or score mod may read."""
 
-_PLACES = frozenset({"q_idx", "kv_idx"})
-_READ = {
+_POSITIONS = frozenset({"q_idx", "kv_idx"})
+_INDICES_READ = {
     **dict.fromkeys(("full", "none", "softcap", "temperature"), frozenset[str]()),
-    **dict.fromkeys(("causal", "causal_bottom_right", "sliding_window", "prefix_lm"), _PLACES),
-    **dict.fromkeys(("document", "documents"), _PLACES),
-    **dict.fromkeys(("neighborhood", "neighborhood_tiled", "neighborhood_morton"), _PLACES),
+    **dict.fromkeys(("causal", "causal_bottom_right", "sliding_window", "prefix_lm"), _POSITIONS),
+    **dict.fromkeys(("document", "documents"), _POSITIONS),
+    **dict.fromkeys(("neighborhood", "neighborhood_tiled", "neighborhood_morton"), _POSITIONS),
     "padding": frozenset({"b", "kv_idx"}),
-    "alibi": _PLACES | {"h"},
-    **dict.fromkeys(("and", "or", "not", "offset", "chain"), frozenset[str]()),  # their parts do
+    "alibi": _POSITIONS | {"h"},
+    **dict.fromkeys(("and", "or", "not", "offset", "chain"), frozenset[str]()),  # only their parts
 }
 
 
 def indices_read(mod: Spec) -> frozenset[str]:
-    """Return which of ``INDICES`` a mask or score mod reads, by the names of its parts.
+    """Return which of ``INDICES`` a mask or score mod reads, judged by the names of its parts.
 
-    All of them where a name says nothing.
+    A part with an unknown name counts as reading all of them.
     """
-    return frozenset[str]().union(*map(_read_by, mod.walk()))
+    return frozenset[str]().union(*map(_indices_of_part, mod.walk()))
 
 
-def _read_by(part: Spec) -> frozenset[str]:
+def _indices_of_part(part: Spec) -> frozenset[str]:
     if part.name == "expression":
         return INDICES.intersection(re.findall(r"\w+", str(part.values["text"])))
-    if part.name == "relative_bias":  # clamped to 0, a distance is no distance
-        return frozenset({"h"}) | (_PLACES if part.values["distance"] else frozenset())
+    if part.name == "relative_bias":  # a distance clamped to 0 does not depend on the positions
+        return frozenset({"h"}) | (_POSITIONS if part.values["distance"] else frozenset())
     if part.name == "bias":
         each = (("b", "per_batch"), ("h", "per_head"))
-        return _PLACES.union(index for index, per in each if part.values[per])
-    return _READ.get(part.name, INDICES)
+        return _POSITIONS.union(index for index, per in each if part.values[per])
+    return _INDICES_READ.get(part.name, INDICES)
 
 
 # ------------------------------------------------------------------ making runs
 
 
 def replace_where(old: torch.Tensor, new: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """Return ``new`` where ``where``, else ``old``: bit for bit, in fp8 too, which has no where.
+    """Return ``new`` where ``where``, else ``old``, bit for bit; also for fp8, which has no where.
 
     Args:
         old: Any dtype.
         new: Same shape and dtype.
         where: bool, broadcasts to that shape.
     """
-    bits = _SAME_SIZE[old.element_size()]
+    bits = _INT_OF_SIZE[old.element_size()]
     return torch.where(where, new.view(bits), old.view(bits)).view(old.dtype)
 
 
 def change_tensors(
     inputs: Inputs, change: Callable[[torch.Tensor], torch.Tensor], *names: str
 ) -> dict[str, Any]:
-    """Return the tensors of ``names`` that ``inputs`` has, changed: for ``Inputs.replace``."""
+    """Return ``change`` of each tensor in ``names`` that ``inputs`` has, for ``Inputs.replace``."""
     tensors = inputs.tensors()
     return {name: change(tensors[name]) for name in names if name in tensors}
 
 
 def describe_turn(inputs: Sequence[Inputs], run: int) -> str:
-    """Return which call of a sequence a run is and what came before it, in a few words."""
-    own, before = inputs[run].problem, inputs[run - 1].problem
-    what = f"a {'longer' if before.kv > own.kv else 'shorter'} one ({before.shape})"
-    if before.shape == own.shape:
-        what = "other numbers of the same shapes"
-        what += f" under {before.mask}" if before.mask != own.mask else ""
-    return f"call {run + 1}, after {what}"
+    """Return a few words on a run's place in its sequence of calls and on the call before it."""
+    current, previous = inputs[run].problem, inputs[run - 1].problem
+    change = f"a {'longer' if previous.kv > current.kv else 'shorter'} one ({previous.shape})"
+    if previous.shape == current.shape:
+        change = "other numbers of the same shapes"
+        change += f" under {previous.mask}" if previous.mask != current.mask else ""
+    return f"call {run + 1}, after {change}"
 
 
-# ------------------------------------------------------------------ comparing what they give
+# ------------------------------------------------------------------ comparing outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Elements that are not what they must be."""
+    """The elements of one tensor that differ from their expected values."""
 
     tensor: TensorName
-    # The worst element, or of bits the first, in the axes of ``judgement.AXES``.
+    # Index of the worst element, or of the first if bits were compared; axes: ``judgement.AXES``.
     place: tuple[int, ...]
     value: float
     expected: float
-    allowed: float = 0.0  # how far the two may be apart; 0 where bits are compared
+    allowed: float = 0.0  # how far value and expected may be apart; 0 where bits are compared
     count: int
     compared: int
-    what: str = ""  # of which run, and what came before it; empty where that is plain
+    what: str = ""  # which run it is about and what came before; empty where that is clear
 
     @property
     def message(self) -> str:
         """The finding in one line."""
         place = ", ".join(map(str, self.place))
-        # Nine digits tell any two fp32 numbers apart.
+        # Nine digits suffice to distinguish any two fp32 numbers.
         value, expected = f"{self.value:.9g}", f"{self.expected:.9g}"
         tolerance = f" ± {self.allowed:.2g}" if self.allowed else " bit for bit"
         verb = "differs" if self.count == 1 else "differ"
@@ -268,14 +268,14 @@ class Finding:
 
 
 def compare_bits(tensor: TensorName, value: torch.Tensor, expected: torch.Tensor) -> Finding | None:
-    """Return the elements of which any bit differs, NaNs and the signs of zeros included.
+    """Return a Finding if any bit differs, including NaN payloads and the signs of zeros.
 
     Args:
-        expected: What it must be, same shape and dtype.
+        expected: The right values, same shape and dtype.
     """
-    bits = _SAME_SIZE[value.element_size()]
+    bits = _INT_OF_SIZE[value.element_size()]
     different = value.contiguous().view(bits) != expected.contiguous().view(bits)
-    return _first(tensor, value, expected, different)
+    return _first_difference(tensor, value, expected, different)
 
 
 def compare_values(
@@ -284,30 +284,30 @@ def compare_values(
     expected: torch.Tensor | float,
     where: torch.Tensor | None = None,
 ) -> Finding | None:
-    """Return the elements that are another number, or NaN; the sign of a zero is left open.
+    """Return a Finding if elements are NaN or not equal to ``expected``; −0 equals +0.
 
-    0 + (−0) is +0: a sum that starts at 0 cannot return the −0 that it was given.
+    A sum that starts at 0 cannot return −0, since 0 + (−0) is +0.
 
     Args:
-        expected: What it must be: one number for all, or same shape.
+        expected: One number for all elements, or a tensor of the same shape.
         where: bool, same shape: the elements to compare; None compares all.
     """
     if not isinstance(expected, torch.Tensor):
         expected = torch.full_like(value, expected)
     if where is None:
-        return _first(tensor, value, expected, value != expected)
-    finding = _first(tensor, value, expected, (value != expected) & where)
+        return _first_difference(tensor, value, expected, value != expected)
+    finding = _first_difference(tensor, value, expected, (value != expected) & where)
     return finding and replace(finding, compared=int(where.sum()))
 
 
 def compare_within(
     tensor: TensorName, value: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor
 ) -> Finding | None:
-    """Return the elements that are further apart than ``allowed``, led by the worst of them.
+    """Return a Finding at the worst element if any two are further apart than ``allowed``.
 
     Args:
-        expected: What it must be, same shape; compared in float64. Equal infinities agree.
-        allowed: How far the two may be apart, same shape; NaN allows nothing.
+        expected: The right values, same shape; compared in float64. Equal infinities agree.
+        allowed: The largest distance, same shape; NaN allows no distance.
     """
     value, expected = value.double(), expected.double()
     distance = torch.where(value == expected, 0.0, (value - expected).abs())
@@ -316,9 +316,9 @@ def compare_within(
     different = (distance > allowed) | (distance.isinf() & ~allowed.isinf())
     if not bool(different.any()):
         return None
-    # 0 ÷ 0 is no share: where nothing is allowed, any distance is worse than where something is.
+    # A distance where 0 is allowed has an infinite share: it is worse than any with a tolerance.
     share = torch.where(different, distance / allowed, -1.0).nan_to_num(nan=torch.inf)
-    # torch's own of it imports sympy.
+    # NumPy's unravel_index, because torch's imports sympy.
     worst = np.unravel_index(int(share.argmax()), share.shape)
     place = tuple(int(index) for index in worst)
     return Finding(
@@ -332,7 +332,7 @@ def compare_within(
     )
 
 
-def _first(
+def _first_difference(
     tensor: TensorName, value: torch.Tensor, expected: torch.Tensor, different: torch.Tensor
 ) -> Finding | None:
     places = different.nonzero()
@@ -352,31 +352,31 @@ def _first(
 def compare_outputs(
     value: Outputs, expected: Outputs, errors: Errors, *, signed_zeros: bool = True
 ) -> Finding | None:
-    """Return the first tensor that is not as expected; LSE and gradients where both have them.
+    """Return a Finding for the first tensor that differs; tensors that one side lacks are skipped.
 
     Args:
-        expected: In the same axes.
-        errors: How far each of the runs that the two are made of may be from the exact result, in
-            these axes: together they may be apart by the sum. None: every bit must agree.
-        signed_zeros: Compare the sign of a zero as a bit like any.
+        expected: The right outputs, with the axes of ``value``.
+        errors: Error bounds of each run that enters ``value`` or ``expected``, in the same axes;
+            the two may be apart by their sum. None: every bit must agree.
+        signed_zeros: Whether bitwise comparison distinguishes −0 from +0.
     """
-    tensors, wanted = value.tensors(), expected.tensors()
+    tensors, right_tensors = value.tensors(), expected.tensors()
     for name, tensor in tensors.items():
-        if name not in wanted:
+        if name not in right_tensors:
             continue
         allowed = None
         if errors is not None:
-            terms = [each.tensors().get(name) for each in errors]
-            if any(term is None for term in terms):  # a gradient that nobody wants has no bound
+            run_errors = [each.tensors().get(name) for each in errors]
+            if any(error is None for error in run_errors):  # a gradient nobody asked for
                 continue
-            allowed = torch.stack([term for term in terms if term is not None]).sum(0)
-        should = wanted[name]
+            allowed = torch.stack([error for error in run_errors if error is not None]).sum(0)
+        right = right_tensors[name]
         if not signed_zeros:
-            should = replace_where(should, tensor, (tensor == 0) & (should == 0))
+            right = replace_where(right, tensor, (tensor == 0) & (right == 0))
         if allowed is None:
-            finding = compare_bits(name, tensor, should)
+            finding = compare_bits(name, tensor, right)
         else:
-            finding = compare_within(name, tensor, should, allowed)
+            finding = compare_within(name, tensor, right, allowed)
         if finding:
             return finding
     return None
@@ -387,12 +387,12 @@ def map_outputs(
     change: Callable[[torch.Tensor], torch.Tensor],
     gradients: Callable[[TensorName, torch.Tensor], torch.Tensor] | None = None,
 ) -> Outputs:
-    """Return ``outputs`` with out and LSE changed alike: indexed or permuted in common axes.
+    """Return ``outputs`` with ``change`` applied to out and LSE, such as an index or permutation.
 
-    Gradients are left out, unless ``gradients`` says for each what becomes of it.
+    Gradients are dropped, unless ``gradients`` maps each (name, tensor) to its new tensor.
     """
     old = outputs.gradients()
-    new = {name: change(one) for name, one in outputs.tensors().items() if name not in old}
+    new = {name: change(tensor) for name, tensor in outputs.tensors().items() if name not in old}
     if gradients is not None:
-        new |= {name: gradients(name, one) for name, one in old.items()}
+        new |= {name: gradients(name, tensor) for name, tensor in old.items()}
     return Outputs(**new)

@@ -1,4 +1,4 @@
-"""Relations between calls on the same numbers: repeated, reordered, laid out otherwise."""
+"""Relations between calls on the same numbers: repeated, in another order or memory layout."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ REPEAT = Relation(
     runs=lambda inputs, _: (inputs, inputs),
     promise="repeat",
 )
-"""D1: to the last bit in a deterministic kernel; atomics change the order of sums."""
+"""Holds bitwise in a deterministic kernel; atomics change the order of sums (D1)."""
 
-_LONGER = 2
+_LONGER = 2  # `between`: the call between is the longer one.
 
 
 def _half(problem: Problem) -> Excerpt:
@@ -53,7 +53,7 @@ def _lengths_between(problem: Problem) -> Allowed:
 
 def _call_between(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
     problem = inputs.problem
-    # Normal whatever the first: another draw of constant values is the same.
+    # Always normal, because another draw of a constant distribution would be the same numbers.
     other = problem.replace(distribution="normal", seed=(problem.seed + 1) % 2**63)
     if parameters["between"]:
         other = _half(other).problem(other)
@@ -79,16 +79,16 @@ CALL_ORDER = Relation(
     unfit=of_attention(gradients=True),
     allowed=_lengths_between,
 )
-"""Holds to the last bit for every kernel that gives the same bits twice: nothing is left of the
-call between, whose inputs are as long, half as long, or twice. Finds workspaces that are not
-cleared, padding that holds what a longer call left there, counters that are not set back, an
-output that is handed out twice, and what is kept of the last call by pointer or shape: tensors of
-the same size lie in the same memory. What is kept for good gives the first call's again; then the
-call between is beyond its bounds."""
+"""Holds bitwise for every kernel that gives the same bits twice: a call must not depend on the call
+between, whose inputs are as long, half as long, or twice as long. Finds workspaces that are not
+cleared, padding that holds numbers of a longer call, counters that are not reset, an output buffer
+that is returned twice, and caches keyed by pointer or shape: tensors of the same size lie in the
+same memory. A cache that is never updated repeats the first call's result; then the call between is
+outside its bounds."""
 
 
 def _first_half(problem: Problem) -> range:
-    """Half of the rows: another shape than the whole."""
+    """Return the first half of the rows, which has another shape than the whole Problem."""
     return range((problem.query + 1) // 2)
 
 
@@ -125,10 +125,9 @@ MASK_ORDER = Relation(
     in_turn=True,
     unfit=of_attention(_unless_rows_alone),
 )
-"""Holds for every right kernel: nothing is left of the call between. Finds what is kept by shape,
-be it a mask, a block mask or a plan, where the shape was first met under another mask: the rows
-alone are of another shape, and not mistaken. See ``rectangular`` for why they are the whole's.
-"""
+"""Holds for every right kernel: a call must not depend on the call between. Finds masks, block
+masks and plans that are cached by shape alone, and so reused under another mask. The first rows
+alone have another shape, so they are right; ``rectangular`` says why they equal the whole's."""
 
 _LAUNCHES = 8
 
@@ -138,14 +137,14 @@ LAUNCHES = Relation(
     "the same",
     runs=lambda inputs, _: (inputs, inputs),
     promise="bounds",
-    relaunched=True,
+    uses_other_launch=True,
     unfit=of_attention(gradients=True),
     allowed=lambda _: {"launch": range(_LAUNCHES)},
 )
-"""Other tiles, more splits or no list of tiles to skip: what the kernel's Subject says it has
-(``Subject.launches``). Each run is within its own bound of the exact result, so that both together
-are the bound between them. Finds what goes wrong at the edges of tiles and splits, wherever they
-are, and a block mask that leaves out what a dense walk finds: at lengths where no oracle ends."""
+"""Launches have other tiles, more splits or no list of tiles to skip, as the kernel's Subject lists
+them (``Subject.launches``). Each run is within its own bound of the exact result, so two runs are
+within the sum of both. Finds errors at the edges of tiles and splits, and tiles that a block mask
+wrongly skips, also at lengths where an oracle would take too long."""
 
 # ------------------------------------------------------------------ stored numbers
 
@@ -153,18 +152,18 @@ _DESCALED = ("q", "k", "v")
 
 
 def _halve(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
-    """Stored numbers and their halves; 0 in both where a half is not a number of the format."""
+    """Return two runs, the second with halves; 0 in both where the format lacks the half."""
     name, scales = _DESCALED[int(parameters["tensor"])], inputs.descale
     assert scales is not None, "only fp8 has them"
     stored = inputs.tensors()[name]
     values = stored.float()
-    exact = (values / 2).to(stored.dtype).float() * 2 == values
-    values = torch.where(exact, values, 0.0)
+    has_exact_half = (values / 2).to(stored.dtype).float() * 2 == values
+    values = torch.where(has_exact_half, values, 0.0)
     tensors: tuple[dict[str, Any], ...] = tuple(
         {name: x.to(stored.dtype)} for x in (values, values / 2)
     )
-    doubled = replace(scales, **{name: inputs.tensors()[f"{name}_descale"] * 2})
-    return inputs.replace(**tensors[0]), inputs.replace(**tensors[1], descale=doubled)
+    doubled_descale = replace(scales, **{name: inputs.tensors()[f"{name}_descale"] * 2})
+    return inputs.replace(**tensors[0]), inputs.replace(**tensors[1], descale=doubled_descale)
 
 
 DESCALE = Relation(
@@ -177,30 +176,30 @@ DESCALE = Relation(
 )
 """Holds for every right kernel, in whatever order it multiplies descales: a power of two commutes
 with every rounding, also with sums that tensor cores align to their largest product. Products of
-fp8 numbers and sums of them are no subnormal numbers of fp32, and drawn descales are far from both
-ends of it. So it is for kernels that multiply by the descale first."""
+fp8 numbers and their sums are never subnormal in fp32, and drawn descales are far from both ends of
+its range. So it also holds for kernels that multiply by the descale first."""
 
 # ------------------------------------------------------------------ strides
 
-_VECTOR = 16  # bytes: the widest load of a GPU's thread, and what TMA wants strides to be made of
+_VECTOR = 16  # Bytes: the widest load of a GPU thread, and strides for TMA must be multiples of it.
 
 
-def _each(inputs: Inputs, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+def _change_all(inputs: Inputs, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
     return inputs.replace(**change_tensors(inputs, change, "q", "k", "v", "dout"))
 
 
 def _nan_buffer(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """NaN throughout: who reads a gap shows it."""
+    """Return a buffer full of NaN, so that a kernel that reads a gap returns NaN."""
     return torch.full(shape, math.nan, device=like.device).to(like.dtype)
 
 
-def _heads_last(tensor: torch.Tensor) -> torch.Tensor:
-    """(batch, length, heads, dim) in memory, as a linear layer gives it."""
+def _lay_heads_last(tensor: torch.Tensor) -> torch.Tensor:
+    """Lay it out in memory as (batch, length, heads, dim), as a linear layer returns it."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _gapped(tensor: torch.Tensor) -> torch.Tensor:
-    """In a buffer with a row more, as a cache has, and columns more: 16 bytes."""
+def _lay_with_gaps(tensor: torch.Tensor) -> torch.Tensor:
+    """Lay it out in a buffer with one more row, like a cache, and 16 more bytes per row."""
     batch, heads, length, dim = tensor.shape
     wider = dim + _VECTOR // tensor.element_size()
     view = _nan_buffer(tensor, batch, heads, length + 1, wider)[:, :, :length, :dim]
@@ -208,15 +207,15 @@ def _gapped(tensor: torch.Tensor) -> torch.Tensor:
     return view
 
 
-def _offset(tensor: torch.Tensor) -> torch.Tensor:
-    """From the second element of its memory on: aligned to an element, and to no vector."""
+def _lay_off_alignment(tensor: torch.Tensor) -> torch.Tensor:
+    """Lay it out from the second element of its memory on, so that no vector is aligned."""
     view = _nan_buffer(tensor, tensor.numel() + 1)[1:].view(tensor.shape)
     view.copy_(tensor)
     return view
 
 
-def _packed(inputs: Inputs) -> Inputs:
-    """Rows of q's heads, k's heads and v's heads side by side, as one linear layer gives them."""
+def _pack_in_rows(inputs: Inputs) -> Inputs:
+    """Lay q, k and v out side by side in rows of one buffer, as one linear layer returns them."""
     tensors = (inputs.q, inputs.k, inputs.v)
     widths = [tensor.shape[1] * tensor.shape[3] for tensor in tensors]
     longest = max(tensor.shape[2] for tensor in tensors)
@@ -231,10 +230,10 @@ def _packed(inputs: Inputs) -> Inputs:
     return inputs.replace(q=q, k=k, v=v)
 
 
-def _expanded(inputs: Inputs) -> Inputs:
-    """K and V of the first sequence's first head, for all by strides of 0.
+def _expand(inputs: Inputs) -> Inputs:
+    """Use K and V of the first sequence's first head for all heads, by strides of 0.
 
-    And one number for all of dOut: the gradient of a sum, which is what ``out.sum()`` passes on.
+    dOut is one number, expanded, like the gradient that ``out.sum()`` passes on.
     """
     return inputs.replace(
         **change_tensors(inputs, lambda x: x[:1, :1].clone().expand(x.shape), "k", "v"),
@@ -242,21 +241,21 @@ def _expanded(inputs: Inputs) -> Inputs:
     )
 
 
-def _strides(
+def _strides_relation(
     name: str, layout_text: str, layout: Callable[[Inputs], Inputs], *reasons: Unfit
 ) -> Relation:
-    """Every bit stays when ``layout`` changes strides alone.
+    """Return the relation that every bit stays when ``layout`` changes only strides.
 
-    Holds for every right kernel within bounds, and to the last bit where the order of sums does not
-    depend on strides. A kernel that asks for contiguous rows or for an alignment may refuse. One
-    that takes another layout than the tensors have reads other rows, or a gap's NaN.
+    Holds for every right kernel within bounds, and bitwise where the order of sums does not depend
+    on strides. A kernel that needs contiguous rows or an alignment may refuse. A kernel that
+    assumes another layout than the tensors have reads other rows, or the NaN in a gap.
     """
 
     def runs(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
         laid_out = layout(inputs)
-        # A clone: one that starts in the middle of its memory counts as contiguous too.
+        # A clone, because a tensor that starts in the middle of its memory is contiguous too.
         contiguous = partial(torch.clone, memory_format=torch.contiguous_format)
-        return _each(laid_out, contiguous), laid_out
+        return _change_all(laid_out, contiguous), laid_out
 
     return Relation(
         name=name,
@@ -282,27 +281,27 @@ def _unless_matrix(problem: Problem) -> str | None:
 
 
 STRIDES = (
-    _strides(
+    _strides_relation(
         "strides_heads_last",
         "with heads beside each other in memory (batch, length, heads, dim)",
-        partial(_each, change=_heads_last),
+        partial(_change_all, change=_lay_heads_last),
         _unless_heads_apart,
     ),
-    _strides(
+    _strides_relation(
         "strides_gapped",
         "inside larger buffers whose other numbers are NaN",
-        partial(_each, change=_gapped),
+        partial(_change_all, change=_lay_with_gaps),
     ),
-    _strides(
+    _strides_relation(
         "strides_offset",
         "from the second element of their memory on",
-        partial(_each, change=_offset),
+        partial(_change_all, change=_lay_off_alignment),
     ),
-    _strides("strides_packed", "as views of one buffer", _packed),
-    _strides(
-        "strides_expanded", "with one k and v for all by strides of 0", _expanded, _unless_key_heads
+    _strides_relation("strides_packed", "as views of one buffer", _pack_in_rows),
+    _strides_relation(
+        "strides_expanded", "with one k and v for all by strides of 0", _expand, _unless_key_heads
     ),
-    _strides(
+    _strides_relation(
         "strides_transposed",
         "with k's dim not innermost in memory",
         lambda inputs: inputs.replace(k=inputs.k.mT.contiguous().mT),
@@ -311,33 +310,33 @@ STRIDES = (
 )
 
 STRIDED_TENSORS = ("q", "k", "v", "dout")
-"""Tensors that the parameter ``tensor`` of ``strides_far`` and others counts."""
+"""Tensors that the parameter ``tensor`` of ``strides_far`` and other relations indexes."""
 
 
-def _other_layouts(problem: Problem) -> Allowed:
+def _tensors_with_layouts(problem: Problem) -> Allowed:
     rows = dict.fromkeys(("q", "dout"), problem.heads * problem.query)
     rows |= dict.fromkeys(("k", "v"), problem.kv_heads * problem.kv)
     columns = dict.fromkeys(("q", "k"), problem.head_dim)
     columns |= dict.fromkeys(("v", "dout"), problem.value_dim)
-    # Pages lie where the page table says.
+    # k and v in pages lie where the page table says, so their strides cannot be chosen.
     names = ("q",) if problem.paging else STRIDED_TENSORS[: 3 + problem.backward]
-    able = (name for name in names if min(rows[name], columns[name]) > 1)
-    return {"tensor": [STRIDED_TENSORS.index(name) for name in able]}
+    movable_names = (name for name in names if min(rows[name], columns[name]) > 1)
+    return {"tensor": [STRIDED_TENSORS.index(name) for name in movable_names]}
 
 
 def _alone(name: str, layout_text: str, layout: Callable[[torch.Tensor], torch.Tensor]) -> Relation:
-    """Every bit stays when one tensor's strides change, and no other's, as of ``_strides``.
+    """Return the relation that every bit stays when only one tensor's strides change.
 
-    A kernel that asks of one tensor how another lies reads other numbers.
+    A kernel that uses one tensor's strides for another reads other numbers.
     """
 
     def runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
         tensor = STRIDED_TENSORS[int(parameters["tensor"])]
         laid_out = inputs.replace(**change_tensors(inputs, layout, tensor))
-        return _each(laid_out, torch.Tensor.contiguous), laid_out
+        return _change_all(laid_out, torch.Tensor.contiguous), laid_out
 
     def unfit(problem: Problem) -> str | None:
-        return None if _other_layouts(problem)["tensor"] else "a vector has no other layout"
+        return None if _tensors_with_layouts(problem)["tensor"] else "a vector has no other layout"
 
     return Relation(
         name=name,
@@ -346,12 +345,12 @@ def _alone(name: str, layout_text: str, layout: Callable[[torch.Tensor], torch.T
         runs=runs,
         promise="layout",
         unfit=of_attention(unfit, gradients=True),
-        allowed=_other_layouts,
+        allowed=_tensors_with_layouts,
     )
 
 
 def _heads_innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """(batch, dim, length, heads) in memory: as far from any kernel's own as can be."""
+    """Lay it out in memory as (batch, dim, length, heads), which no kernel uses itself."""
     return tensor.permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1)
 
 
@@ -364,7 +363,7 @@ STRIDES_ALONE = (
     ),
 )
 
-_FAR = 2**31  # elements: one more than an int32 counts
+_FAR = 2**31  # Elements: the smallest offset that an int32 cannot hold.
 
 
 def _tensors_with_rows(problem: Problem) -> Allowed:
@@ -373,9 +372,9 @@ def _tensors_with_rows(problem: Problem) -> Allowed:
         rows |= {"k": problem.kv, "v": problem.kv}
     if problem.backward:
         rows["dout"] = problem.query
-    # Of two rows the stride itself is more than an int32 holds, and so none is what it is kept in.
-    far = [STRIDED_TENSORS.index(name) for name, length in rows.items() if length > 2]
-    return {"tensor": far}
+    # With two rows the stride itself would exceed an int32, and kernels would store it in 64 bits.
+    tensors = [STRIDED_TENSORS.index(name) for name, length in rows.items() if length > 2]
+    return {"tensor": tensors}
 
 
 def _unless_rows_far(problem: Problem) -> str | None:
@@ -386,26 +385,26 @@ def _unless_rows_far(problem: Problem) -> str | None:
 
 def _place_far(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
     name = STRIDED_TENSORS[int(parameters["tensor"])]
-    return inputs, inputs.replace(**change_tensors(inputs, _far, name))
+    return inputs, inputs.replace(**change_tensors(inputs, _lay_rows_far, name))
 
 
-def _far(tensor: torch.Tensor) -> torch.Tensor:
-    """Rows of its last quarter are 2³¹ elements and more behind the first, and as many before it.
+def _lay_rows_far(tensor: torch.Tensor) -> torch.Tensor:
+    """Lay it out with the last quarter of its rows at least 2³¹ elements behind the first row.
 
-    The last alone may be hidden from all. And an offset that has become negative is still one of
-    this memory: what is there is read, and nothing is stopped.
+    A quarter, since the last row alone may be hidden from all. As many elements lie before the
+    tensor, so that an offset that wraps to a negative number reads this memory and does not crash.
     """
     batch, heads, length, dim = tensor.shape
     vector = _VECTOR // tensor.element_size()
-    wide = _multiple(dim, vector)
-    far = max(2, 3 * length // 4)  # the first such row; times it, its stride is an int32 still
-    row = _multiple(max(-(-_FAR // far), batch * heads * wide), vector)
-    whole = strided_alloc.reserve_memory(_FAR + (length - 1) * row + batch * heads * wide, tensor)
-    view = whole.as_strided(tensor.shape, (heads * wide, wide, row, 1), _FAR)
+    wide = _round_up(dim, vector)
+    far_row = max(2, 3 * length // 4)  # the first far row: at least 2, so the stride fits an int32
+    row = _round_up(max(-(-_FAR // far_row), batch * heads * wide), vector)  # a row's stride
+    memory = strided_alloc.reserve_memory(_FAR + (length - 1) * row + batch * heads * wide, tensor)
+    view = memory.as_strided(tensor.shape, (heads * wide, wide, row, 1), _FAR)
     return view.copy_(tensor)
 
 
-def _multiple(number: int, of: int) -> int:
+def _round_up(number: int, of: int) -> int:
     return -(-number // of) * of
 
 
@@ -414,11 +413,11 @@ STRIDES_FAR = Relation(
     summary="with the rows of `tensor` (0 q, 1 k, 2 v, 3 dOut) 2³¹ elements apart, all stays",
     runs=_place_far,
     promise="layout",
-    spacious=True,
+    needs_much_memory=True,
     unfit=of_attention(_unless_rows_far, gradients=True),
     allowed=_tensors_with_rows,
 )
-"""A 32-bit product of a row's number and a stride wraps, and another row is read."""
+"""Finds kernels whose 32-bit product of a row's index and a stride wraps: they read other rows."""
 
 # ------------------------------------------------------------------ pages
 
@@ -432,16 +431,16 @@ def _paging(problem: Problem) -> Paging:
 
 
 def _other_pagings(problem: Problem) -> Allowed:
-    """The Problem's own size and usual ones; an odd one where its own is no multiple of 16 either.
+    """Return its own page size and usual ones; an odd one too if its own is no multiple of 16.
 
-    Sharing may be undone, and not added: only what was drawn alike can lie there once.
+    Shared pages may be split up, not added: sequences share only keys that were drawn equal.
     """
-    own = _paging(problem)
-    odd = {_ODD_SIZE} if own.size % _USUAL_SIZES[0] else set()
+    own_paging = _paging(problem)
+    odd_sizes = {_ODD_SIZE} if own_paging.size % _USUAL_SIZES[0] else set()
     return {
-        "size": sorted({own.size, *_USUAL_SIZES, *odd}),
+        "size": sorted({own_paging.size, *_USUAL_SIZES, *odd_sizes}),
         "order": (1, 2),
-        "shared": sorted({0, own.shared}),
+        "shared": sorted({0, own_paging.shared}),
     }
 
 
@@ -464,8 +463,8 @@ PAGES = Relation(
     unfit=of_attention(lambda p: "its keys are in no pages" if p.paging is None else None),
     allowed=_other_pagings,
 )
-"""Holds for every right kernel within bounds: pages change where a number lies, and no number. To
-the last bit of one in which the order of sums does not depend on them; a kernel whose tile is a
-page promises less. Free pages, which are NaN, are others in the second run. Finds tables that are
-read transposed, across sequences, by another page size or beyond their end, and what is kept of a
-page by its number. A kernel that takes no pages of a size may refuse them."""
+"""Holds for every right kernel within bounds: pages change where a number lies, and no number. Bits
+agree if the order of sums does not depend on pages; a kernel whose tile is a page promises less.
+Other pages are free in the second run, and free pages hold NaN. Finds page tables that are read
+transposed, across sequences, with another page size or beyond their end, and results cached by page
+number. A kernel that does not support a page size may refuse it."""

@@ -1,8 +1,8 @@
-"""The mask and the score mod that a kernel really applies, read out of its own results.
+"""Derive the mask and the score mod that a kernel really applies from its own results.
 
-A mask: with q = 0 all visible keys weigh the same, and with V the identity, column j of out is the
-weight of key j. A score mod: a row that sees one key only has that key's score as its LSE; q and k
-hold small whole numbers over a power of two, so that every q·k is exact in fp32.
+Mask: with q = 0 all visible keys weigh the same, and with V the identity, column j of out is the
+weight of key j. Score mod: a row that sees only one key has that key's score as its LSE; q and k
+hold small integers divided by a power of two, so that every q·k is exact in fp32.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from attncheck.mods.signatures import MaskMod, ScoreMod
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.executor import Executor, Failure
 
-_HEAD_DIM = 16  # what compiled flex_attention needs at least
-_COLUMNS = 64  # of V at a time
-_LARGEST = 4  # of the whole numbers in q and k
-_DENOMINATOR = 4.0  # of them
+_HEAD_DIM = 16  # The smallest that compiled flex_attention takes.
+_COLUMNS_PER_CALL = 64  # Columns of V per call.
+_LARGEST = 4  # q and k hold n / _DENOMINATOR for integers n up to ±_LARGEST.
+_DENOMINATOR = 4.0
 
 _U = FORMATS["fp32"].unit_roundoff
-# Both are derived at ``lse_radius``.
+# Both are derived in ``lse_radius``.
 _LSE_RELATIVE = 7 * _U
 _LSE_ABSOLUTE = (2 * 2 * KERNEL_FP32.ulps["exp2"] + 4) * _U
 
 
 class NotMeasurable(Exception):
-    """A kernel's mod cannot be read; why."""
+    """A kernel's mod cannot be read, for the given reason."""
 
     def __init__(self, status: Literal["unsupported", "error"], reason: str) -> None:
         super().__init__(reason)
-        self.status: Literal["unsupported", "error"] = status  # ``unsupported`` or ``error``
+        self.status: Literal["unsupported", "error"] = status
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreInputs:
-    """q, k and their products, float64 numbers that fp32 holds."""
+    """q, k and their products, in float64 but exact in fp32."""
 
     q: torch.Tensor  # ``(batch, heads, query, 16)``
     k: torch.Tensor  # ``(batch, heads, kv, 16)``
@@ -56,7 +56,7 @@ class ScoreInputs:
 
     @classmethod
     def draw(cls, dimensions: Dimensions) -> ScoreInputs:
-        """Draw them, the same on every machine."""
+        """Draw inputs that are the same on every machine."""
         draws = Draws(0)
         q, k = (
             (draws.integers(f"mod_probes/{name}", shape, 2 * _LARGEST + 1) - _LARGEST)
@@ -66,7 +66,7 @@ class ScoreInputs:
                 ("k", (dimensions.batch, dimensions.heads, dimensions.kv, _HEAD_DIM)),
             )
         )
-        # Exact in any order of sums: sixteen products of small multiples of 1/16.
+        # Exact in any order of summation: sixteen products that are small multiples of 1/16.
         scores = torch.from_numpy(q) @ torch.from_numpy(k).mT
         return cls(torch.from_numpy(q), torch.from_numpy(k), scores)
 
@@ -80,25 +80,25 @@ def applied_mask(
     executor: Executor,
     spec: Spec | None = None,
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The weights that ``subject`` gives to equal scores, ``(batch, heads, query, kv)``.
+    """Return the weights that ``subject`` gives to equal scores, ``(batch, heads, query, kv)``.
 
-    Positive where its row sees a key and 0 where it does not. The ``name`` is what the Problem
-    calls the mask: a subject that compiles keeps Problems of other names apart. Its ``spec``, where
-    the library has it: a kernel of another process knows no other.
+    A weight is positive if the row sees the key, else 0. The ``name`` becomes part of the mask's
+    name in the Problem, by which subjects cache compiled kernels. A kernel in another process needs
+    the mask as a ``spec`` of the library.
 
     Raises:
-        NotMeasurable: where the kernel does not take the problem, or fails.
+        NotMeasurable: if the kernel does not take the problem, or fails.
     """
-    own = _registered(MASKS, f"examined {name}", mask)
-    with own if spec is None else nullcontext(spec) as named:
-        problem = _problem(dimensions, value_dim=_COLUMNS, mask=named)
+    registered = _register_mod(MASKS, f"examined {name}", mask)
+    with registered if spec is None else nullcontext(spec) as mask_spec:
+        problem = _problem(dimensions, value_dim=_COLUMNS_PER_CALL, mask=mask_spec)
         rows = (dimensions.batch, dimensions.heads)
         q = torch.zeros(*rows, dimensions.query, _HEAD_DIM)
         k = torch.zeros(*rows, dimensions.kv, _HEAD_DIM)
         parts = []
-        # An identity as wide as kv would be a value_dim that no kernel takes.
-        for first in range(0, dimensions.kv, _COLUMNS):
-            v = torch.eye(dimensions.kv, first + _COLUMNS)[:, first:].expand(*rows, -1, -1)
+        # In parts, because kernels do not take a value_dim as large as kv.
+        for first in range(0, dimensions.kv, _COLUMNS_PER_CALL):
+            v = torch.eye(dimensions.kv, first + _COLUMNS_PER_CALL)[:, first:].expand(*rows, -1, -1)
             inputs = Inputs(problem=problem, q=q, k=k, v=v.contiguous()).to(device)
             parts.append(_run(subject, inputs, device, executor).out)
     return torch.cat(parts, dim=-1)[..., : dimensions.kv].cpu().double().numpy()
@@ -114,13 +114,13 @@ def applied_score(
     executor: Executor,
     spec: Spec | None = None,
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Scores that ``subject`` makes of ``scores``, ``(batch, heads, query, kv)``.
+    """Return the scores that ``subject`` makes of ``scores``, ``(batch, heads, query, kv)``.
 
-    They are read through its LSE, in one call a key: in call r row i sees key (i + r) mod kv. Which
-    one a captured tensor says, so that nothing is compiled again.
+    They are read from LSE in one call per key: in call r row i sees key (i + r) mod kv. The mask
+    reads the key from a captured tensor, so that nothing is compiled again.
 
     Raises:
-        NotMeasurable: as ``applied_mask``; also for a kernel that gives no LSE.
+        NotMeasurable: as in ``applied_mask``; also if the kernel gives no LSE.
     """
     key_of = torch.zeros(dimensions.query, dtype=torch.int64, device=device)
 
@@ -129,19 +129,19 @@ def applied_score(
 
     applied = torch.empty(scores.scores.shape, dtype=torch.float64)
     row = torch.arange(dimensions.query)
-    own = _registered(SCORES, f"examined {name}", score)
+    registered = _register_mod(SCORES, f"examined {name}", score)
     with (
-        _registered(MASKS, "one key a row", one_key) as mask,
-        own if spec is None else nullcontext(spec) as named,
+        _register_mod(MASKS, "one key a row", one_key) as mask,
+        registered if spec is None else nullcontext(spec) as score_spec,
     ):
-        problem = _problem(dimensions, value_dim=_HEAD_DIM, mask=mask, score=named)
+        problem = _problem(dimensions, value_dim=_HEAD_DIM, mask=mask, score=score_spec)
         q, k = scores.q.float(), scores.k.float()
         inputs = Inputs(problem=problem, q=q, k=k, v=torch.zeros_like(k)).to(device)
         for r in range(dimensions.kv):
             keys = (row + r) % dimensions.kv
-            # In place: the mask captures this very tensor.
+            # In place, because the mask captures this tensor.
             key_of.copy_(keys)
-            if spec is not None:  # which sees no tensor of this process
+            if spec is not None:  # another process does not see the captured tensor
                 text = f"(q_idx + {r}) % {dimensions.kv} == kv_idx"
                 problem = problem.replace(mask=Spec.of("expression", text=text))
                 inputs = inputs.replace(problem=problem)
@@ -155,17 +155,17 @@ def applied_score(
 
 
 def lse_radius(scores: torch.Tensor, radius: torch.Tensor) -> torch.Tensor:
-    """How far the LSE of a row that sees one key may be off, its score being off by ``radius``.
+    """Return the error bound for the LSE of a row with one key whose score is off by ``radius``.
 
-    An LSE through base 2 is (m + log2 l)·ln 2 with m = fp32(s·log2 e), l = exp2(s·log2 e − m), and
+    In base 2, LSE is (m + log2 l)·ln 2 with m = fp32(s·log2 e), l = exp2(s·log2 e − m), and
     u = 2^-24. Relative to s there are 6 roundings of at most u each: both constants, both products,
-    the sum, and s·log2 e − m where it is fused, which leaves the first product's rounding in l. So
-    7u with what is of second order. l is otherwise 1 but for exp2's error of so many ulps, 2u each,
-    and as much again where parts of the keys are put together; log2 near 1 is at most 2^-22 = 4u
-    off. These do not shrink with s. An LSE through e^x has fewer of each.
+    the sum, and s·log2 e − m if it is fused, which leaves the first product's rounding in l. With
+    second-order terms that is 7u. Otherwise l is 1 up to exp2's error of some ulps, 2u each, and as
+    much again if parts of the keys are merged; log2 near 1 is off by at most 2^-22 = 4u. These
+    errors do not shrink with s. An LSE in base e has fewer of each kind.
     """
-    added = _LSE_RELATIVE * (scores.abs() + radius) + _LSE_ABSOLUTE
-    return radius + torch.where(scores.isinf(), 0.0, added)
+    lse_error = _LSE_RELATIVE * (scores.abs() + radius) + _LSE_ABSOLUTE
+    return radius + torch.where(scores.isinf(), 0.0, lse_error)
 
 
 def _problem(dimensions: Dimensions, *, value_dim: int, mask: Spec, score: Spec = NONE) -> Problem:
@@ -184,7 +184,7 @@ def _problem(dimensions: Dimensions, *, value_dim: int, mask: Spec, score: Spec 
 
 
 def _run(subject: Subject, inputs: Inputs, device: str, executor: Executor) -> Any:
-    # A softmax, say, which has neither mask nor score mod.
+    # A softmax kernel, for example, has neither mask nor score mod.
     if not executor.concerns(subject, inputs.problem):
         raise NotMeasurable("unsupported", "attention in fp32 is no question for it")
     refusal = executor.refusal(subject, inputs.problem, device)
@@ -197,13 +197,13 @@ def _run(subject: Subject, inputs: Inputs, device: str, executor: Executor) -> A
 
 
 @contextmanager
-def _registered(
+def _register_mod(
     entries: dict[str, Entry[Any]], name: str, mod: Callable[..., Any]
 ) -> Iterator[Spec]:
-    """``mod`` in the library for as long as this lasts, for a Problem to hold."""
+    """Add ``mod`` to the library temporarily, so that a Problem can name it."""
     entries[name] = Entry(summary=name, build=lambda *_: mod, additive=False)
     try:
         yield Spec.of(name)
     finally:
-        # A later mod of this name would be taken for this one.
+        # Otherwise a later mod of this name would be mistaken for this one.
         del entries[name]

@@ -1,4 +1,4 @@
-"""Every field of a kernel's arithmetic, read and compared: one FingerprintReport."""
+"""Measure every field of a kernel's arithmetic and compare it: one FingerprintReport."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def survey_arithmetic(
     command: str,
     done: Callable[[str], None] = lambda _: None,
 ) -> FingerprintReport:
-    """Read the arithmetic of ``subject`` in each of ``dtypes``.
+    """Measure the arithmetic of ``subject`` in each of ``dtypes``.
 
     Args:
         done: Called after each dtype, with its name.
 
     Raises:
-        UnknownName: for a dtype that there is not.
+        UnknownName: for an unknown dtype.
     """
     records = []
     for dtype in dict.fromkeys(dtypes):
@@ -69,19 +69,19 @@ def survey_arithmetic(
 
 
 def fingerprint_kernel(subject: Subject, dtype: str, *, device: str = "cpu") -> DtypeFingerprint:
-    """Read the arithmetic of ``subject`` in ``dtype``; never raises for what the kernel does.
+    """Measure the arithmetic of ``subject`` in ``dtype``; errors of the kernel are not raised.
 
     Raises:
-        UnknownName: for a dtype that there is not.
+        UnknownName: for an unknown dtype.
     """
     dtype_named(dtype)
     runner = SceneRunner(subject=subject, dtype=dtype, device=device, executor=executor_of(subject))
     try:
-        # All zeros: who does not take these takes no scene of this dtype.
+        # All zeros: a kernel that refuses these takes no scene of this dtype.
         plain = runner.run(make_scene(dtype, *blank_inputs()))
     except Unanswered as error:
         return DtypeFingerprint(
-            dtype=dtype, calls=0, readings=(_unseen("products", reason=str(error)),)
+            dtype=dtype, calls=0, readings=(_unread("products", reason=str(error)),)
         )
     readings = tuple(_Survey(runner, plain.arithmetic).readings())
     return DtypeFingerprint(
@@ -89,37 +89,37 @@ def fingerprint_kernel(subject: Subject, dtype: str, *, device: str = "cpu") -> 
     )
 
 
-def _unseen(field: str, *, reason: str, declared: str = "") -> Reading:
+def _unread(field: str, *, reason: str, declared: str = "") -> Reading:
     return Reading(field=field, standing="not seen", declared=declared, reason=reason)
 
 
 @dataclass(slots=True)
 class _Survey:
-    """One kernel in one dtype, and what it declares of a small problem."""
+    """One kernel in one dtype, and the arithmetic that it declares for a small problem."""
 
     runner: SceneRunner
     declared: Arithmetic
 
     def readings(self) -> Iterator[Reading]:
-        """One a field, in the order of ``FIELDS``."""
+        """Yield one reading per field, in the order of ``FIELDS``."""
         grid = self._try(product_readings.read_weight_significand)
         held = _NO_GRID if grid is None else grid
         least = self._try(product_readings.read_smallest_weight)
-        if isinstance(least, str):  # values may have been too large for a format of its own
+        if isinstance(least, str):  # values may have been too large for the kernel's formats
             least = self._try(partial(product_readings.read_smallest_weight, tall=False))
-        yield self._reading("products", self._products)
-        # Read once: the reading of exp2 depends on it too.
+        yield self._reading("products", self._products_reading)
+        # Read once, because the reading of exp2 depends on it too.
         scores = self._try(product_readings.read_score_accumulator)
-        yield self._sum("q·k", scores, self.declared.scores)
-        yield self._exponential(held, least, scores)
+        yield self._sum_reading("q·k", scores, self.declared.scores)
+        yield self._exponential_reading(held, least, scores)
         if isinstance(held, str):
-            yield _unseen("P", reason=held, declared=self.declared.weights.name)
+            yield _unread("P", reason=held, declared=self.declared.weights.name)
         else:
             yield _compare_weights(held, _weight_format(held, least), self.declared)
-        yield self._row_sum(held)
+        yield self._row_sum_reading(held)
         values = self._try(product_readings.read_value_accumulator)
-        yield self._sum("P·V", values, self.declared.values)
-        yield from self._walk()
+        yield self._sum_reading("P·V", values, self.declared.values)
+        yield from self._steps_and_parts()
         yield self._reading(
             "sentinel", lambda: _compare_sentinel(step_readings.read_sentinel(self.runner))
         )
@@ -132,7 +132,7 @@ class _Survey:
         )
 
     def _try(self, read: Callable[[SceneRunner], T]) -> T | str:
-        """Return what ``read`` reads, or why nothing was."""
+        """Return the result of ``read``, or the reason why the kernel gave none."""
         try:
             return read(self.runner)
         except Unanswered as error:
@@ -142,33 +142,33 @@ class _Survey:
         try:
             return read()
         except Unanswered as error:
-            return _unseen(field, reason=str(error))
+            return _unread(field, reason=str(error))
 
-    def _products(self) -> Reading:
+    def _products_reading(self) -> Reading:
         q, v = (
             read(self.runner)
             for read in (product_readings.read_query_product, product_readings.read_value_product)
         )
         grids = [grid for grid in (q, v) if grid is not None]
         if not grids:
-            return _unseen("products", reason=_NO_GRID)
+            return _unread("products", reason=_NO_GRID)
         return _compare_products(min(grids), dtype_named(self.runner.dtype), self.declared)
 
-    def _sum(self, field: str, grid: Grid | str | None, declared: Accumulator) -> Reading:
+    def _sum_reading(self, field: str, grid: Grid | str | None, declared: Accumulator) -> Reading:
         if isinstance(grid, str):
-            return _unseen(field, reason=grid)
+            return _unread(field, reason=grid)
         if grid is None:
-            return _unseen(field, reason=_NO_GRID, declared=declared.name)
+            return _unread(field, reason=_NO_GRID, declared=declared.name)
         return _compare_accumulator(field, grid, declared)
 
-    def _exponential(
+    def _exponential_reading(
         self, held: Grid | str, least: SmallestWeight | str, scores: Grid | str | None
     ) -> Reading:
         if isinstance(held, str):
-            return _unseen("exp2", reason=held)
+            return _unread("exp2", reason=held)
         if not isinstance(scores, str) and scores is not None and scores.bits < _FULL_BITS:
             reason = f"scores have {scores.bits} bits: too few to come near where P turns"
-            return _unseen("exp2", reason=reason)
+            return _unread("exp2", reason=reason)
         fmt = _weight_format(held, least)
         rounded = fmt is not None and fmt[0].significand < _FULL_BITS
 
@@ -178,17 +178,17 @@ class _Survey:
 
         return self._reading("exp2", read)
 
-    def _row_sum(self, held: Grid | str) -> Reading:
-        # Where P stays in fp32, its sum is the same either way.
+    def _row_sum_reading(self, held: Grid | str) -> Reading:
+        # If P stays in fp32, rounded and unrounded sums are equal.
         if isinstance(held, str) or held.bits >= _FULL_BITS:
-            return _unseen("row sum", reason=held if isinstance(held, str) else "P is not rounded")
+            return _unread("row sum", reason=held if isinstance(held, str) else "P is not rounded")
 
         def read() -> Reading:
             rounded = product_readings.sums_rounded_weights(self.runner, held)
             if rounded is None:
                 output = dtype_named(self.runner.dtype).output.name
                 reason = f"there is no LSE, and out in {output} is too coarse"
-                return _unseen("row sum", reason=reason, declared=phrases[declared])
+                return _unread("row sum", reason=reason, declared=phrases[declared])
             return Reading(
                 field="row sum",
                 standing="agrees" if rounded == declared else "differs",
@@ -200,8 +200,8 @@ class _Survey:
         declared = self.declared.sums_rounded_weights
         return self._reading("row sum", read)
 
-    def _walk(self) -> Iterator[Reading]:
-        """Tile, order and parts."""
+    def _steps_and_parts(self) -> Iterator[Reading]:
+        """Yield the readings of tile, order and parts."""
         short = self._try_square(step_readings.read_parts, keys=_SHORT)
         merged = None if isinstance(short, str) else short
         steps: tuple[Tiles, SceneResult] | str = ""
@@ -211,14 +211,14 @@ class _Survey:
             if isinstance(steps, str) or steps[0].starts:
                 break
         if isinstance(steps, str):
-            yield _unseen("tile", reason=steps)
-            yield _unseen("order", reason=steps)
+            yield _unread("tile", reason=steps)
+            yield _unread("order", reason=steps)
         else:
             tiles, result = steps
             yield _compare_tile(tiles, result.tiling, result.arithmetic)
             yield _compare_order(tiles, result.tiling)
         if merged is None:
-            yield _unseen("parts", reason=str(short))
+            yield _unread("parts", reason=str(short))
             return
         parts = [(merged, 1)]
         for keys, batch in ((_SHORT, _BATCH), (_MIDDLE, 1)):
@@ -228,7 +228,7 @@ class _Survey:
         yield _compare_parts(parts, steps[0] if isinstance(steps, tuple) else None)
 
     def _try_square(self, read: Callable[..., T], *, keys: int, **more: Any) -> T | str:
-        """The same; where a kernel takes as many rows as keys alone, so many."""
+        """Return ``_try``; for a kernel that needs as many rows as keys, with that many rows."""
         result = self._try(partial(read, keys=keys, **more))
         if isinstance(result, str):
             return self._try(partial(read, keys=keys, rows=keys, **more))
@@ -239,30 +239,30 @@ def _weight_format(held: Grid, least: SmallestWeight | str) -> tuple[Format, int
     return product_readings.weight_format(held, None if isinstance(least, str) else least)
 
 
-# ------------------------------------------------------------------ readings beside declarations
+# ------------------------------------------------------------------ comparison with declarations
 
 
-def _by_bits(read: float, declared: float) -> ReadingVerdict:
+def _verdict_on_bits(read: float, declared: float) -> ReadingVerdict:
     if read == declared:
         return "agrees"
     return "finer" if read > declared else "differs"
 
 
-def _by_rounding(grid: Grid, declared: Format, *, truncates: bool) -> ReadingVerdict:
-    """As ``_by_bits``; of as many bits truncating is worse than rounding."""
-    standing = _by_bits(grid.bits, declared.significand)
+def _verdict_on_grid(grid: Grid, declared: Format, *, truncates: bool) -> ReadingVerdict:
+    """Return the verdict on bits; with equal bits, truncating is worse than rounding."""
+    standing = _verdict_on_bits(grid.bits, declared.significand)
     if standing == "agrees" and grid.rounding and (grid.rounding == "truncated") != truncates:
         return "finer" if truncates else "differs"
     return standing
 
 
 def _compare_products(grid: Grid, dtype: Dtype, declared: Arithmetic) -> Reading:
-    """Bits of the operands, of which q and v have the fewest."""
+    """Compare the bits of the operands; ``grid`` is the coarser one of q and v."""
     fmt = declared.products
     truncates = declared.truncates and fmt.name == "tf32"
     stored = not grid.rounding and grid.bits >= dtype.storage.significand
-    standing = _by_rounding(grid, fmt, truncates=truncates)
-    if not grid.rounding and not stored:  # at least so many
+    standing = _verdict_on_grid(grid, fmt, truncates=truncates)
+    if not grid.rounding and not stored:  # grid.bits is only a lower bound
         standing = "agrees" if grid.bits >= fmt.significand else "not seen"
     return Reading(
         field="products",
@@ -274,9 +274,9 @@ def _compare_products(grid: Grid, dtype: Dtype, declared: Arithmetic) -> Reading
 
 
 def _compare_accumulator(field: str, grid: Grid, declared: Accumulator) -> Reading:
-    """Bits of a sum; at least those that are declared are enough, however they are rounded."""
+    """Compare the bits of a sum; its rounding does not matter if it has the declared bits."""
     bits = declared.format.significand if declared.block is None else declared.result
-    standing = _by_bits(grid.bits, bits)
+    standing = _verdict_on_bits(grid.bits, bits)
     read = str(grid)
     if not grid.rounding:
         read += " or more"
@@ -287,20 +287,20 @@ def _compare_accumulator(field: str, grid: Grid, declared: Accumulator) -> Readi
 
 
 def _compare_weights(grid: Grid, fmt: tuple[Format, int] | None, declared: Arithmetic) -> Reading:
-    """The format of P; in fp8 also what it is multiplied by."""
+    """Compare the format of P; in fp8 also the factor that P is scaled by."""
     weights = declared.weights
     truncates = declared.truncates and weights.name == "tf32"
-    standing = _by_rounding(grid, weights, truncates=truncates)
+    standing = _verdict_on_grid(grid, weights, truncates=truncates)
     read = str(grid)
     if fmt is not None:
         rounding = f", {grid.rounding}" if grid.rounding else ""
         read = f"{_scaled(fmt[0], 2.0 ** fmt[1])}{rounding}"
-        # More bits make up for nothing where small weights are lost.
+        # More bits do not make up for a smaller range, which loses small weights.
         lost = weights.min_exponent - math.log2(declared.weights_scale)
         if fmt[0].min_exponent - fmt[1] > lost:
             standing = "differs"
         if standing == "agrees" and weights.saturates and not declared.normalised_weights:
-            standing = _by_bits(2.0 ** fmt[1], declared.weights_scale)
+            standing = _verdict_on_bits(2.0 ** fmt[1], declared.weights_scale)
     elif grid.rounding and grid.bits == FORMATS["fp16"].significand:
         read += ": fp16 or tf32"
     elif grid.rounding:
@@ -319,17 +319,17 @@ def _scaled(fmt: Format, scale: float) -> str:
 
 
 _ARGUMENT, _DIVIDED = 1.0, 2.0
-"""Ulps besides: the roundings of two arguments, and of two weights that are divided first."""
+"""Ulps allowed besides exp2's: for rounding two arguments, and two weights if divided first."""
 
 
 def _compare_exponential(exponential: Exponential | None, declared: Arithmetic) -> Reading:
-    """The largest error that was shown beside what may be."""
+    """Compare the largest error that was found with the declared one."""
     stated = f"{declared.exp2_ulps:g} ulp"
     if exponential is None:
         reason = "P is not rounded, and out is too coarse to show it"
-        return _unseen("exp2", reason=reason, declared=stated)
+        return _unread("exp2", reason=reason, declared=stated)
     allowed = declared.exp2_ulps + _ARGUMENT + _DIVIDED * declared.normalised_weights
-    # Down: what is read is at least so much.
+    # Rounded down, because the number is a lower bound.
     ulps = math.floor(exponential.ulps * 100) / 100
     return Reading(
         field="exp2",
@@ -340,11 +340,11 @@ def _compare_exponential(exponential: Exponential | None, declared: Arithmetic) 
 
 
 def _compare_tile(tiles: Tiles, tiling: Tiling | None, declared: Arithmetic) -> Reading:
-    """Keys of a step; no fewer than are declared where no tiling is."""
+    """Compare the keys per step; without a tiling, with the smallest number that is declared."""
     stated = "" if tiling is None else f"{tiling.block_kv} keys"
     if not tiles.starts:
         reason = f"no step ends within {tiles.keys:,} keys, or none shows"
-        return _unseen("tile", reason=reason, declared=stated)
+        return _unread("tile", reason=reason, declared=stated)
     size = tiles.size
     first = ", ".join(map(str, tiles.starts[:4])) + (", …" if len(tiles.starts) > 4 else "")
     if tiling is not None:
@@ -358,18 +358,18 @@ def _compare_tile(tiles: Tiles, tiling: Tiling | None, declared: Arithmetic) -> 
 
 
 def _compare_order(tiles: Tiles, tiling: Tiling | None) -> Reading:
-    """From which end the keys come."""
+    """Compare the end from which the kernel goes through the keys."""
     stated = "" if tiling is None else "reverse" if tiling.reverse else "forward"
     if not tiles.order:
         reason = "no step is seen" if not tiles.starts else "each step is divided on its own"
-        return _unseen("order", reason=reason, declared=stated)
+        return _unread("order", reason=reason, declared=stated)
     standing: ReadingVerdict = "agrees" if tiles.order == stated else "differs"
     standing = standing if stated else "not declared"
     return Reading(field="order", standing=standing, read=tiles.order, declared=stated)
 
 
 def _compare_parts(parts: list[tuple[Parts, int]], steps: Tiles | None) -> Reading:
-    """Number of parts that are merged, of each length and batch."""
+    """Compare the number of parts that are merged, for each length and batch."""
     first = parts[0][0]
     read = "; ".join(
         f"{each.count} of {each.keys:,} keys" + (f" in a batch of {batch}" if batch > 1 else "")
@@ -377,10 +377,10 @@ def _compare_parts(parts: list[tuple[Parts, int]], steps: Tiles | None) -> Readi
     )
     if len({each.count for each, _ in parts}) == 1 and first.count == 1:
         read = "1"
-    # O that is divided after every step looks like parts, one a step.
+    # If O is divided after every step, each step looks like a part.
     if first.each_step:
-        whole = steps is not None and steps.keys == first.keys and steps.starts == first.starts
-        standing: ReadingVerdict = "agrees" if whole else "finer" if first.count == 1 else "differs"
+        same = steps is not None and steps.keys == first.keys and steps.starts == first.starts
+        standing: ReadingVerdict = "agrees" if same else "finer" if first.count == 1 else "differs"
         stated = "O divided after every step"
     else:
         standing = "differs" if any(each.count > each.declared for each, _ in parts) else "agrees"
@@ -390,7 +390,7 @@ def _compare_parts(parts: list[tuple[Parts, int]], steps: Tiles | None) -> Readi
 
 
 def _compare_sentinel(sentinel: Sentinel) -> Reading:
-    """The sentinel of hidden keys: what is hidden has no weight, whatever the rest scores."""
+    """Compare the sentinel: hidden keys must have no weight, however low the visible scores."""
     reason = ""
     if sentinel.above is not None and sentinel.below is not None:
         number = _round_number(sentinel.above, sentinel.below)
@@ -407,9 +407,9 @@ def _compare_sentinel(sentinel: Sentinel) -> Reading:
 
 
 def _round_number(above: float, below: float) -> str:
-    """The power of ten between them, or the number of two digits if there is one alone.
+    """Return the only power of ten, or else number of two digits, between the bounds.
 
-    Natural, or else in log2 units; empty where there is none.
+    In natural units, or else in log2 units; empty if there is none.
     """
     for unit, suffix in ((1.0, ""), (math.log(2.0), " in log2 units")):
         low, high = -below / unit, -above / unit
@@ -424,23 +424,23 @@ def _round_number(above: float, below: float) -> str:
 
 def _compare_subnormals(
     flushed: tuple[str, ...] | None,
-    weights_kept: bool | None,  # noqa: FBT001  # what was read
+    weights_kept: bool | None,  # noqa: FBT001
     dtype: Dtype,
     declared: Arithmetic,
 ) -> Reading:
-    """Flushed numbers; they count where a format's smallest normal one is above fp32's."""
+    """Compare flushing to 0, an error only in formats whose smallest normal exceeds fp32's."""
     lost = list(flushed or ())
     counts = bool(lost) and dtype.storage.min_exponent > _NARROWEST_RANGE
     if weights_kept is False:
         lost.append("P")
         counts = counts or declared.weights.min_exponent > _NARROWEST_RANGE
     unknown = [name for name, one in (("q, k and v", flushed), ("P", weights_kept)) if one is None]
-    # One of the two is enough for a reading; neither is none.
+    # One of the two suffices for a reading.
     if len(unknown) == 2:
-        return _unseen("subnormals", reason="nothing shows them")
+        return _unread("subnormals", reason="nothing shows them")
     stated = "kept" if counts or not lost else ""
     standing: ReadingVerdict = "differs" if counts else "not declared" if lost else "agrees"
-    # As wide as fp32, where flushing is allowed: keeping them agrees with nothing declared.
+    # Formats with fp32's range may flush, so that keeping subnormals is not declared.
     if not lost and dtype.storage.min_exponent == _NARROWEST_RANGE:
         standing, stated = "not declared", ""
     return Reading(

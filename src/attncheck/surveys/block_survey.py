@@ -1,4 +1,4 @@
-"""A mask's tiles at every block size: one BlockReport."""
+"""Count a mask's tiles at every block size: one BlockReport."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attncheck.mods.signatures import MaskMod
 from attncheck.records.survey_reports import BlockRecord, BlockReport
 
 _SIZE = r"([1-9]\d{0,6})"
-_MOST_TILES = 2**24  # some gigabytes while they are sorted
+_MOST_TILES = 2**24  # Classifying so many tiles takes some gigabytes.
 _BLOCK = re.compile(f"{_SIZE}x{_SIZE}")
 
 
@@ -25,15 +25,15 @@ def mask_of(text: str) -> Spec:
     """Return the mask as typed: a name of the library, a Spec in JSON, or ``FILE.py::NAME``.
 
     Raises:
-        UsageError: for a text that is none of these, or a mask of a file that cannot be
-            (``mods.mod_files``); one of the library is checked when it is built.
+        UsageError: for a text that is none of these, or an unusable mask of a file
+            (``mods.mod_files``). A library mask is checked when it is built.
     """
     if text.lstrip().startswith("{"):
         try:
             return Spec.from_json(json.loads(text))
         except (json.JSONDecodeError, RecursionError) as error:
             raise UsageError(f"mask {text!r} is no JSON: {error}.") from None
-    if "::" in text or text.endswith(".py"):  # or its beginning: own_mask says what is missing
+    if "::" in text or text.endswith(".py"):  # load_mask raises if one of the two is missing
         return load_mask(text)
     if text not in MASKS:
         raise UnknownName("mask", text, without_recorded(MASKS))
@@ -46,7 +46,7 @@ def mask_of(text: str) -> Spec:
 
 
 def blocks_of(text: str) -> tuple[int, int]:
-    """Return rows and keys of a tile, of ``ROWSxKEYS``; raises UsageError for anything else."""
+    """Return (rows, keys) of a tile from ``ROWSxKEYS``; raises UsageError for anything else."""
     match = _BLOCK.fullmatch(text.strip().lower())
     if not match:
         raise UsageError(f"block {text!r} is not ROWSxKEYS, such as 128x64.")
@@ -62,20 +62,20 @@ def survey_blocks(
     command: str,
     done: Callable[[], None] = lambda: None,
 ) -> BlockReport:
-    """Count the tiles of ``mask``.
+    """Return a report with the number of empty, partial and full tiles of ``mask``.
 
     Args:
-        mask: Of the library, or a file's that is in it by now.
-        blocks: Rows and keys of a tile, for each record.
-        mapped: Whether records hold the picture of the first sequence and head.
+        mask: A library mask, or a file's that ``load_mask`` has added to the library.
+        blocks: (rows, keys) of a tile, for each record.
+        mapped: Whether records contain the map of tiles of the first sequence and head.
         done: Called after each record.
 
     Raises:
         UnknownName: for a mask that the library does not have.
-        ProblemError: for one that does not fit the dimensions.
-        UsageError: for tiles that are too many to be counted.
+        ProblemError: for a mask that does not fit the dimensions.
+        UsageError: for too many tiles.
     """
-    # Before anything is built: a table of that many tiles might not fit.
+    # Checked before anything is built, because a table of that many tiles might not fit.
     for rows, keys in blocks:
         tiles = -(-dimensions.query // rows) * -(-dimensions.kv // keys)
         tiles *= dimensions.batch * dimensions.heads
@@ -86,7 +86,7 @@ def survey_blocks(
             )
     mod = build_mask(mask, dimensions)
     records = []
-    # A size that is named twice has one record.
+    # A size that is given twice has one record.
     for size in dict.fromkeys(blocks):
         records.append(_record(mod, dimensions, size, mapped=mapped))
         done()
@@ -107,7 +107,7 @@ def _record(
     mod: MaskMod, dimensions: Dimensions, size: tuple[int, int], *, mapped: bool
 ) -> BlockRecord:
     kinds = block_mask(mod, dimensions, block_query=size[0], block_kv=size[1]).kinds
-    # One table stands for all sequences, or heads, where the mask does not tell them apart.
+    # One table stands for all sequences or heads if the mask does not depend on them.
     copies = dimensions.batch // kinds.shape[0] * (dimensions.heads // kinds.shape[1])
     empty, partial, full = (int((kinds == kind).sum()) * copies for kind in (EMPTY, PARTIAL, FULL))
     total = empty + partial + full
@@ -119,7 +119,7 @@ def _record(
         partial=partial,
         full=full,
         sparsity=empty / total,
-        # A mask that hides everything leaves no work to compare with.
+        # None for a mask that hides everything, which leaves no work to compare with.
         speedup=total / (total - empty) if total > empty else None,
         map=tuple("".join(map(str, row)) for row in kinds[0, 0].tolist()) if mapped else (),
     )

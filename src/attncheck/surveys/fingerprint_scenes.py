@@ -1,7 +1,7 @@
-"""Inputs from which a number of a kernel's arithmetic can be read, and how they are run.
+"""Scenes: inputs whose outputs reveal a property of a kernel's arithmetic, and their runner.
 
 Logits are in log2 units throughout: the Problem's scale is ln 2, rounded to fp32, whose product
-with log2 e rounds to 1 exactly. q·k of a whole number is a weight that is a power of two.
+with log2 e rounds to exactly 1. If q·k is an integer, the weight is a power of two.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from attncheck.verify.question_fit import adapted_problems
 LN2 = fp32(math.log(2.0))
 ROWS, KEYS, DIM = 128, 128, 64
 GROUP = 16
-"""Keys after which a pattern begins anew: no kernel's tile is smaller, and each has its maximum."""
+"""Period of patterns, in keys: no kernel's tile is smaller, and each group has its maximum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """Numbers of one call."""
+    """The Problem and the numbers of one call; all sequences have the same numbers."""
 
-    problem: Problem  # what is computed
-    q: torch.Tensor  # Float64 ``(heads, query, dim)``, alike in every sequence; k and v so too
+    problem: Problem
+    q: torch.Tensor  # Float64 ``(heads, query, dim)``; k and v are float64 too
     k: torch.Tensor  # ``(heads, kv, dim)``
     v: torch.Tensor  # ``(heads, kv, dim)``
 
     def inputs(self, device: str = "cpu") -> Inputs:
-        """Return them as a kernel reads them; raises ProblemError where the dtype cannot."""
+        """Return the inputs of a kernel; raises ProblemError if the dtype cannot hold them."""
         fmt = self.problem.formats.storage
         tensors, scales = {}, {}
         for name in ("q", "k", "v"):
             values = getattr(self, name)
             if self.problem.formats.scaled:
-                # To the largest binade of the format: the smallest numbers of the scene survive.
+                # Scale to the format's largest binade, so that small numbers do not underflow.
                 scale = _descale(values, fmt.max)
                 values = values / scale[:, None, None]
                 scales[name] = scale.float().expand(self.problem.batch, -1).contiguous()
-            # A scene that is rounded on the way in would be read as the kernel's rounding.
+            # Rounding the inputs would be mistaken for rounding in the kernel.
             if not torch.equal(round_to(values, fmt), values):
                 raise ProblemError(f"{name} of this scene are not numbers of {fmt.name}.")
             batch = values.expand(self.problem.batch, -1, -1, -1)
@@ -58,7 +58,7 @@ class Scene:
         return Inputs(problem=self.problem, **tensors, descale=descale).to(device)
 
 
-def make_scene(  # q, k and v, and what a Problem has besides
+def make_scene(
     dtype: str,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -68,7 +68,7 @@ def make_scene(  # q, k and v, and what a Problem has besides
     scale: float = LN2,
     batch: int = 1,
 ) -> Scene:
-    """A Scene of float64 ``(heads, length, dim)``; raises ProblemError for what cannot be."""
+    """Return a Scene of float64 ``(heads, length, dim)``; raises ProblemError if it is invalid."""
     problem = Problem(
         batch=batch,
         heads=q.shape[0],
@@ -86,19 +86,19 @@ def make_scene(  # q, k and v, and what a Problem has besides
 def blank_inputs(
     heads: int = 1, kv: int = KEYS, query: int = ROWS
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Zeros for q, k and v."""
+    """Return zeros for q, k and v, float64 ``(heads, length, DIM)``."""
     shapes = ((heads, query, DIM), (heads, kv, DIM), (heads, kv, DIM))
     q, k, v = (torch.zeros(shape, dtype=torch.float64) for shape in shapes)
     return q, k, v
 
 
 def repeat_elements(offset: int, kv: int = KEYS) -> list[int]:
-    """The keys at ``offset`` of each group."""
+    """Return the keys at ``offset`` in each group."""
     return list(range(offset, kv, GROUP))
 
 
 def _descale(values: torch.Tensor, top: float) -> torch.Tensor:
-    """Powers of two ``(heads,)`` that bring the largest number to the format's largest binade."""
+    """Return powers of two ``(heads,)`` that scale each head's maximum to the largest binade."""
     largest = values.abs().amax((1, 2))
     _, exponent = torch.frexp(torch.where(largest == 0, 1.0, largest))
     scale = torch.pow(2.0, (exponent - 1 - math.floor(math.log2(top))).double())
@@ -107,10 +107,10 @@ def _descale(values: torch.Tensor, top: float) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SceneResult:
-    """Outputs of a kernel on a scene, on the CPU."""
+    """Outputs of a kernel on a scene, on the CPU, with what it declares."""
 
     out: torch.Tensor  # Float64 ``(heads, query, dim)`` of the first sequence
-    lse: torch.Tensor | None  # Float64 ``(heads, query)``; None where it gives none
+    lse: torch.Tensor | None  # Float64 ``(heads, query)``; None if the kernel gives no LSE
     arithmetic: Arithmetic
     tiling: Tiling | None
 
@@ -123,18 +123,18 @@ class SceneRunner:
     dtype: str
     device: str
     executor: Executor
-    calls: int = field(default=0, init=False)  # how many scenes it has answered
+    calls: int = field(default=0, init=False)  # number of scenes that the kernel has answered
 
     def run_finite(self, scene: Scene) -> SceneResult:
-        """Run a scene; raises Unanswered also where something of out is not finite."""
+        """Run a scene; raises Unanswered also if any element of out is not finite."""
         result = self.run(scene)
         if not bool(result.out.isfinite().all()):
             raise Unanswered(Failure(kind="error", message="its outputs are not finite"))
         return result
 
     def run(self, scene: Scene) -> SceneResult:
-        """Run a scene; raises Unanswered where the kernel does not take it, or fails."""
-        scene = self._adapted(scene)
+        """Run a scene; raises Unanswered if the kernel refuses it or fails."""
+        scene = self._adapt(scene)
         try:
             inputs = scene.inputs(self.device)
         except ProblemError as error:
@@ -151,8 +151,8 @@ class SceneRunner:
             tiling=result.tiling,
         )
 
-    def _adapted(self, scene: Scene) -> Scene:
-        """``scene``, in pages for a kernel that takes no others; raises Unanswered for none."""
+    def _adapt(self, scene: Scene) -> Scene:
+        """Return ``scene``, in pages if the kernel needs them; raises Unanswered if it refuses."""
         problems = adapted_problems(self.subject, scene.problem, self.executor)
         if not self.executor.concerns(self.subject, problems[0]):
             raise Unanswered(Failure(kind="refused", message="the kernel is for other problems"))
@@ -170,59 +170,59 @@ class SceneRunner:
 
 # ------------------------------------------------------------------ grids of bits
 
-STEPS = 8  # numbers 0 … 7 that are added to 2^b or 1.5 · 2^b
+STEPS = 8  # The numbers x = 0 … 7 are added to 2^b or 1.5 · 2^b.
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Grid:
-    """Numbers that a sum or an operand is held in, told apart by equality alone."""
+    """The numbers that a sum or an operand can hold, found by comparing results for equality."""
 
-    bits: int  # significant ones
-    rounding: str = ""  # ``nearest`` (ties to even), ``truncated``; empty where nothing was rounded
+    bits: int  # significant bits
+    rounding: str = ""  # ``nearest`` (ties to even), ``truncated``; empty if nothing was rounded
 
     def __str__(self) -> str:
         return f"{self.bits} bits" + (f", {self.rounding}" if self.rounding else "")
 
 
 def read_grid(results: Sequence[float], b: int) -> Grid | None:
-    """The grid of numbers that hold 2^b + x, for x = 0, 1, … in turn.
+    """Return the grid to which 2^b + x is rounded, for x = 0, 1, … in turn.
 
     Args:
-        results: What came of each x: equal exactly where x was held as the same number.
-        b: Binary exponent of what x was added to.
+        results: The result for each x; two are equal exactly if both sums were held as one number.
+        b: Binary exponent of the number that x was added to.
 
     Returns:
-        None where all are held, where all are the same, or where no grid tells them apart so.
+        None if all results differ, all are equal, or no grid gives this pattern.
     """
-    classes = _classes(results)
+    classes = _first_equal_places(results)
     rounded: dict[str, Callable[[int, int], int]] = {
         "nearest": lambda x, spacing: round(x / spacing) * spacing,  # Python's ties go to even
         "down": lambda x, spacing: x // spacing * spacing,
         "up": lambda x, spacing: -(-x // spacing) * spacing,
     }
-    # Of eight numbers a coarser grid keeps one alone.
+    # A grid coarser than 8 would hold only one of the eight numbers.
     for spacing in (2, 4, 8):
         for rounding, to_grid in rounded.items():
             numbers = [to_grid(x, spacing) for x in range(len(results))]
-            if _classes(numbers) == classes and len(set(numbers)) > 1:
+            if _first_equal_places(numbers) == classes and len(set(numbers)) > 1:
                 bits = b + 1 - int(math.log2(spacing))
                 return Grid(bits, "nearest" if rounding == "nearest" else "truncated")
     return None
 
 
-def _classes(values: Sequence[float]) -> tuple[int, ...]:
-    """For each value the place of the first that equals it."""
+def _first_equal_places(values: Sequence[float]) -> tuple[int, ...]:
+    """Return for each value the index of the first value that equals it."""
     return tuple(list(values).index(value) for value in values)
 
 
 def coarsest(ladder: Iterable[tuple[int, Sequence[float]]]) -> Grid | None:
-    """The coarsest grid on a ladder of exponents b; at least the bits that all were held in.
+    """Return the coarsest grid that shows for a series of exponents b.
 
     Args:
-        ladder: (b, what came of each x).
+        ladder: Pairs (b, result for each x).
 
     Returns:
-        Without a rounding where all were held throughout; None where nothing can be said.
+        No rounding if all x were held at every b (its bits are a lower bound); None if unknown.
     """
     grids: list[Grid] = []
     most = 0

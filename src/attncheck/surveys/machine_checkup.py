@@ -23,9 +23,9 @@ from attncheck.verify.environment import (
 )
 from attncheck.verify.executor import Execution, InProcess
 
-# With q = 0 and V = 1 every weight is 1 and a power of two of them is summed: out is exactly 1 in
-# every format, whatever the order of the sum; of a softmax it is exactly 1/32. A kernel gets
-# the first of these that concerns it.
+# With q = 0 and V = 1 every weight is 1, and their number is a power of two: out is exactly 1 in
+# every format, whatever the order of the sum; a softmax gives exactly 1/32. A kernel gets the
+# first of these that concerns it.
 _UNIFORM = Problem(heads=2, kv_heads=1, query=32, head_dim=16, distribution="zero_q")
 _PROBLEMS = (
     _UNIFORM,
@@ -36,15 +36,15 @@ _PROBLEMS = (
 
 
 def check_machine() -> dict[str, Any]:
-    """Return environment and self-tests, as JSON.
+    """Return the environment and self-tests, ready for JSON.
 
     Each self-test has a ``name``, whether it is ``ok``, and a ``finding`` in one line. A kernel
-    that is absent here is ok: it says why.
+    that is absent on this machine is ok; its finding says why it is absent.
     """
     device = default_device()
     try:
         prepare(device)
-    # The checkup goes on: torch's own kernels are worth knowing of all the same.
+    # The checkup goes on, because torch's own kernels can still be tested.
     except AttncheckError as error:
         ready = {"name": "triton", "ok": False, "finding": str(error)}
     else:
@@ -58,7 +58,7 @@ def check_machine() -> dict[str, Any]:
 
 
 def _assembler(device: str) -> list[dict[str, Any]]:
-    """A warning of Triton's own ptxas, where it is not to be trusted; it concerns other kernels."""
+    """Return a warning if Triton's own ptxas is faulty, which affects kernels other than ours."""
     better = replacement_assembler(device)
     if better is None:
         return []
@@ -86,7 +86,7 @@ def _self_test(subject: Subject, device: str) -> dict[str, Any]:
 
 
 def _with_ones(inputs: Inputs) -> Inputs:
-    """V = 1, in fp8 with a descale of 1."""
+    """Return the inputs with V = 1, in fp8 with a descale of 1."""
     descale = inputs.descale
     if descale is not None:
         descale = dataclasses.replace(descale, v=torch.ones_like(descale.v))

@@ -1,7 +1,7 @@
-"""Every mod of a file by every backend that evaluates it: one ModReport.
+"""Compare every mod of a file in every backend that evaluates it: one ModReport.
 
-A backend is something that gives a mod a meaning: its callable in float64, its traced expression on
-mpmath numbers, and each kernel, whose mod is read out of its own results (``applied_mods``).
+Backends are the mod's callable in float64, its traced expression on mpmath numbers, and each
+kernel, whose mod is derived from its own results (``applied_mods``).
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.remote_kernel import RemoteSubject
 
 DIMENSIONS = Dimensions(batch=2, heads=2, query=32, kv=40)
-"""Few programs for an interpreter, but more than one block of keys, the last one short."""
+"""Small for an interpreter, but more than one block of keys, the last one partial."""
 
-MOST_PLACES = 2**20  # index tuples of one comparison: every one is evaluated on mpmath numbers
+MOST_PLACES = 2**20  # Limit on index tuples per comparison; mpmath evaluates each of them.
 
-_BITS = 160  # of mpmath: products of float64 numbers are exact
+_BITS = 160  # Precision of mpmath, in which products of float64 numbers are exact.
 _TAKES = "(b, h, q_idx, kv_idx) or (score, b, h, q_idx, kv_idx)"
 
 
@@ -62,15 +62,13 @@ _TAKES = "(b, h, q_idx, kv_idx) or (score, b, h, q_idx, kv_idx)"
 class Difference:
     """The first place where a backend differs."""
 
-    # b, h, q_idx, kv_idx: where.
     b: int
     h: int
     q_idx: int
     kv_idx: int
-    value: float  # what is there; of a mask 1 where the key is visible, else 0
-    # low, high: what may be there.
-    low: float
-    high: float
+    value: float  # the backend's value; for a mask 1 if the key is visible, else 0
+    low: float  # smallest allowed value
+    high: float  # largest allowed value
 
     def __str__(self) -> str:
         allowed = f"{self.low!r}" if self.low == self.high else f"{self.low!r} … {self.high!r}"
@@ -80,18 +78,18 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """One backend's meaning of a mod, compared."""
+    """The result of comparing a mod in one backend."""
 
-    name: str  # ``mpmath``, or a kernel's
-    # ``unknown`` where it differs nowhere, but somewhere nothing can be said (∞ − ∞).
+    name: str  # ``mpmath``, or the kernel's name
+    # ``unknown`` if no value differs, but some cannot be judged (∞ − ∞).
     status: Literal["equal", "different", "unknown", "unsupported", "error"]
-    compared: int = 0  # how many index tuples
-    differing: int = 0  # at how many of them it differs
-    difference: Difference | None = None  # the first; None where there is none
-    reason: str = ""  # why it is unsupported, or what went wrong, in one line
+    compared: int = 0  # number of index tuples
+    differing: int = 0  # number of index tuples at which it differs
+    difference: Difference | None = None  # the first difference, or None
+    reason: str = ""  # why it is unsupported, or the error, in one line
 
 
-# ------------------------------------------------------------------ one mod by its backends
+# ------------------------------------------------------------------ one mod in all backends
 
 
 def compare_backends(
@@ -105,33 +103,33 @@ def compare_backends(
 ) -> tuple[Expression, list[Backend]]:
     """Compare a mod on every index tuple: its callable, mpmath, and each kernel.
 
-    A mask must be the same everywhere. A score may be off by the roundings that an evaluation of
-    the traced expression may make: in float64 for the callable, in fp32 for a kernel.
+    Masks must be equal. A score may be off by the rounding errors of an evaluation of the traced
+    expression: in float64 for the callable, in fp32 for a kernel.
 
     Args:
-        mod: Its tensors are on ``device``.
-        path: Of the file that it is of, from which a kernel of another process has loaded it too.
+        mod: The callable, whose tensors are on ``device``.
+        path: The mod's file, which kernels in other processes have loaded too.
 
     Returns:
-        What was traced; how mpmath, then each kernel, reads it.
+        The traced expression, and the results for mpmath and each kernel.
 
     Raises:
-        AttncheckError: where it cannot be traced, or indexes outside a tensor.
+        AttncheckError: if the mod cannot be traced, or indexes outside a tensor.
     """
     if kind_of_mod(mod) is None:
         raise UsageError(f"{name!r} does not take {_TAKES}.")
-    expression = _checked_expression(name, mod, dimensions, device)
+    expression = _trace_checked(name, mod, dimensions, device)
     where = (dimensions, device, path)
     return expression, [_backend(each, name, expression, mod, *where) for each in (None, *subjects)]
 
 
-def _checked_expression(
+def _trace_checked(
     name: str, mod: Callable[..., Any], dimensions: Dimensions, device: str
 ) -> Expression:
-    """Trace a mod; raises AttncheckError where it cannot be, or indexes outside a tensor."""
+    """Trace a mod; raises AttncheckError if that fails or it indexes outside a tensor."""
     kind = kind_of_mod(mod)
     expression = (trace_mask if kind == "mask" else trace_score)(mod, device)
-    # Beyond a tensor's end torch raises, and a kernel reads whatever lies there.
+    # Beyond a tensor's end torch raises an error, but a kernel reads other memory.
     check_index_ranges(expression, dimensions, f"{kind} {name!r}")
     return expression
 
@@ -145,16 +143,16 @@ def _backend(
     device: str,
     path: str,
 ) -> Backend:
-    """The kernel's meaning, or mpmath's where there is none; never raises."""
+    """Return the comparison for a kernel, or for mpmath if it is None; never raises."""
     name = "mpmath" if kernel is None else kernel.name
     try:
         if kernel is None:
             return mpmath_backend(expression, mod, dimensions, device)
-        # What is allowed is computed on the CPU, wherever the kernel runs.
+        # The allowed values are computed on the CPU, wherever the kernel runs.
         indices = _indices(dimensions, "cpu")
         where = (dimensions, device, executor_of(kernel))
         spec = None
-        if isinstance(kernel, RemoteSubject):  # whose process has loaded the file too
+        if isinstance(kernel, RemoteSubject):  # its process has loaded the file too
             load = load_mask if kind_of_mod(mod) == "mask" else load_score
             spec = load(f"{path}::{mod_name}")
         if expression.structure.inputs[0] != "score":
@@ -163,7 +161,7 @@ def _backend(
             weights = applied_mask(kernel, mod_name, mod, *where, spec)
             return _compare_mask(name, weights, visible_keys.numpy(), either.numpy())
         inputs = ScoreInputs.draw(dimensions)
-        scores, radius = _around(expression, KERNEL_FP32, inputs.scores, indices)
+        scores, radius = _score_and_radius(expression, KERNEL_FP32, inputs.scores, indices)
         values = applied_score(kernel, mod_name, mod, inputs, *where, spec)
         return _compare_score(name, values, scores, lse_radius(scores, radius))
     except NotMeasurable as reason:
@@ -183,29 +181,29 @@ def mpmath_backend(
     """Compare the callable in float64 and the expression on mpmath numbers, on every index tuple.
 
     Args:
-        device: Where its tensors are.
+        device: The device of the mod's tensors.
     """
     import mpmath
 
-    # A context of its own: the precision of others in this process stays.
+    # A separate context, so that mpmath's global precision does not change.
     context = mpmath.MPContext()
     context.prec = _BITS
-    exactly, indices = to_mpmath(expression, context), _indices(dimensions, "cpu")
+    evaluate_exactly, indices = to_mpmath(expression, context), _indices(dimensions, "cpu")
     on_device = _indices(dimensions, device)
     axes = [axis.numpy() for axis in indices.axes]
     if expression.structure.inputs[0] != "score":
         visible = call_mask(mod, on_device).expand(indices.shape).cpu().numpy()
-        expected = exactly(*axes)
+        expected = evaluate_exactly(*axes)
         return _compare_mask("mpmath", visible.astype(float), expected)
     inputs = ScoreInputs.draw(dimensions).scores
     value = call_score_mod(mod, inputs.to(device), on_device).detach().cpu().numpy()
-    allowed = _around(expression, TORCH_FP64, inputs, indices)
+    allowed = _score_and_radius(expression, TORCH_FP64, inputs, indices)
     in_torch = _compare_score("mpmath", value, *allowed)
-    # A callable that differs says more than mpmath could.
+    # A difference of the callable in torch takes precedence.
     if in_torch.status == "different":
         return in_torch
-    # What rounding to float64 moves it is no more than the last operation's own rounding.
-    rounded = np.broadcast_to(exactly(inputs.numpy(), *axes).astype(float), value.shape)
+    # Rounding mpmath's value to float64 adds no more than the last operation's rounding error.
+    rounded = np.broadcast_to(evaluate_exactly(inputs.numpy(), *axes).astype(float), value.shape)
     in_mpmath = _compare_score("mpmath", rounded, *allowed)
     return in_mpmath if in_mpmath.status == "different" else in_torch
 
@@ -216,34 +214,34 @@ def _indices(dimensions: Dimensions, device: str) -> Indices:
     return Indices.of(b, h, query, kv, device)
 
 
-def _around(
+def _score_and_radius(
     expression: Expression, arithmetic: Arithmetic, scores: torch.Tensor, indices: Indices
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a score mod makes of ``scores``, and how far an evaluation may be from it."""
+    """Return the score mod of ``scores``, and the error bound of an evaluation of it."""
     analysis = RunningError(expression, arithmetic=arithmetic, of_reals=True)
     errors = analysis.at(scores, torch.zeros_like(scores), *indices.axes)
     return expression.evaluate(scores, *indices.axes).double(), errors.own
 
 
 def _compare_mask(name: str, weights: Any, visible: Any, either: Any = 0) -> Backend:
-    """A backend that gives positive ``weights`` to visible keys and 0 to others.
+    """Compare ``weights``, positive for visible keys and 0 for others, with ``visible``.
 
     Args:
-        either: True where both answers are right.
+        either: True where visible and hidden are both right.
     """
     shows = weights > 0
-    yes, no = (np.broadcast_to((a | either) != 0, shows.shape) for a in (visible, ~visible))
-    wrong = np.where(shows, ~yes, ~no) | ~np.isfinite(weights)
+    shown, hidden = (np.broadcast_to((a | either) != 0, shows.shape) for a in (visible, ~visible))
+    wrong = np.where(shows, ~shown, ~hidden) | ~np.isfinite(weights)
     values = np.where(np.isfinite(weights), shows.astype(float), weights)
-    return _compare(name, wrong, values, (~no).astype(float), yes.astype(float))
+    return _compare(name, wrong, values, (~hidden).astype(float), shown.astype(float))
 
 
 def _compare_score(name: str, values: Any, scores: torch.Tensor, radius: torch.Tensor) -> Backend:
-    ends = ((scores + side * radius).numpy() for side in (-1, 1))
-    low, high = (np.broadcast_to(end, values.shape) for end in ends)
-    # Of +∞ a kernel may make what it likes: its row has no finite sum.
+    limits = ((scores + side * radius).numpy() for side in (-1, 1))
+    low, high = (np.broadcast_to(end, values.shape) for end in limits)
+    # For a score of +∞ any value is allowed, because the row has no finite sum.
     unknown = np.broadcast_to((~(scores < math.inf) | radius.isinf()).numpy(), values.shape)
-    # NaN is between no two numbers, and so differs unless nothing can be said.
+    # NaN is in no interval, so that it differs unless the place is unknown.
     inside = (low <= values) & (values <= high)
     backend = _compare(name, ~inside & ~unknown, values, low, high)
     if backend.status == "equal" and unknown.any():
@@ -283,12 +281,12 @@ def survey_mods(
     done: Callable[[str], None] = lambda _: None,
     path: str = "",
 ) -> ModReport:
-    """Compare each mod's callable with mpmath and with what each kernel makes of it.
+    """Return a report on each mod's callable in mpmath and in each kernel.
 
     Args:
-        mods: By name; those that ``refusals`` names first belong to a usage error.
-        done: Called with the name of each mod as it is done.
-        path: As of ``compare_backends``.
+        mods: Name → mod; report those in ``refusals`` as a usage error before calling this.
+        done: Called with the name of each mod when it is done.
+        path: As in ``compare_backends``.
     """
     records = []
     for name, mod in mods.items():
@@ -350,7 +348,7 @@ def mods_of_file(reference: str, device: str) -> dict[str, Callable[..., Any]]:
     """Return the mods of ``FILE.py``, or the one of ``FILE.py::NAME``, their tensors on ``device``.
 
     Raises:
-        UsageError: for a file that cannot be imported or holds no mod, or a name that is none.
+        UsageError: for a file that cannot be imported or has no mod, or a name that is no mod.
     """
     file, separator, name = reference.partition("::")
     what = f"mods of {reference!r}"
@@ -373,16 +371,16 @@ def mods_of_file(reference: str, device: str) -> dict[str, Callable[..., Any]]:
 def refusals(
     mods: Mapping[str, Callable[..., Any]], file: str, dimensions: Dimensions, device: str
 ) -> list[str]:
-    """Return why each mod that cannot be compared cannot, in a line with its name and place.
+    """Return a line for each mod that cannot be compared, with its place, name and the reason.
 
     Args:
-        dimensions: The index ranges: none may lead outside a captured tensor.
-        device: Where the tensors are that they capture.
+        dimensions: The index ranges, which must not lead outside a captured tensor.
+        device: The device of the tensors that the mods capture.
     """
     reasons = []
     for name, mod in mods.items():
         try:
-            _checked_expression(name, mod, dimensions, device)
+            _trace_checked(name, mod, dimensions, device)
         except AttncheckError as error:
             line = definition_line(mod)
             place = f"{file}:{line}" if line else file
@@ -391,17 +389,17 @@ def refusals(
 
 
 def concerns_mods(subject: Subject) -> bool:
-    """Return whether mods concern a kernel at all: they do not concern a softmax."""
+    """Return whether mods concern a kernel; they do not concern a softmax."""
     return executor_of(subject).concerns(subject, Problem(query=16, head_dim=16, dtype="fp32"))
 
 
 def takes_any_mod(subject: Subject, device: str) -> bool:
-    """Return whether a kernel takes any mask and score mod in fp32: those are the default."""
+    """Return whether a kernel takes any mask and score mod in fp32, so that it is a default."""
     problem = Problem(
         query=16,
         head_dim=16,
         dtype="fp32",
-        # None that a flag or a window could stand for.
+        # A mask that no flag or window can express.
         mask=Spec.of("expression", text="(q_idx + kv_idx) % 2 == 0"),
         score=Spec.of("softcap", cap=1.0),
     )

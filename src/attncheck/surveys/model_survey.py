@@ -1,10 +1,10 @@
-"""A kernel in a whole transformer: does the model still say the same?
+"""Run a kernel in a whole transformer, and judge the calls and the model's drift.
 
-Two answers. Each call that a layer makes is judged on the tensors that it received, as any Case:
-that is exact, and says which layer is wrong. And the model's states and logits drift from those of
-the same model in fp64 with exact attention; they drift with a right kernel too, so the same model
-runs with ideal kernels of several tilings. If the kernel is as right as those, each order of all
-their drifts is as likely as any other: it is the furthest with a chance of one in their number.
+Each call of a layer is judged on the tensors that it received, like any Case: that is exact, and
+shows which layer is wrong. The drift is the distance of the model's states and logits from those of
+the same model in fp64 with exact attention. Right kernels drift too, so the same model runs with
+ideal kernels of several tilings. If the kernel is as accurate as those, all orders of their drifts
+are equally likely: it drifts furthest of n kernels with a chance of 1/n.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from attncheck.core.mod_spec import NONE
 from attncheck.inputs.problem import Case, Problem, check_size, short_id
 from attncheck.inputs.recorded_calls import Call, Recording
 from attncheck.inputs.recording_file import write_calls
-from attncheck.records.failures import KeptFailure, keep_failure
+from attncheck.records.failures import StoredFailure, keep_failure
 from attncheck.records.model_report import Drift, ModelCall, ModelFault, ModelRecord
 from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES, reason_of
 from attncheck.subjects.capabilities.subject import Refused, Tiling
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from attncheck.verify.executor import Executor
     from attncheck.verify.kernel_hosts import KernelHost
 
-_STEPS = (1, 2, 3, 4, 6)  # sizes of key tiles, in twelfths of a prompt
+_SIZES = (1, 2, 3, 4, 6)  # Sizes of key tiles, in twelfths of a prompt.
 _KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"reverse": True},
@@ -72,23 +72,23 @@ _KINDS: tuple[dict[str, Any], ...] = (
 _ANSWERS = (("prefill", "logits"), ("decode", "logits"), ("training", "gradients"))
 
 
-def names_beside(device: str) -> tuple[str, ...]:
-    """Return torch's kernels, to compare with."""
+def peer_names(device: str) -> tuple[str, ...]:
+    """Return the names of torch's kernels, whose drift is shown for comparison."""
     own = ("sdpa-cudnn", "sdpa-efficient") if device == "cuda" else ()
     return ("sdpa-math", "sdpa-flash", *own, "flex")
 
 
 def right_tilings(length: int, count: int) -> list[Tiling]:
-    """Return tilings of right kernels, no two of which round alike: sizes, orders, recurrences."""
+    """Return ``count`` tilings that all round differently, by tile size, order and recurrence."""
     unit = max(4, length // 12)
     every = (
-        Tiling(block_query=64, block_kv=unit * size, **kind) for kind in _KINDS for size in _STEPS
+        Tiling(block_query=64, block_kv=unit * size, **kind) for kind in _KINDS for size in _SIZES
     )
     return [tiling for tiling, _ in zip(every, range(count), strict=False)]
 
 
 class _Stopped(Exception):
-    """A kernel gave nothing for a call."""
+    """A kernel failed in a call, so that the model's run ends."""
 
     def __init__(self, place: CallPlace, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -97,29 +97,28 @@ class _Stopped(Exception):
 
 @dataclass
 class _Replay:
-    """An executor that gives what a kernel gave: to be judged, it is not called once more."""
+    """An executor that returns a stored result, so that the kernel is not called again."""
 
     execution: Execution | Failure
 
     def refusal(self, *_: object) -> None:
-        """It took the call."""
+        """Return None: the kernel took the call."""
 
     def run(self, *_: object, **__: object) -> Execution | Failure:
-        """What it gave."""
+        """Return the stored result."""
         return self.execution
 
 
 @dataclass(kw_only=True)
 class _Kernel:
-    """A kernel as a model's attention; with ``judged`` each call has a Record."""
+    """A kernel as a model's attention; if ``judged``, each call is judged and recorded."""
 
     subject: Subject
     executor: Executor
     device: str
     judged: bool
     made: list[tuple[CallPlace, Record]] = field(default_factory=list)
-    # The first call that failed.
-    failed: tuple[CallPlace, Inputs, Execution | Failure] | None = None
+    first_failure: tuple[CallPlace, Inputs, Execution | Failure] | None = None
 
     def __call__(self, place: CallPlace, inputs: Inputs) -> Outputs:
         problem = inputs.problem
@@ -130,8 +129,8 @@ class _Kernel:
         if self.judged:
             record = self._record(Case(problem=problem), inputs, result)
             self.made.append((place, record))
-            if record.status in FAILED_STATUSES and self.failed is None:
-                self.failed = place, inputs, result
+            if record.status in FAILED_STATUSES and self.first_failure is None:
+                self.first_failure = place, inputs, result
         if isinstance(result, Failure):
             raise (Refused(result.message) if result.kind == "refused" else _Stopped(place, result))
         return result.outputs
@@ -147,15 +146,15 @@ class _Kernel:
         replay = cast("Executor", _Replay(result))
         return run_on_evidence(record, self.subject, evidence, replay, brief=brief)[0]
 
-    def kept(self, folder: Path, *, model: str, kernel: str, length: int) -> ModelFault | None:
-        """Keep the first call that failed: its tensors, and the failure that ``repro`` asks again.
+    def keep(self, folder: Path, *, model: str, kernel: str, length: int) -> ModelFault | None:
+        """Store the first failed call: its tensors, and the failure for ``repro``.
 
         Returns:
-            Where it is; None where none failed.
+            A description of the fault; None if no call failed.
         """
-        if self.failed is None:
+        if self.first_failure is None:
             return None
-        place, inputs, result = self.failed
+        place, inputs, result = self.first_failure
         file = re.sub(r"[^A-Za-z0-9.-]+", "-", f"{model}-{Path(kernel).name}") + ".safetensors"
         recording = _recording(file, place, inputs)
         folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +162,7 @@ class _Kernel:
         recording.register()
         case = Case(problem=recording.problem())
         record = self._record(case, inputs.replace(problem=case.problem), result)
-        failed = KeptFailure(
+        failure = StoredFailure(
             id=short_id({"kernel": kernel, "device": self.device, "case": case.to_json()}),
             kernel=kernel,
             device=self.device,
@@ -171,7 +170,7 @@ class _Kernel:
             record=replace(record, variant=recording.call.name),
             environment=environment(self.device),
         )
-        keep_failure(failed, folder)
+        keep_failure(failure, folder)
         again = None
         if isinstance(result, Execution):
             alone = self.executor.run(self.subject, inputs)
@@ -190,14 +189,14 @@ class _Kernel:
             head=at.head if at else None,
             position=row if at else None,
             reason=reason_of(record),
-            id=failed.id,
+            id=failure.id,
             recording=file,
             again=again,
         )
 
 
 def _recording(file: str, place: CallPlace, inputs: Inputs) -> Recording:
-    """Return a call as a recording; a mask that has no flag becomes a table."""
+    """Return a call as a recording; a mask that is neither full nor causal becomes a table."""
     problem, kinds = inputs.problem, {"full": "none", "causal": "causal"}
     mask = None
     if problem.mask.name not in kinds:
@@ -231,7 +230,7 @@ Distances = dict[tuple["Phase", str], float]
 
 
 def _distances(run: ModelRun, exact: ModelRun) -> Distances:
-    """How far a run is from the exact one, by phase and place."""
+    """Return the relative distances of a run from the exact one, by phase and place."""
     distances: Distances = {}
     for phase, states in run.states.items():
         known, logits = cast("Phase", phase), len(states) - 1
@@ -254,13 +253,13 @@ def _distances(run: ModelRun, exact: ModelRun) -> Distances:
 
 
 def _divergence(logits: torch.Tensor, exact: torch.Tensor) -> float:
-    """Mean over positions of KL(exact ‖ other), in nats."""
+    """Return the mean over positions of KL(exact ‖ other), in nats."""
     true, other = exact.log_softmax(-1), logits.log_softmax(-1)
     return float((true.exp() * (true - other)).sum(-1).mean())
 
 
-def _first_other(run: ModelRun, exact: ModelRun) -> int | None:
-    """The first decoded word that is another than the exact model's."""
+def _first_different_token(run: ModelRun, exact: ModelRun) -> int | None:
+    """Return the first decoding step whose word differs from the exact model's, or None."""
     if run.tokens is None or exact.tokens is None:
         return None
     other = (run.tokens != exact.tokens).any(0).nonzero()
@@ -268,10 +267,10 @@ def _first_other(run: ModelRun, exact: ModelRun) -> int | None:
 
 
 def drift_chance(kernel: Distances, right: list[Distances]) -> float:
-    """Return the chance that a right kernel drifts as far as ``kernel``, by order alone.
+    """Return the chance that a right kernel drifts as far as ``kernel``, by its rank alone.
 
-    What each is ordered by is the largest of its distances, each ÷ the median of all of them, the
-    kernel's included: so no order of them is likelier than another where all are alike right.
+    Runs are ranked by the largest of their distances, each divided by its median over all runs
+    including the kernel's, so that all ranks are equally likely if all runs are equally right.
     """
     concerned = [place for place in _ANSWERS if place in kernel]
     every = [kernel, *right]
@@ -279,7 +278,7 @@ def drift_chance(kernel: Distances, right: list[Distances]) -> float:
 
     def furthest(one: Distances) -> float:
         shares = (one[p] / medians[p] if medians[p] else float(one[p] > 0) for p in concerned)
-        # NaN is further than anything.
+        # NaN counts as infinitely far.
         return max((math.inf if math.isnan(share) else share for share in shares), default=0.0)
 
     mine = furthest(kernel)
@@ -287,8 +286,8 @@ def drift_chance(kernel: Distances, right: list[Distances]) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Compared:
-    """A model, its exact run and those with right kernels."""
+class _Baseline:
+    """A model, its exact run, and the distances of its runs with right kernels."""
 
     name: str
     model: nn.Module
@@ -308,7 +307,7 @@ class _Compared:
         )
 
     def record(self, run: ModelRun, **facts: Any) -> ModelRecord:
-        """The Record of a run, by its drift alone."""
+        """Return the Record of a run with its drift; calls are not judged here."""
         mine = _distances(run, self.exact)
         drifts = []
         for (phase, where), error in mine.items():
@@ -328,7 +327,7 @@ class _Compared:
             model=self.name,
             drifts=tuple(drifts),
             chance=drift_chance(mine, self.right),
-            diverges=_first_other(run, self.exact),
+            diverges=_first_different_token(run, self.exact),
             right_diverge=self.diverge,
             gradient_norm=norms[0],
             exact_norm=norms[1],
@@ -353,40 +352,40 @@ def survey_model(
     folder: Path,
     advance: Callable[[str], None] = lambda _: None,
 ) -> Iterator[ModelRecord]:
-    """Yield the Record of each kernel in one model, those to compare with last.
+    """Yield the Record of each kernel in one model; kernels for comparison come last.
 
     Args:
-        spec: As of ``make_model``.
-        hosts: Kernels, by what somebody called them; each call of theirs is judged.
-        beside: Kernels whose drift is shown beside theirs, where they take every call.
-        right: How many ideal kernels they are compared with.
-        folder: Where the first failing call of each is kept.
-        advance: Called after each run of the model with what ran.
+        spec: As in ``make_model``.
+        hosts: Kernels by the names that the user gave; each of their calls is judged.
+        beside: Kernels whose drift is shown for comparison, if they take every call.
+        right: Number of ideal kernels that they are compared with.
+        folder: Where the first failing call of each kernel is stored.
+        advance: Called after each run of the model with a description of the run.
 
     Raises:
-        UsageError: where there is no such model, or its attention is none that can be passed on.
+        UsageError: if there is no such model, or its attention is not supported.
     """
     name = Path(spec).name
     try:
-        compared = _compared(spec, name, size, right, advance)
+        compared = _run_baseline(spec, name, size, right, advance)
     except Refused as error:
         raise UsageError(f"model {spec!r}: {error}.") from None
     for kernel, host in hosts.items():
         attend = _Kernel(
             subject=host.subject, executor=host.executor, device=size.device, judged=True
         )
-        yield _judged(compared, attend, kernel, size, folder)
+        yield _judge_model(compared, attend, kernel, size, folder)
         advance(f"{name} {kernel}")
     for subject in beside:
         attend = _Kernel(subject=subject, executor=InProcess(), device=size.device, judged=False)
-        record = _run(compared, attend, size, subject.name)
+        record = _run_with_kernel(compared, attend, size, subject.name)
         yield replace(record, beside=True, chance=None)
         advance(f"{name} {subject.name}")
 
 
-def _compared(
+def _run_baseline(
     spec: str, name: str, size: ModelSize, right: int, advance: Callable[[str], None]
-) -> _Compared:
+) -> _Baseline:
     model = make_model(spec, size)
     config: Any = model.config
     config = config.get_text_config()
@@ -400,29 +399,29 @@ def _compared(
 
     exact = run_model(exact_model(model), prompt, exactly, steps=size.steps, exact=True)
     advance(f"{name} in fp64")
-    compared = _Compared(name=name, model=model, prompt=prompt, exact=exact, right=[], diverge=None)
+    compared = _Baseline(name=name, model=model, prompt=prompt, exact=exact, right=[], diverge=None)
     first: list[int] = []
     for tiling in right_tilings(size.length, right):
         ideal = Ideal(tiling)
         run = compared.run(lambda _, inputs: ideal.run(inputs), size, backward=True)  # noqa: B023  # called at once
         compared.right.append(_distances(run, exact))
-        first += [] if (word := _first_other(run, exact)) is None else [word]
+        first += [] if (word := _first_different_token(run, exact)) is None else [word]
         advance(f"{name} ideal {tiling}")
     return dataclasses.replace(compared, diverge=min(first, default=None))
 
 
-def _run(
-    compared: _Compared, attend: _Kernel, size: ModelSize, kernel: str, *, backward: bool = True
+def _run_with_kernel(
+    compared: _Baseline, attend: _Kernel, size: ModelSize, kernel: str, *, backward: bool = True
 ) -> ModelRecord:
-    """Run the model with a kernel; without gradients where it gives none."""
+    """Run the model with a kernel, without gradients if the kernel has no backward."""
     attend.made.clear()
-    attend.failed = None
+    attend.first_failure = None
     backward = backward and attend.subject.backward
     try:
         run = compared.run(attend, size, backward=backward)
     except Refused as error:
-        if backward:  # it may take the forward alone
-            return _run(compared, attend, size, kernel, backward=False)
+        if backward:  # the kernel may take the forward only
+            return _run_with_kernel(compared, attend, size, kernel, backward=False)
         reason = str(error)
         return ModelRecord(model=compared.name, kernel=kernel, status="unsupported", reason=reason)
     except _Stopped as error:
@@ -432,15 +431,15 @@ def _run(
     return compared.record(run, kernel=kernel, status="pass")
 
 
-def _judged(
-    compared: _Compared, attend: _Kernel, kernel: str, size: ModelSize, folder: Path
+def _judge_model(
+    compared: _Baseline, attend: _Kernel, kernel: str, size: ModelSize, folder: Path
 ) -> ModelRecord:
-    record = _run(compared, attend, size, kernel)
-    calls: dict[int, list[tuple[CallPlace, Record]]] = {}
+    record = _run_with_kernel(compared, attend, size, kernel)
+    calls_by_layer: dict[int, list[tuple[CallPlace, Record]]] = {}
     for place, one in attend.made:
-        calls.setdefault(place.layer, []).append((place, one))
-    record = replace(record, calls=tuple(map(_layer_calls, calls.values())))
-    fault = attend.kept(folder, model=compared.name, kernel=kernel, length=size.length)
+        calls_by_layer.setdefault(place.layer, []).append((place, one))
+    record = replace(record, calls=tuple(map(_layer_calls, calls_by_layer.values())))
+    fault = attend.keep(folder, model=compared.name, kernel=kernel, length=size.length)
     if fault is not None:
         status = record.status if record.status in FAILED_STATUSES else "fail"
         return replace(record, status=status, reason=fault.reason, fault=fault)
@@ -467,11 +466,11 @@ def _layer_calls(calls: list[tuple[CallPlace, Record]]) -> ModelCall:
             continue
         gradients = judgement.gradients_over_bound or {}
         shares += [judgement.out_over_bound, judgement.lse_over_bound, *gradients.values()]
-    known = [share for share in shares if share is not None]
+    shares_with_bound = [share for share in shares if share is not None]
     return ModelCall(
         layer=calls[0][0].layer,
         module=calls[0][0].module,
         calls=len(calls),
         failed=sum(record.status in FAILED_STATUSES for _, record in calls),
-        over_bound=max(known, default=None),
+        over_bound=max(shares_with_bound, default=None),
     )

@@ -1,6 +1,6 @@
-"""Proofs, in ball arithmetic, of how far the float64 oracles are from the exact result.
+"""Prove error bounds of the float64 oracles in ball arithmetic.
 
-Beside what the judge allows a kernel. Needs python-flint, the extra ``exact``.
+They are compared with the judge's allowance for a kernel. Needs python-flint, the extra ``exact``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from attncheck.verify.environment import environment
 from attncheck.verify.evidence_builder import EvidenceBuilder
 
 MOST_CERTIFIED_PRODUCTS = 2**31
-"""Products of balls of one Problem: Arb does some 30 million a second."""
+"""Limit on the products of balls of one Problem; Arb computes some 30 million a second."""
 
-_MOST_DENSE = 2**22  # scores of an oracle that holds them all: 32 MB
+_MOST_DENSE_SCORES = 2**22  # Limit on the scores of an oracle that holds all at once: 32 MB.
 
 
 def certify_oracles(
@@ -46,12 +46,12 @@ def certify_oracles(
 ) -> CertificateReport:
     """Prove how far the float64 oracles are from the exact result, and compare with allowances.
 
-    Every row of a small Problem is proven, and the judge's own sample of a large one's. The
+    Every row of a small Problem is proven, and the rows that the judge samples of a large one. The
     allowance is that of a kernel of the Problem's dtype that declares nothing.
 
     Args:
         problems: The plan's name for the variant, and the Problem.
-        done: Called with a word on each Problem as it is done.
+        done: Called with the variant and distribution of each Problem when it is done.
 
     Raises:
         UsageError: for a Problem that would take hours, or no Problem at all.
@@ -79,12 +79,12 @@ def certify_oracles(
 
 
 def _certify_problem(variant: str, problem: Problem) -> list[Certificate]:
-    """One Certificate for each oracle."""
+    """Return one Certificate for each oracle."""
     case, pieces = Case(problem=problem), sampled_rows(problem, "cpu")
-    # The judge's own evidence, so that its own allowance is what is compared with.
+    # The judge's own evidence, so that the comparison is with the judge's own allowance.
     evidence = EvidenceBuilder(case, "cpu")
     by_oracle = {TRUTH: evidence.truth} | _dense_oracles(evidence.inputs)
-    worst = {name: (_Worst(), _Worst()) for name in by_oracle}
+    worst = {name: (_WorstElement(), _WorstElement()) for name in by_oracle}
     for rows in pieces:
         exact = enclose_rows(Ball(evaluate=BALLS.score), evidence.inputs, rows)
         allowed = row_bounds(evidence.evidence, default_arithmetic(problem.formats), rows)
@@ -92,7 +92,7 @@ def _certify_problem(variant: str, problem: Problem) -> list[Certificate]:
         for name, outputs in by_oracle.items():
             proven = proven_error(outputs, exact, rows)
             for i, error in enumerate((proven.out, proven.lse)):
-                # The judge assumes something of the truth alone.
+                # The judge assumes an error bound only for the truth.
                 a_priori = assumed[i] if name == TRUTH else None
                 worst[name][i].add(error, allowed[i], a_priori, rows, problem)
     return [
@@ -112,11 +112,11 @@ def _certify_problem(variant: str, problem: Problem) -> list[Certificate]:
 
 
 def _dense_oracles(inputs: Inputs) -> dict[str, Outputs]:
-    """The dense oracles, where they are cheap; what streams is the truth itself."""
+    """Return the outputs of the dense oracles, if they are cheap; ``streaming`` is the truth."""
     problem = inputs.problem
     scores = problem.batch * problem.heads * problem.query * problem.kv
-    # They hold all scores at once, and are only compared where every row is proven.
-    if scores > _MOST_DENSE or not samples_all_rows(problem, "cpu"):
+    # They hold all scores at once, and are only compared if every row is proven.
+    if scores > _MOST_DENSE_SCORES or not samples_all_rows(problem, "cpu"):
         return {}
     softmax = problem.operation == "softmax"
     by_name = oracles.SOFTMAXES if softmax else oracles.ORACLES
@@ -125,8 +125,8 @@ def _dense_oracles(inputs: Inputs) -> dict[str, Outputs]:
 
 
 @dataclass(slots=True, eq=False)
-class _Worst:
-    """The worst element so far."""
+class _WorstElement:
+    """The element with the largest error relative to its allowance so far, and counts."""
 
     # Below any share, so that an error of 0 has a place too.
     share: float = -1.0
@@ -147,7 +147,7 @@ class _Worst:
         problem: Problem,
     ) -> None:
         """Add errors and bounds ``(heads, rows[, value_dim])``."""
-        # A ball without end proves nothing: it is counted, and never compared.
+        # A ball of infinite radius proves nothing: it is counted, not compared.
         known = error.isfinite()
         bounded = known & allowed.isfinite()
         self.elements += int(bounded.sum())
@@ -155,8 +155,8 @@ class _Worst:
         self.unbounded += int((known & ~bounded).sum())
         if assumed is not None:
             where = known & assumed.isfinite()
-            self.a_priori = max(self.a_priori, float(_shares(error, assumed, where).max()))
-        shares = _shares(error, allowed, bounded)
+            self.a_priori = max(self.a_priori, float(_shares_of_bound(error, assumed, where).max()))
+        shares = _shares_of_bound(error, allowed, bounded)
         worst = int(shares.argmax())
         if float(shares.flatten()[worst]) > self.share:
             self.share = float(shares.flatten()[worst])
@@ -167,7 +167,7 @@ class _Worst:
             self.at = Place(batch=batch, head=head, query=query, dim=dim[0] if dim else -1)
 
     def proven(self) -> ProvenError:
-        """Return it as data; JSON has no ∞."""
+        """Return the record of it; large numbers are clamped, because JSON has no ∞."""
         some = self.elements > 0
         return ProvenError(
             share=min(self.share, sys.float_info.max) if some else None,
@@ -181,7 +181,7 @@ class _Worst:
         )
 
 
-def _shares(errors: Tensor, bounds: Tensor, where: Tensor) -> Tensor:
-    """Error ÷ bound, 0 where both are 0, and −1 elsewhere than ``where``."""
+def _shares_of_bound(errors: Tensor, bounds: Tensor, where: Tensor) -> Tensor:
+    """Return error ÷ bound, 0 where both are 0, and −1 except at ``where``."""
     shares = torch.where(errors == 0, 0.0, errors / bounds)
     return torch.where(where, shares, -1.0)

@@ -1,8 +1,8 @@
-"""The float64 oracles on many Problems, beside the same definition in many digits.
+"""Compare the float64 oracles on many Problems with the same definition in many digits.
 
-Every difference is taken between numbers of many digits, and only then becomes a float: nothing is
-lost of an error that is far below the number. A difference that is no finite number is counted and
-never compared: NaN is not above anything.
+Every difference is computed in many digits before it is rounded to a float, so that errors far
+below the number are accurate. Differences that are not finite are counted, not compared, because
+comparisons with NaN are always false.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ ORACLES = {
     "split": "splits of the keys, each on its own, merged by LSE",
     "streaming": "what kernels are compared with",
 }
-"""What each oracle is, in a line."""
+"""Oracle → a description in one line."""
 
 MOST_PRODUCTS = 2**23
-"""Multiplications of one Problem: a recurrence in 50 digits then takes some seconds."""
+"""Limit on the multiplications of one Problem; a recurrence in 50 digits then takes seconds."""
 
 DIGITS_LOST = 10
-"""To how many digits fewer than computed with the recurrences must agree: 40 of 50.
+"""The recurrences must agree to all computed digits but this many: to 40 of 50.
 
 Two evaluations are at most 4·(5 kv + 19 max|score|) roundings of 10^-digits apart, to first order:
-a row's additions and rescales, at most five a key, and exponentials of scores that were rounded
-(the product, the scale, three of a score mod, the change of base, score − maximum and the chain of
-its rescales), above and below the division, in either. ``MOST_PRODUCTS`` keeps 20 kv below 2·10^8,
-the plan's variants and distributions keep scores below 10^6: no rounding comes near 10^10.
+a row's additions and rescales, at most five per key, and exponentials of rounded scores (rounded in
+the product, the scale, thrice in a score mod, the change of base, score − maximum and the chain of
+its rescales), in numerator and denominator, in both evaluations. ``MOST_PRODUCTS`` keeps 20 kv
+below 2·10^8, and the plan's variants and distributions keep scores below 10^6: far below 10^10.
 """
 
 _HALF_ULP = 2.0**-53
@@ -67,7 +67,7 @@ _SMALLEST_NORMAL = 2.0**-1022
 
 
 def check_problem_size(problem: Problem, rows: int, most: int, what: str) -> None:
-    """Raise UsageError for a Problem that would take hours."""
+    """Raise UsageError for a Problem with more than ``most`` products, which would take hours."""
     products = rows * problem.kv * (problem.head_dim + problem.value_dim + 1)
     if products > most:
         raise UsageError(
@@ -77,12 +77,12 @@ def check_problem_size(problem: Problem, rows: int, most: int, what: str) -> Non
 
 
 def oracle_summaries(records: Iterable[OracleRecord | Certificate]) -> dict[str, str]:
-    """Return the oracles that the records are of, each in a line."""
+    """Return the oracles in the records with their descriptions."""
     measured = {record.oracle for record in records}
     return {name: summary for name, summary in ORACLES.items() if name in measured}
 
 
-# ------------------------------------------------------------------ beside many digits
+# ------------------------------------------------------------------ comparison in many digits
 
 
 def survey_oracles(
@@ -92,12 +92,12 @@ def survey_oracles(
     command: str,
     done: Callable[[str], None] = lambda _: None,
 ) -> OracleReport:
-    """Compare the float64 oracles with the same definition in many digits, and that with itself.
+    """Compare the float64 oracles, and recurrences in many digits, with a reference recurrence.
 
     Args:
         problems: The plan's name for the variant, and the Problem.
-        digits: Decimal digits of the exact side, at least 17.
-        done: Called with a word on each Problem as it is done.
+        digits: Decimal digits of the reference, at least 17.
+        done: Called with the variant and distribution of each Problem when it is done.
 
     Raises:
         UsageError: for a Problem that would take hours, or no Problem at all.
@@ -138,9 +138,9 @@ def _survey_problem(
     in_float64 = oracles.SOFTMAXES if softmax else oracles.ORACLES
     numbers = Mp(digits, MPMATH.score)
     results = {name: recurrence(numbers, inputs) for name, recurrence in recurrences.items()}
-    # What the other recurrences are compared with, in as many digits.
+    # The other recurrences are compared with the reference in the same number of digits.
     exact = results.pop(oracles.REFERENCE)
-    # Of a softmax out is p itself.
+    # For a softmax out is p itself.
     spread = exact.out
     if not softmax:  # Σ_j p_j |v_j|, by the same recurrence
         sizes = inputs.replace(v=inputs.v.abs())
@@ -151,7 +151,7 @@ def _survey_problem(
 
 
 def _backend() -> str:
-    """The backend of mpmath: ``python``, or ``gmpy2`` and its version."""
+    """Return the backend of mpmath: ``python``, or ``gmpy2`` and its version."""
     from mpmath import libmp
 
     if libmp.BACKEND == "python":
@@ -173,13 +173,13 @@ def distances(
 
     Args:
         variant: The plan's name for the mask and score mod.
-        by_oracle: What each oracle gives, by its name.
-        spread: Σ_j p_j |v_j| of each element of out, in many digits; p_j for softmax. What an
-            error of a rounding is relative to.
+        by_oracle: Name of an oracle → its outputs.
+        spread: Σ_j p_j |v_j| for each element of out, in many digits; p_j for softmax. Errors are
+            measured relative to it.
     """
     exact_lse = exact.lse[..., 0]
-    known = _are_finite(exact.out).all(axis=-1) & _are_finite(spread).all(axis=-1)
-    # A row that sees no key has nothing to be near to.
+    finite_rows = _are_finite(exact.out).all(axis=-1) & _are_finite(spread).all(axis=-1)
+    # Rows that see no key have no finite LSE to compare with.
     alive = np.frompyfunc(lambda x: x != x.context.ninf, 1, 1)(exact_lse).astype(bool)
     records = []
     for name, outputs in by_oracle.items():
@@ -192,9 +192,9 @@ def distances(
                 variant=variant,
                 distribution=case.problem.distribution,
                 oracle=name,
-                out=_distance(out, exact.out, spread, alive[..., None]),
-                lse=_distance(lse, exact_lse, _sizes(exact_lse), alive),
-                rows=_rows(out, lse, alive, known & _are_finite(exact_lse)),
+                out=_largest_distance(out, exact.out, spread, alive[..., None]),
+                lse=_largest_distance(lse, exact_lse, _lse_sizes(exact_lse), alive),
+                rows=_count_rows(out, lse, alive, finite_rows & _are_finite(exact_lse)),
             )
         )
     return records
@@ -207,21 +207,21 @@ def agreement(
     exact: Result[ManyDigits],
     spread: ManyDigits,
 ) -> Agreement:
-    """Compute how far the recurrences are apart when all are run in many digits.
+    """Return the largest distance of recurrences in many digits from the reference.
 
     Args:
         variant: The plan's name for the mask and score mod.
-        others: By name, what each recurrence but the reference gives.
-        spread: As for ``distances``.
+        others: Name → result of each recurrence but the reference.
+        spread: As in ``distances``.
     """
     differences = [
         (value, name)
         for name, other in others.items()
-        for mine, yours, unit in (
+        for values, exact_values, unit in (
             (other.out, exact.out, spread),
-            (other.lse, exact.lse, _sizes(exact.lse)),
+            (other.lse, exact.lse, _lse_sizes(exact.lse)),
         )
-        for value in _apart(mine, yours, unit)
+        for value in _differences(values, exact_values, unit)
     ]
     finite = [value for value, _ in differences if value != math.inf]
     largest = max(finite) if finite else None
@@ -230,22 +230,22 @@ def agreement(
         variant=variant,
         distribution=case.problem.distribution,
         oracles=tuple(others),
-        # mpmath's own log10: the number may be far below the smallest float.
+        # mpmath's log10, because the number may be far below the smallest float.
         log10=None if largest is None else float(largest.context.log10(largest)),
         infinite=len(differences) - len(finite),
         furthest=max(differences, key=itemgetter(0))[1] if differences else None,
     )
 
 
-def _distance(
+def _largest_distance(
     values: NDArray[np.float64], exact: ManyDigits, sizes: ManyDigits, alive: NDArray[np.bool_]
 ) -> Distance:
-    """The largest |value − exact| ÷ (2^-53 · size) over the rows that are ``alive``."""
+    """Return the largest |value − exact| ÷ (2^-53 · size) over the rows that are ``alive``."""
     rows = np.broadcast_to(alive, values.shape)
     finite = rows & np.isfinite(values) & _are_finite(exact) & _are_finite(sizes)
     worst, at = -1.0, None
     for index in zip(*np.nonzero(finite), strict=True):
-        # Below it float64 has fewer digits, which is no fault of an oracle.
+        # Below the smallest normal number float64 has fewer digits, which is no error of an oracle.
         size = max(sizes[index], _SMALLEST_NORMAL)
         units = float(abs(exact[index] - float(values[index])) / size / _HALF_ULP)
         units = min(units, sys.float_info.max)  # JSON has no ∞
@@ -260,15 +260,15 @@ def _distance(
     )
 
 
-def _rows(
+def _count_rows(
     out: NDArray[np.float64],
     lse: NDArray[np.float64],
     alive: NDArray[np.bool_],
     known: NDArray[np.bool_],
 ) -> Rows:
-    """``known``: the rows whose exact result is finite."""
+    """Count rows by kind of failure; ``known`` are the rows whose exact result is finite."""
     broken = alive & ~(known & np.isfinite(out).all(axis=-1) & np.isfinite(lse))
-    # A sum of exponentials that is 0, without a row that sees no key: 0/0.
+    # A sum of exponentials that is 0 although the row sees a key: 0/0.
     vanished = broken & np.isneginf(lse)
     overflowed = broken & ~vanished & (np.isposinf(lse) | np.isinf(out).any(axis=-1))
     dead = ~alive & ((out != 0).any(axis=-1) | ~np.isneginf(lse))
@@ -281,19 +281,19 @@ def _rows(
     )
 
 
-def _sizes(lse: ManyDigits) -> ManyDigits:
-    """``max(1, |LSE|)``."""
+def _lse_sizes(lse: ManyDigits) -> ManyDigits:
+    """Return ``max(1, |LSE|)``."""
     sizes = np.empty(lse.shape, dtype=object)
     for index, value in np.ndenumerate(lse):
         sizes[index] = max(abs(value), 1)
     return sizes
 
 
-def _apart(one: ManyDigits, other: ManyDigits, sizes: ManyDigits) -> Iterator[Any]:
-    """|one − other| ÷ size, or ∞ where that is no number, wherever they are not the same."""
+def _differences(one: ManyDigits, other: ManyDigits, sizes: ManyDigits) -> Iterator[Any]:
+    """Yield |one − other| ÷ size, or ∞ if it is not finite, wherever the two differ."""
     numbers = (array.ravel().tolist() for array in (one, other, sizes))
     for mine, yours, size in zip(*numbers, strict=True):
-        if mine != yours:  # as NaN is not the same as NaN
+        if mine != yours:  # NaN differs from NaN
             difference = abs(mine - yours)
             sound = size != 0 and _is_finite(size) and _is_finite(difference)
             yield difference / size if sound else math.inf

@@ -1,4 +1,4 @@
-"""Readings of products, sums and weights: how many bits each has."""
+"""Measure how many bits a kernel's operands, sums and weights have."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from attncheck.surveys.fingerprint_scenes import (
     repeat_elements,
 )
 
-_GONE = -256.0  # log2 of a weight that no format has
+_NO_WEIGHT = -256.0  # Log2 of a weight that is 0 in every format.
 
 
 def read_query_product(runner: SceneRunner) -> Grid | None:
-    """Bits of q: of which x the operand 1 + x · 2^-b keeps a trace.
+    """Return the bits of q: find the x that change the operand 1 + x · 2^-b.
 
     Key b has the score 2^b − 2^b (1 + x · 2^-b) = −x in the rows of b.
 
-    Raises Unanswered where there are no outputs.
+    Raises Unanswered if there are no outputs.
     """
     places, steps = _exponents(runner.dtype)
     q, k, v = blank_inputs()
@@ -41,7 +41,7 @@ def read_query_product(runner: SceneRunner) -> Grid | None:
     for row in range(q.shape[1]):
         b = places[row // steps % len(places)]
         q[0, row, 0] = 1.0 + row % steps * 2.0**-b
-    # A scale of 1: where its square root is multiplied into q and k, nothing is rounded.
+    # A scale of 1, so that multiplying its square root into q and k is exact.
     out = runner.run_finite(make_scene(runner.dtype, q, k, v, scale=1.0)).out[0]
     return coarsest(
         (b, out[turn * steps : (turn + 1) * steps, turn].tolist()) for turn, b in enumerate(places)
@@ -49,15 +49,15 @@ def read_query_product(runner: SceneRunner) -> Grid | None:
 
 
 def read_value_product(runner: SceneRunner) -> Grid | None:
-    """Bits of v: one key has all the weight, and what comes out of 1 + x · 2^-b is looked at.
+    """Return the bits of v: one key has all the weight and the value 1 + x · 2^-b.
 
-    Raises Unanswered where there are no outputs.
+    Raises Unanswered if there are no outputs.
     """
     places, steps = _exponents(runner.dtype)
     each = DIM // STEPS
     heads = -(-len(places) // each)
     q, k, v = blank_inputs(heads)
-    q[..., 0], k[:, 1:, 0] = 1.0, _GONE
+    q[..., 0], k[:, 1:, 0] = 1.0, _NO_WEIGHT
     for turn, b in enumerate(places):
         for x in range(steps):
             v[turn // each, 0, turn % each * STEPS + x] = 1.0 + x * 2.0**-b
@@ -69,9 +69,9 @@ def read_value_product(runner: SceneRunner) -> Grid | None:
 
 
 def _exponents(dtype: str) -> tuple[list[int], int]:
-    """Return each b for which 1 + x · 2^-b is stored, to the last bit; and how many x there are.
+    """Return the exponents b for which 1 + x · 2^-b is stored exactly, and the number of x.
 
-    Of 3 bits 1 + x/4 for four x, of others eight.
+    There are eight x, but four (1 + x/4) for a format of 3 bits.
     """
     bits = dtype_named(dtype).storage.significand
     if bits < STEPS.bit_length():
@@ -79,26 +79,26 @@ def _exponents(dtype: str) -> tuple[list[int], int]:
     return list(range(3 + bits % 2, bits, 2)), STEPS
 
 
-_SPLIT = 13  # q holds 2^b up to here, beyond it a column of k brings 2^13: e4m3 has both
-_SCORES = range(3, 28, 2)
-# Columns of q and k that hold 2^b, small and large, and x: beside each other, far apart, and the
-# other way about.
+_SPLIT = 13  # Up to it q holds 2^b; beyond it k holds 2^13 and q the rest: e4m3 has both.
+_SCORE_EXPONENTS = range(3, 28, 2)
+# Columns of q and k that hold 2^b up to and beyond the split, and x: close to each other, far
+# apart, and in reverse order.
 _PLACES = ((0, 2, 1), (0, 2, DIM - 1), (DIM - 1, DIM - 3, 0))
 
 
 def read_score_accumulator(runner: SceneRunner) -> Grid | None:
-    """Bits of q·k: row by row, of which x = 0 … 7 the sum 2^b + x keeps a trace.
+    """Return the bits of q·k: find in each row which x = 0 … 7 change the sum 2^b + x.
 
-    Key x of each group has the score 2^b + x in the row of b. What is held as the same number has
-    the same weight.
+    Key x of each group has the score 2^b + x in the row of b. Scores that are held as the same
+    number have the same weight.
 
-    Raises Unanswered where there are no outputs.
+    Raises Unanswered if there are no outputs.
     """
     q, k, v = blank_inputs(len(_PLACES))
     for head, (low, high, small) in enumerate(_PLACES):
         k[head, :, low], k[head, :, high], q[head, :, small] = 1.0, 2.0**_SPLIT, 1.0
         for row in range(q.shape[1]):
-            b = _SCORES[row % len(_SCORES)]
+            b = _SCORE_EXPONENTS[row % len(_SCORE_EXPONENTS)]
             column, less = (low, 0) if b <= _SPLIT else (high, _SPLIT)
             q[head, row, column] = 2.0 ** (b - less)
         for key in range(k.shape[1]):
@@ -109,37 +109,37 @@ def read_score_accumulator(runner: SceneRunner) -> Grid | None:
     return coarsest(
         (b, result.out[head, row, :STEPS].tolist())
         for head in range(len(_PLACES))
-        for row, b in enumerate(_SCORES)
+        for row, b in enumerate(_SCORE_EXPONENTS)
     )
 
 
-_HALF = GROUP // 2  # keys of a group that have weight 1; the others have 2^-6, which e4m3 holds
+_HALF = GROUP // 2  # Keys per group with weight 1; the others have 2^-6, which e4m3 holds.
 _LIGHT, _VANISHES = -6.0, -32.0
-_SHARES = 2 * _HALF  # keys that hold a share of 1.5 · 2^b each: those of two groups
-# The first group of those that hold +, that of x, and the first of those that hold −: + and x meet
-# before + and − do, from whichever end.
+_SHARES = 2 * _HALF  # Keys that hold an equal share of 1.5 · 2^b: those of weight 1 in two groups.
+# The first group of the positive values, the group of x, and the first group of the negative ones:
+# x is added before the positive and negative values cancel, from either end.
 _ORDERS = ((0, 4, 6), (1, 0, 6))
-_UNUSED = 3 * GROUP + _HALF - 1  # makes of a row sum of 65 one of 64: dividing by it is exact
-_LOW, _HIGH = range(3, 10, 2), range(11, 26, 2)
+_UNUSED = 3 * GROUP + _HALF - 1  # Without this key the row sum is 64, not 65: division is exact.
+_LOW_EXPONENTS, _HIGH_EXPONENTS = range(3, 10, 2), range(11, 26, 2)
 
 
 def read_value_accumulator(runner: SceneRunner) -> Grid | None:
-    """Bits of P·V: of which x the sum 1.5 · 2^b + x − 1.5 · 2^b keeps a trace.
+    """Return the bits of P·V: find the x that change the sum 1.5 · 2^b + x − 1.5 · 2^b.
 
-    Sixteen keys of weight 1 hold 1.5 · 2^b together, and sixteen others take it off again; one of
+    Sixteen keys of weight 1 together hold 1.5 · 2^b, and sixteen others subtract it again; one of
     weight 2^-6 holds 64 x. Each (b, x) has a column, up to a power of two.
 
-    Raises Unanswered where there are no outputs.
+    Raises Unanswered if there are no outputs.
     """
-    ladders = [(order, ladder) for order in _ORDERS for ladder in (_LOW, _HIGH)]
+    ladders = [(order, ladder) for order in _ORDERS for ladder in (_LOW_EXPONENTS, _HIGH_EXPONENTS)]
     q, k, v = blank_inputs(len(ladders))
     q[..., 0] = 1.0
     for offset in range(_HALF, GROUP):
         k[:, repeat_elements(offset), 0] = _LIGHT
     k[:, _UNUSED, 0] = _VANISHES
     for head, ((plus, light, minus), ladder) in enumerate(ladders):
-        # Of the small ones what is stored is larger: they share a scale with x.
-        unit = 2.0 ** (2 if ladder is _LOW else -8)
+        # Small b have a larger unit, so that the stored values share a scale with x.
+        unit = 2.0 ** (2 if ladder is _LOW_EXPONENTS else -8)
         for turn, b in enumerate(ladder):
             columns = slice(turn * STEPS, (turn + 1) * STEPS)
             part = 1.5 * 2.0**b * unit * 2.0**_LIGHT / _SHARES
@@ -155,47 +155,47 @@ def read_value_accumulator(runner: SceneRunner) -> Grid | None:
     )
 
 
-_UNNOTICED = -32.0  # log2: less than an fp32 sum of 64 notices
+_LOST_IN_SUM = -32.0  # Log2 of a weight that does not change an fp32 sum of 64.
 
 
 def sums_rounded_weights(runner: SceneRunner, held: Grid) -> bool | None:
-    """Read whether the row sum takes the rounded P: rows that differ by less have one sum.
+    """Return whether row sums add the rounded P; None if it is not visible.
 
-    In each group a key of weight 1 and 14 of (1 + δ)/2, which P of ``held`` bits holds as 1/2:
-    δ = 0 in even rows and just below 2^-bits in odd ones. The sums are 64 and 64 (1 + 7δ/8).
+    Each group has a key of weight 1 and 14 of weight (1 + δ)/2, which P of ``held`` bits rounds to
+    1/2: δ = 0 in even rows and just below 2^-bits in odd ones. Unrounded sums: 64, 64 (1 + 7δ/8).
 
-    Raises Unanswered where there are no outputs.
+    Raises Unanswered if there are no outputs.
     """
     q, k, v = blank_inputs()
     q[..., 0] = 1.0
     q[:, 1::2, 1] = 1.25 * 2.0**-held.bits
     for offset in range(1, GROUP - 1):
         k[0, repeat_elements(offset), 0], k[0, repeat_elements(offset), 1] = -1.0, 1.0
-    k[0, repeat_elements(GROUP - 1), 0] = _UNNOTICED
+    k[0, repeat_elements(GROUP - 1), 0] = _LOST_IN_SUM
     v[0, repeat_elements(0), 0] = 1.0
     result = runner.run_finite(make_scene(runner.dtype, q, k, v))
     if result.out[0, 0, 0] != result.out[0, 1, 0]:
         return False
     if result.lse is not None:
         return bool(result.lse[0, 0] == result.lse[0, 1])
-    # 1/8 and 1/8 · (1 − 7δ/8): more than half of the distance between neighbours of so many bits.
+    # 1/8 and 1/8 · (1 − 7δ/8) differ by over half the spacing of numbers with ``held.bits`` bits.
     return True if held.bits <= dtype_named(runner.dtype).output.significand else None
 
 
 _FULL_BITS = FORMATS["fp32"].significand
-_RISES = 26  # rows of the staircase: 2^-1 … 2^-26
-_TURN = 12  # from here on a second column of q and k makes a rise, so that fp16 holds both
+_RISES = 26  # Rows with δ of about 2^-1 … 2^-26.
+_TURN = 12  # Beyond this row a second column of q and k is used, so that fp16 holds both.
 _HALVES, _QUARTERS = (1, 2, 3, 4), range(8, GROUP)
 
 
 def read_weight_significand(runner: SceneRunner) -> Grid | None:
-    """Bits of P, and how they are rounded; 24 where it stays in fp32; None on no grid.
+    """Return the bits of P and its rounding; 24 if P stays in fp32; None if it is on no grid.
 
-    Row k has one weight A = (1 + δ)/2, where δ is about 1.4 · 2^-k, beside C = D = 1/2 exactly.
-    The first column is A − C, column c is A − C − 2^-c · D: 0 exactly where A was held as C, or
-    as (1 + 2^-c)/2.
+    Row k has one weight A = (1 + δ)/2, where δ is about 1.4 · 2^-k, next to C = D = 1/2 exactly.
+    The first column is A − C, column c is A − C − 2^-c · D: exactly 0 if A is held as C, or as
+    (1 + 2^-c)/2.
 
-    Raises Unanswered where there are no outputs.
+    Raises Unanswered if there are no outputs.
     """
     q, k, v = blank_inputs()
     q[..., 0] = 1.0
@@ -215,17 +215,17 @@ def read_weight_significand(runner: SceneRunner) -> Grid | None:
     for column in range(1, most + 1):
         v[0, d, column] = -unit * 2.0**-column
     zero = runner.run_finite(make_scene(runner.dtype, q, k, v)).out[0] == 0
-    return _read(zero, most)
+    return _grid_of_zeros(zero, most)
 
 
-def _read(zero: torch.Tensor, most: int) -> Grid | None:
-    """The grid that the zeros of rows (by rise, from 0) and columns tell."""
+def _grid_of_zeros(zero: torch.Tensor, most: int) -> Grid | None:
+    """Return the grid that follows from the zeros of rows (by rise, from 0) and columns."""
     last = max((rise for rise in range(1, _RISES + 1) if not zero[rise - 1, 0]), default=0)
     if last == 0:
         return None
     if last >= _FULL_BITS - 1:
         return Grid(_FULL_BITS)
-    # To nearest, δ beyond half a unit 2^-last becomes one; truncated, δ beyond a unit stays one.
+    # To nearest, δ beyond half a unit 2^-last becomes a unit; truncated, only from a unit on.
     if 2 <= last <= most + 1 and zero[last - 1, last - 1]:
         return Grid(last, "nearest")
     if last <= most and zero[last - 1, last]:
@@ -235,31 +235,31 @@ def _read(zero: torch.Tensor, most: int) -> Grid | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallestWeight:
-    """The smallest power of two that a weight may be."""
+    """The smallest power of two that a weight can be."""
 
-    exponent: int  # 2^-exponent came out, and no smaller one
-    # Whether a weight between half of it and it is rounded to it, as where the smallest number is
-    # subnormal; False where it is 0.
+    exponent: int  # 2^-exponent is the smallest weight that is not 0
+    # Whether weights between half of it and it are rounded up to it, as the smallest subnormal
+    # number is; False if they become 0.
     rounded_to: bool
-    hidden: bool  # whether smaller ones would not show: then ``exponent`` is what is seen at least
+    hidden: bool  # whether smaller weights would not be visible, so that ``exponent`` is a bound
 
 
-_LADDER_KEYS = 7  # ladder keys of a group
-_STEPS = _LADDER_KEYS * (KEYS // GROUP)  # of a head
+_LADDER_KEYS = 7  # Ladder keys per group.
+_STEPS = _LADDER_KEYS * (KEYS // GROUP)  # Ladder keys per head.
 _HEADS = 3
 _LOW_VALUE = 2.0**15
 
 
 def read_smallest_weight(runner: SceneRunner, *, tall: bool = True) -> SmallestWeight:
-    """The smallest weight, by a ladder 2^-1 … 2^-168, one key and one column each.
+    """Return the smallest weight, from a ladder 2^-1 … 2^-168 with one key and column each.
 
-    Every group of keys has its maximum. Row 1 has all weights smaller by √½.
+    Every group of keys has the maximum. In row 1 all weights of the ladder are smaller by √½.
 
     Args:
-        tall: Whether values are large enough for the smallest weights of fp32 to show; otherwise
-            2^15, which fp16 holds too.
+        tall: Whether values are large enough to make the smallest weights of fp32 visible;
+            otherwise 2^15, which fp16 holds too.
 
-    Raises Unanswered where there are no outputs.
+    Raises Unanswered if there are no outputs.
     """
     q, k, v = blank_inputs(_HEADS)
     q[:, :, 0], q[:, :, 1], q[:, :, 2] = 64.0, 8.0, 1.0
@@ -278,27 +278,27 @@ def read_smallest_weight(runner: SceneRunner, *, tall: bool = True) -> SmallestW
     return SmallestWeight(
         exponent=least,
         rounded_to=lesser == least,
-        hidden=least >= (_visible(dtype.output) if tall else _DEEPEST),
+        hidden=least >= (_hidden_exponent(dtype.output) if tall else _DEEPEST),
     )
 
 
 def _tall_value(storage: Format, head: int) -> float:
-    """Values by which small weights show."""
+    """Return a value so large that the small weights of a head are visible."""
     return _LOW_VALUE if storage.name == "fp16" else 2.0 ** min(120, _STEPS * (head + 1))
 
 
-def _visible(output: Format) -> int:
-    """The exponent from which on weights would not show in fp16; beyond the ladder elsewhere."""
+def _hidden_exponent(output: Format) -> int:
+    """Return from which exponent on weights are invisible: 33 in fp16, else the ladder's end."""
     if output.name != "fp16":
         return _HEADS * _STEPS
-    # p · 2^15 ÷ 72 is at least half of fp16's smallest number, 2^-25.
+    # Visible means that p · 2^15 ÷ 72 is at least half of fp16's smallest number, 2^-25.
     return 33
 
 
 def weight_format(held: Grid, least: SmallestWeight | None) -> tuple[Format, int] | None:
-    """The format that these are of, and log2 of what P is multiplied by before; None for none.
+    """Return the format of P, and log2 of the factor applied before rounding; None if unknown.
 
-    A smallest weight that others are rounded to is subnormal, another one normal.
+    If smaller weights are rounded up to the smallest one, it is subnormal, else normal.
     """
     for fmt in FORMATS.values():
         if fmt.significand != held.bits:
@@ -317,7 +317,7 @@ def weight_format(held: Grid, least: SmallestWeight | None) -> tuple[Format, int
 
 
 def kept_weights(least: SmallestWeight) -> bool | None:
-    """Return whether subnormal weights are kept, and not 0; None where none would show."""
+    """Return whether subnormal weights are kept instead of flushed to 0; None if invisible."""
     if least.hidden:
         return None
     if least.exponent > _DEEPEST:
@@ -326,7 +326,7 @@ def kept_weights(least: SmallestWeight) -> bool | None:
 
 
 def _deepest(fmt: Format) -> int:
-    """Binary places below 1 of the smallest weight in ``fmt``, P multiplied by its largest."""
+    """Return −log2 of the smallest weight in ``fmt`` if P is scaled up to its largest number."""
     return math.floor(math.log2(fmt.max)) - math.floor(math.log2(fmt.subnormal_spacing))
 
 

@@ -1,9 +1,9 @@
-"""A transformer whose attention is whatever somebody says: made, and run.
+"""Create and run a transformer whose attention is replaced by any function.
 
-transformers asks a registry for every layer's attention, by name. Under a name of its own attncheck
-registers one that turns a call into Inputs, and what comes back into the layer's result; of a loss
-it turns the gradient into a call with a backward. So a kernel, the ideal kernel and the oracle are
-the same to the model. Needs transformers, the extra ``model``; nothing is ever downloaded.
+transformers looks up every layer's attention by name in a registry. attncheck registers its own
+name, with a function that converts a call into Inputs, and Outputs into the layer's result; for a
+loss it converts the gradient into a call with a backward. So the model can run with a kernel, the
+ideal kernel or the oracle. Needs transformers, the extra ``model``; nothing is ever downloaded.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
     from attncheck.core.outputs import Outputs
 
-_NAME = "attncheck"  # of the attention, in the registry
+_NAME = "attncheck"  # The name of the attention in transformers' registry.
 _INSTALL = "attncheck model needs transformers: pip install 'attncheck[model]'."
 _VOCABULARY = 128
 _LEAST_HEAD_DIM, _USUAL_HEAD_DIM = 16, 64
-_WINDOWS = 3  # that a prompt is long
-_CAP = 5.0  # logits of random weights are about 1: a usual cap of 50 would bend none
+_WINDOWS_PER_PROMPT = 3  # Length of a prompt, in sliding windows.
+_SOFTCAP = 5.0  # Logits of random weights are about 1, which a usual cap of 50 would hardly change.
 
 SHAPES: dict[str, tuple[str, str]] = {
     "llama": ("llama", "causal, key heads shared by two query heads"),
@@ -51,29 +51,29 @@ SHAPES: dict[str, tuple[str, str]] = {
     "mistral": ("mistral", "a sliding window, key heads shared by two query heads"),
     "bert": ("bert", "bidirectional"),
 }
-"""Built-in models: transformers' name of the architecture, and what its attention has."""
+"""Built-in model → transformers' name of the architecture, and a summary of its attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """How large a model is, and what it is given."""
+    """The sizes of a model and its prompt; ``layers`` and ``hidden`` are for built-in models."""
 
-    layers: int = 4  # of a built-in model, as the next
-    hidden: int = 64  # width; heads are as many as heads of 16 fit, or of 64 from 256 on
+    layers: int = 4
+    hidden: int = 64  # width, split into heads of 16, or of 64 for widths from 256 on
     length: int = 48  # tokens of the prompt
-    batch: int = 2  # prompts, of random tokens
-    steps: int = 8  # tokens that are decoded after it; 0 for none
+    batch: int = 2  # number of prompts, of random tokens
+    steps: int = 8  # tokens that are decoded after the prompt; 0 for none
     dtype: str = "bf16"  # of weights and activations: fp32, fp16 or bf16
     device: str = "cpu"
-    seed: int = 0  # of random weights and tokens
+    seed: int = 0  # seed of random weights and tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPlace:
-    """Which call of a model's run it is."""
+    """The position of an attention call in a model's run."""
 
     layer: int  # counted from 0, in the order of first calls
-    module: str  # its name in the model
+    module: str  # the layer's name in the model
     step: int  # 0: the prompt; n: the n-th decoded token
     backward: bool = False  # whether gradients are asked for too
 
@@ -83,62 +83,62 @@ Attend = "Callable[[CallPlace, Inputs], Outputs]"
 
 @dataclass(kw_only=True)
 class ModelRun:
-    """What a model gave."""
+    """The results of a model's run."""
 
-    # Of the prompt (``prefill``) and of decoding, all steps behind one another: the state after
-    # each layer, ``(batch, positions, width)``, and the logits, ``(batch, positions, words)``.
+    # ``prefill`` (the prompt) and ``decode`` (all steps concatenated) → the state after each layer,
+    # ``(batch, positions, width)``, and last the logits, ``(batch, positions, words)``.
     states: dict[str, list[Tensor]] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # of a step's loss, by parameter
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of the loss, by parameter
     tokens: Tensor | None = None  # the likeliest word after the prompt and each step (batch, steps)
 
 
 def make_model(spec: str, size: ModelSize) -> nn.Module:
-    """Return a model in eval mode, its attention that of ``swapped``.
+    """Return a model in eval mode, whose attention ``run_model`` replaces.
 
     Args:
-        spec: A name in ``SHAPES``, of random weights; or a folder with config.json, and weights in
-            safetensors, else random.
+        spec: A name in ``SHAPES``, with random weights; or a folder with config.json, and weights
+            in safetensors, else random.
 
     Raises:
-        UsageError: where transformers is missing, or there is no such model; in one line.
+        UsageError: if transformers is missing or there is no such model; in one line.
     """
     transformers = _transformers()
     dtype = DTYPES[size.dtype].storage.torch_dtype
     if spec in SHAPES:
         config = transformers.AutoConfig.for_model(SHAPES[spec][0], **_shape(spec, size))
     elif Path(spec, "config.json").is_file():
-        config = _made(spec, transformers.AutoConfig.from_pretrained, spec, local_files_only=True)
+        config = _load(spec, transformers.AutoConfig.from_pretrained, spec, local_files_only=True)
     else:
         require_known("model", [spec], SHAPES) if "/" not in spec else None
         raise UsageError(f"model {spec!r} is no folder with a config.json.")
     masked = any(name.endswith("ForMaskedLM") for name in config.architectures or ())
     auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
-    how: dict[str, Any] = {"dtype": dtype, "attn_implementation": _NAME}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _NAME}
     torch.manual_seed(size.seed)
     if spec not in SHAPES and _has_weights(spec):
-        model = _made(spec, auto.from_pretrained, spec, local_files_only=True, **how)
+        model = _load(spec, auto.from_pretrained, spec, local_files_only=True, **options)
     else:
-        model = _made(spec, auto.from_config, config, **how)
+        model = _load(spec, auto.from_config, config, **options)
     # torch's grouped products of experts have no float64.
     model.config._experts_implementation = "eager"
     model.eval().to(size.device)
-    return model  # type: ignore[no-any-return]  # transformers makes it
+    return model  # type: ignore[no-any-return]  # untyped in transformers
 
 
 def _has_weights(folder: str) -> bool:
     return any(Path(folder).glob("*.safetensors"))
 
 
-def _made(spec: str, make: Callable[..., Any], *what: Any, **how: Any) -> Any:
+def _load(spec: str, make: Callable[..., Any], *what: Any, **how: Any) -> Any:
     try:
         return make(*what, **how)
-    except Exception as error:  # noqa: BLE001  # a config is checked by whoever wrote its class
+    except Exception as error:  # noqa: BLE001  # config classes raise errors of any type
         line = " ".join(str(error).split())
         raise UsageError(f"model {spec!r} cannot be loaded: {line}") from None
 
 
 def _shape(spec: str, size: ModelSize) -> dict[str, Any]:
-    """Return the numbers of a built-in model's config."""
+    """Return the keyword arguments of a built-in model's config."""
     narrow = size.hidden < 4 * _USUAL_HEAD_DIM
     head_dim = _LEAST_HEAD_DIM if narrow else _USUAL_HEAD_DIM
     heads = size.hidden // head_dim
@@ -151,8 +151,8 @@ def _shape(spec: str, size: ModelSize) -> dict[str, Any]:
         "intermediate_size": 2 * size.hidden,
         "vocab_size": _VOCABULARY,
         "max_position_embeddings": size.length + size.steps,
-        # q·k of about 1, as in a model that was trained: with transformers' own 0.02 every row
-        # would give all keys the same weight, and few faults would show.
+        # Makes q·k about 1, as in a trained model: with transformers' default of 0.02 every row
+        # would give all keys nearly the same weight, and few faults would be visible.
         "initializer_range": size.hidden**-0.5,
         "pad_token_id": 0,
         "bos_token_id": 0,
@@ -162,30 +162,30 @@ def _shape(spec: str, size: ModelSize) -> dict[str, Any]:
         return shape | {"architectures": ["BertForMaskedLM"]}
     shape |= {"num_key_value_heads": heads // 2, "head_dim": head_dim}
     if spec != "llama":
-        shape["sliding_window"] = max(2, size.length // _WINDOWS)
+        shape["sliding_window"] = max(2, size.length // _WINDOWS_PER_PROMPT)
     if spec == "gemma":
-        shape |= {"query_pre_attn_scalar": head_dim, "attn_logit_softcapping": _CAP}
+        shape |= {"query_pre_attn_scalar": head_dim, "attn_logit_softcapping": _SOFTCAP}
     if spec == "gpt-oss":
-        # All take part: where some are chosen, rounding chooses others, whatever attention does.
+        # All experts are used: with a selection, rounding alone would select other experts.
         shape |= {"num_local_experts": 2, "num_experts_per_tok": 2}
     return shape
 
 
 def describe_model(spec: str, size: ModelSize) -> str:
-    """Return what a model is, in a line."""
+    """Return a description of a model in one line."""
     if spec not in SHAPES:
         return f"from a folder, {'its' if _has_weights(spec) else 'random'} weights"
     return f"{SHAPES[spec][1]}; {size.layers} layers, width {size.hidden}, random weights"
 
 
 def transformers_version() -> str:
-    """Return transformers' version; raises UsageError where it is missing."""
+    """Return transformers' version; raises UsageError if it is not installed."""
     version: str = _transformers().__version__
     return version
 
 
 def _transformers() -> Any:
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read as it is imported: nothing is downloaded
+    os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it on import; prevents downloads
     try:
         import transformers
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -195,18 +195,18 @@ def _transformers() -> Any:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
-    # bool tables, or None where a causal flag or no mask says the same.
+    # Masks are bool tables, or None if a causal flag or no mask is equivalent.
     ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     return transformers
 
 
 def exact_model(model: nn.Module) -> nn.Module:
-    """Return the same numbers in float64; ``run_model`` computes all of it in float64 too."""
+    """Return a copy of the model in float64, for ``run_model`` with ``exact``."""
     return copy.deepcopy(model).double()
 
 
-class _StayDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Within, nothing becomes float32: norms, positions and softmaxes upcast to it by name."""
+class _KeepFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Replaces casts to float32 by casts to float64: norms, positions and softmaxes have them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -220,16 +220,16 @@ class _StayDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 
 class _Swap:
-    """Attention of one run."""
+    """The replaced attention of one run, which counts the calls of each layer."""
 
-    def __init__(self, model: nn.Module, attend: Any, double: _StayDouble | None) -> None:
+    def __init__(self, model: nn.Module, attend: Any, double: _KeepFloat64 | None) -> None:
         self._attend, self._double = attend, double
         self._names = {module: name for name, module in model.named_modules()}
         self.layers: dict[nn.Module, int] = {}
         self._calls: Counter[nn.Module] = Counter()
 
     def place(self, module: nn.Module) -> CallPlace:
-        """Return which call of ``module`` this is."""
+        """Count a call of ``module`` and return its place."""
         layer = self.layers.setdefault(module, len(self.layers))
         self._calls[module] += 1
         name = self._names.get(module, type(module).__name__)
@@ -238,7 +238,7 @@ class _Swap:
     def outputs(
         self, place: CallPlace, problem: Problem, tensors: tuple[Tensor, ...], dout: Tensor | None
     ) -> Outputs:
-        """Return what the attention gives for q, k, v and the sinks, if any."""
+        """Return the attention's outputs for q, k, v and the sinks, if any."""
         q, k, v, *sinks = (tensor.detach() for tensor in tensors)
         if self._double is not None:
             self._double.on = False  # sinks are fp32 in every dtype
@@ -251,17 +251,17 @@ class _Swap:
                 self._double.on = True
 
 
-_RUNNING: list[_Swap] = []  # the innermost last; transformers' registry is the whole process's
+_RUNNING: list[_Swap] = []  # Innermost last; global like transformers' registry.
 
 
 class _Attention(torch.autograd.Function):
-    """A call, and of a loss the same call with a backward."""
+    """Attention for autograd; its backward repeats the call with gradients."""
 
     @staticmethod
     def forward(ctx: Any, swap: _Swap, place: CallPlace, problem: Problem, *tensors: Any) -> Any:
         ctx.save_for_backward(*tensors)
         ctx.called = swap, place, problem
-        # A copy: autograd marks what is returned, and who keeps the output judges it later.
+        # A copy, because autograd changes the returned tensor, and the output is judged later.
         return swap.outputs(place, problem, tensors, None).out.clone()
 
     @staticmethod
@@ -283,24 +283,24 @@ def _attention(  # noqa: PLR0913, PLR0917  # the registry's signature
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    is_causal: bool | None = None,  # noqa: FBT001  # likewise
+    is_causal: bool | None = None,  # noqa: FBT001  # the registry's signature
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' registry has it; masks, windows and caches are in its arguments.
+    """Compute attention with the signature of transformers' registry.
 
     Returns out as ``(batch, query, heads, value_dim)``, and no weights.
     """
-    if dropout or others.get("position_bias") is not None:
+    if dropout or options.get("position_bias") is not None:
         raise Refused("its attention has dropout or a bias of its own, which is not passed on")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     query_length, kv = query.shape[2], key.shape[2]
     dimensions = Dimensions(batch=query.shape[0], heads=query.shape[1], query=query_length, kv=kv)
     mask: Spec | None = Spec.of("causal") if causal and query_length > 1 else FULL
     if attention_mask is not None:
-        whole = attention_mask.dtype is torch.bool
-        mask = named_mask(attention_mask[..., :kv], dimensions) if whole else None
+        is_bool_mask = attention_mask.dtype is torch.bool
+        mask = named_mask(attention_mask[..., :kv], dimensions) if is_bool_mask else None
     if mask is None:
         raise Refused("its mask is none that kernels know by name: causal, a window, or none")
     dtypes = {one.storage.torch_dtype: name for name, one in DTYPES.items() if name != "tf32"}
@@ -325,7 +325,7 @@ def _attention(  # noqa: PLR0913, PLR0917  # the registry's signature
 
 
 @contextmanager
-def _swapped(model: nn.Module, attend: Any, double: _StayDouble | None) -> Iterator[_Swap]:
+def _swapped(model: nn.Module, attend: Any, double: _KeepFloat64 | None) -> Iterator[_Swap]:
     swap = _Swap(model, attend, double)
     _RUNNING.append(swap)
     try:
@@ -338,7 +338,7 @@ def _swapped(model: nn.Module, attend: Any, double: _StayDouble | None) -> Itera
 def draw_tokens(model: nn.Module, size: ModelSize) -> Tensor:
     """Return random tokens of a prompt, ``(batch, length)``."""
     generator = torch.Generator().manual_seed(size.seed)
-    words: int = model.config.vocab_size  # type: ignore[assignment,union-attr]  # its config has it
+    words: int = model.config.vocab_size  # type: ignore[assignment,union-attr]  # the config has it
     tokens = torch.randint(words, (size.batch, size.length), generator=generator)
     return tokens.to(size.device)
 
@@ -357,20 +357,20 @@ def run_model(
 
     Args:
         prompt: Tokens ``(batch, length)``.
-        attend: An ``Attend``: what a layer's attention is.
-        steps: Tokens to decode; a model that is not causal decodes none.
-        forced: Tokens ``(batch, steps)`` that are decoded whatever is likeliest, so that two runs
-            can be compared step by step; None for the likeliest.
-        backward: Whether gradients are had, of the loss of the next words (of the same ones where
-            the model is not causal).
-        exact: Whether nothing is rounded to less than float64.
+        attend: An ``Attend`` that computes each layer's attention.
+        steps: Number of tokens to decode; a model that is not causal decodes none.
+        forced: Tokens ``(batch, steps)`` to decode in place of the likeliest, so that two runs can
+            be compared step by step; None for the likeliest.
+        backward: Whether to compute gradients, of the loss of predicting the next words (the words
+            themselves if the model is not causal).
+        exact: Whether all casts to float32 are replaced by casts to float64.
 
     Raises:
-        Refused: where a call of its attention cannot be passed on, or none comes here.
+        Refused: if an attention call is not supported, or the model does not use the registry.
     """
     run = ModelRun()
     causal = "ForMaskedLM" not in type(model).__name__ and steps > 0
-    with _swapped(model, attend, _StayDouble() if exact else None) as swap:
+    with _swapped(model, attend, _KeepFloat64() if exact else None) as swap:
         cache = _new_cache(model) if causal else {}
         with torch.set_grad_enabled(backward):
             model.zero_grad()
@@ -403,7 +403,7 @@ def run_model(
 
 
 def _new_cache(model: nn.Module) -> dict[str, Any]:
-    """A cache as the model takes it: its name has changed."""
+    """Return a cache as the model's keyword argument, whose name depends on the version."""
     from transformers import DynamicCache
 
     names = inspect.signature(type(model).forward).parameters
@@ -426,6 +426,6 @@ def _states(out: Any) -> list[Tensor]:
 
 
 def layer_of(parameter: str) -> int | None:
-    """Return the layer that a parameter is of, by its name; None of what is no layer's."""
+    """Return the layer of a parameter by its name; None if it belongs to no layer."""
     number = re.search(r"\.(\d+)\.", parameter)
     return None if number is None else int(number[1])

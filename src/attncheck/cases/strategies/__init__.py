@@ -1,6 +1,6 @@
-"""Hypothesis strategies for Problems and their parts: plural nouns, keyword-only.
+"""Hypothesis strategies for Problems and their parts: functions named by plural nouns.
 
-Everything shrinks to the smallest shape, the simplest mask and the plainest values.
+All shrink to the smallest shape, the simplest mask and the plainest values.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 MaskFamily: TypeAlias = "Callable[..., SearchStrategy[Spec]]"
-"""``family(dimensions=…)`` gives masks for these dimensions: ``masks`` of ``problems``."""
+"""``family(dimensions=…)`` returns masks of these dimensions: an argument of ``problems``."""
 
 MASK_FAMILIES: dict[str, MaskFamily] = {
     **{name: partial(masks, names=(name,)) for name in PLAIN_MASKS},
@@ -64,9 +64,9 @@ MASK_FAMILIES: dict[str, MaskFamily] = {
     "composition": compositions,
     "expression": expressions,
 }
-"""Each mask of the library, then what is composed of them, then what is beyond; simplest first."""
+"""Each mask of the library, then compositions of them, then expressions; simplest first."""
 
 
 def family_named(name: str) -> MaskFamily:
-    """Return the family called ``name``; raises UnknownName with the names there are."""
+    """Return the family called ``name``; raises UnknownName with the valid names."""
     return look_up("mask family", name, MASK_FAMILIES)

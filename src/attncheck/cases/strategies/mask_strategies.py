@@ -1,4 +1,4 @@
-"""Masks of the library, with numbers that fit a Problem."""
+"""Strategies for the library's masks, with numbers that fit a Problem."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attncheck.core.mod_spec import FULL, Dimensions, Spec
 
 Pair = tuple[int, int]
 
-_WHOLE = (0, 0, 0, 1)  # most canvases end at the last row or key or before it, some beyond
+_EXTRA_LINES = (0, 0, 0, 1)  # Most canvases end at or before the last row or key, some beyond.
 
 
 def neighborhoods(
@@ -27,36 +27,36 @@ def neighborhoods(
 
     Args:
         dimensions: The canvas has about as many cells as there are rows, or keys.
-        order: Of the cells: row by row, in tiles (any, also such as do not divide the canvas), or
-            along a Z curve.
+        order: Order of the cells: row by row, in tiles (which need not divide the canvas), or along
+            a Z curve.
     """
     name = f"neighborhood_{order}" if order else "neighborhood"
-    return _drawn(dimensions, name, tiled=order == "tiled")
+    return _neighborhood_masks(dimensions, name, tiled=order == "tiled")
 
 
 @st.composite
-def _drawn(draw: st.DrawFn, dimensions: Dimensions, name: str, *, tiled: bool) -> Spec:
+def _neighborhood_masks(draw: st.DrawFn, dimensions: Dimensions, name: str, *, tiled: bool) -> Spec:
     lengths = sorted((dimensions.query, dimensions.kv))
-    canvas = _canvas(draw, draw(st.sampled_from(lengths)))
-    sides = [("canvas", canvas), ("kernel", _within(draw, canvas))]
+    canvas = _draw_canvas(draw, draw(st.sampled_from(lengths)))
+    sides = [("canvas", canvas), ("kernel", _draw_pair_within(draw, canvas))]
     if tiled:
-        sides.append(("tile", _within(draw, canvas)))
+        sides.append(("tile", _draw_pair_within(draw, canvas)))
     return Spec.of(name, **{which: list(pair) for which, pair in sides})
 
 
-def _canvas(draw: st.DrawFn, length: int) -> Pair:
-    """As many cells as ``length`` or a few fewer, sometimes a line of them more."""
+def _draw_canvas(draw: st.DrawFn, length: int) -> Pair:
+    """Draw the sides of a canvas with ``length`` cells or a few fewer, sometimes a line more."""
     short = draw(numbers(1, math.isqrt(length)))
-    long = length // short + draw(st.sampled_from(_WHOLE))
+    long = length // short + draw(st.sampled_from(_EXTRA_LINES))
     return (short, long) if draw(st.booleans()) else (long, short)
 
 
-def _within(draw: st.DrawFn, canvas: Pair) -> Pair:
+def _draw_pair_within(draw: st.DrawFn, canvas: Pair) -> Pair:
     rows, columns = (draw(numbers(1, side, side)) for side in canvas)
     return rows, columns
 
 
-_BEYOND = 7  # keys: a window or prefix that is no multiple of anything beyond all keys
+_BEYOND = 7  # Keys by which a window or prefix exceeds kv; an odd number, to be no multiple.
 _MOST_CUTS = 3
 
 
@@ -64,22 +64,22 @@ def masks(*, dimensions: Dimensions, names: Iterable[str] = ()) -> SearchStrateg
     """Masks of the library, not composed.
 
     Among them are windows of 0 and beyond all keys, prefixes of 0, of all keys and beyond, empty
-    documents, and sequences that are nothing but padding.
+    documents, and sequences that consist of padding.
 
     Args:
-        names: Which, simplest first (default: PLAIN_MASKS).
+        names: Names of masks, simplest first (default: PLAIN_MASKS).
 
     Raises:
         UnknownName: for a name that is none of the library's plain masks.
     """
     chosen = tuple(names) or PLAIN_MASKS
     require_known("mask", chosen, _MASKS)
-    return _one_of(chosen, dimensions)
+    return _any_of(chosen, dimensions)
 
 
 @lru_cache(maxsize=1024)
-def _one_of(names: tuple[str, ...], dimensions: Dimensions) -> SearchStrategy[Spec]:
-    """Return the same object for each draw: Hypothesis looks a new strategy through first."""
+def _any_of(names: tuple[str, ...], dimensions: Dimensions) -> SearchStrategy[Spec]:
+    """Return a cached strategy, because Hypothesis validates each new strategy first."""
     return st.one_of([_MASKS[name](dimensions) for name in names])
 
 
@@ -102,14 +102,14 @@ def _plain(name: str) -> Callable[[Dimensions], SearchStrategy[Spec]]:
 
 
 def _sliding_windows(dimensions: Dimensions) -> SearchStrategy[Spec]:
-    """Shrinks to a window of 1; one of 0 hides every key."""
+    """Sliding windows; shrinks to a window of 1. A window of 0 hides every key."""
     widest = max(dimensions.query, dimensions.kv)
     windows = numbers(1, widest, 0, widest + 1, widest + _BEYOND)
     return windows.map(lambda window: Spec.of("sliding_window", window=window))
 
 
 def _prefixes(dimensions: Dimensions) -> SearchStrategy[Spec]:
-    """Shrinks to a prefix of 0, which is causal."""
+    """Prefixes; shrinks to a prefix of 0, which is causal."""
     kv = dimensions.kv
     prefixes = numbers(0, kv - 1, 0, kv, kv + 1, kv + _BEYOND)
     return prefixes.map(lambda prefix: Spec.of("prefix_lm", prefix=prefix))
@@ -121,7 +121,7 @@ def _documents(dimensions: Dimensions) -> SearchStrategy[Spec]:
     cut = numbers(1, total - 1) if total > 1 else st.nothing()
     cuts = st.lists(cut, max_size=_MOST_CUTS, unique=True) if total > 1 else st.just([])
     empty = st.sampled_from((None, None, 0, 1, _MOST_CUTS + 1))
-    return st.tuples(cuts, empty).map(lambda drawn: _cut(*drawn, total))
+    return st.tuples(cuts, empty).map(lambda drawn: _cut_documents(*drawn, total))
 
 
 def _pairs_of_documents(dimensions: Dimensions) -> SearchStrategy[Spec]:
@@ -144,8 +144,8 @@ def _pairs_of_documents(dimensions: Dimensions) -> SearchStrategy[Spec]:
     )
 
 
-def _cut(cuts: list[int], empty: int | None, total: int) -> Spec:
-    """Documents that end at ``cuts`` and ``total``, and an empty one as number ``empty``."""
+def _cut_documents(cuts: list[int], empty: int | None, total: int) -> Spec:
+    """Return documents that end at ``cuts`` and ``total``, with an empty one at index ``empty``."""
     lengths = _lengths(cuts, total)
     if empty is not None:
         lengths.insert(empty, 0)
@@ -153,15 +153,15 @@ def _cut(cuts: list[int], empty: int | None, total: int) -> Spec:
 
 
 def _lengths(cuts: list[int], total: int) -> list[int]:
-    """Return the lengths of what ends at ``cuts`` and ``total``."""
+    """Return the lengths of consecutive ranges that end at ``cuts`` and ``total``."""
     ends = [*sorted(cuts), total]
     return [end - start for start, end in pairwise([0, *ends])]
 
 
 def _paddings(dimensions: Dimensions) -> SearchStrategy[Spec]:
-    """Any number of padding keys in each sequence, or nothing else; shrinks to none."""
+    """Any number of padding keys in each sequence, up to all; shrinks to none."""
     kv = dimensions.kv
-    # All of them as a choice of its own: it stays all of them while kv shrinks.
+    # "All keys" is a special choice, so that it remains all keys while kv shrinks.
     padding = st.tuples(*[numbers(0, kv - 1, kv)] * dimensions.batch)
     return padding.map(lambda hidden: Spec.of("padding", lengths=[kv - n for n in hidden]))
 
@@ -184,7 +184,7 @@ NEIGHBORHOODS = tuple(name for name in _MASKS if name.startswith("neighborhood")
 """The orders of a canvas's cells, simplest first."""
 
 PLAIN_MASKS = tuple(name for name in _MASKS if name not in {"documents", *NEIGHBORHOODS})
-"""Simplest first: what a failure shrinks to."""
+"""Simplest first, because failures shrink to the first."""
 
 
 _DIAGONALS = ("", "top_left", "bottom_right")
@@ -192,11 +192,11 @@ _EMPTY = (None, None, 0, 1, -1)
 
 
 def packings(*, dimensions: Dimensions) -> SearchStrategy[Spec]:
-    """``documents`` of one length, down to 1, and one of another; alone or causal in each.
+    """``documents`` of equal lengths and one of another length; alone or causal in each document.
 
-    Where query and kv differ, so do rows and keys of one document: of the last one where causal is
-    aligned top-left, of the first where it is aligned bottom-right. Only then is a diagonal through
-    the whole one through each document. Among them may be one without rows and keys. Shrinks to
+    If query and kv differ, so do rows and keys of one document: the last one if causal is aligned
+    top-left, the first one if it is aligned bottom-right. Only so does the diagonal of the whole
+    mask run along the diagonal of each document. One document may have no rows and keys. Shrinks to
     documents of length 1.
     """
     shorter = min(dimensions.query, dimensions.kv)

@@ -1,4 +1,4 @@
-"""Whole Problems, of attention and of softmax, and the nearest that a kernel takes."""
+"""Strategies for whole Problems of attention and softmax, and the nearest that a kernel takes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Supports = Callable[[Problem], bool]
 
 _DTYPES = tuple(name for name, dtype in DTYPES.items() if dtype.measured)
 AMPLITUDES = (1, 10, 60, 400)
-"""How many times larger than usual scores are: at 400 a softmax is all but one-hot."""
+"""Factors by which scores are larger than usual: at 400 a softmax is almost one-hot."""
 
-_USUAL = 3  # times more often than each other amplitude
-_LARGEST_SEED = 999  # a draw among many; a short number to read in a failure
+_USUAL_REPEATS = 3  # The first amplitude is drawn this many times as often as each other one.
+_LARGEST_SEED = 999  # Enough different draws, and short to read in a failure.
 
 
 @st.composite
@@ -70,21 +70,21 @@ def problems(  # noqa: PLR0913  # each is a part of a Problem
 
     Args:
         shapes: Sizes (default: ``strategies.shapes()``).
-        masks: ``masks(dimensions=…)`` gives masks for these dimensions.
+        masks: ``masks(dimensions=…)`` returns a strategy for masks of these dimensions.
         scores: Score mods (default: none).
-        dtypes: Which, plainest first.
-        distributions: Which, plainest first (default: all, without those of recordings).
-        amplitudes: Of scale · √head_dim, plainest first: the first is drawn more often.
-        pagings: How keys lie in pages (default: in none), as ``strategies.pagings()``.
-        sinks: Whether they have a sink; None for either, and none before one.
+        dtypes: Names, plainest first.
+        distributions: Names, plainest first (default: all, without those of recordings).
+        amplitudes: Values of scale · √head_dim, plainest first: the first is drawn more often.
+        pagings: How keys lie in pages (default: not in pages), as ``strategies.pagings()``.
+        sinks: Whether they have a sink; None for either, no sink being the simpler.
         backward: Whether gradients are asked for.
-        dlse: Of a backward, whether the loss depends on LSE too; None for either.
-        dcaptured: Of a backward, whether gradients are asked for of what ``scores`` read from
-            tensors, which each of them has to do then.
-        supports: Whether the kernel takes a Problem. One that it does not take is moved to the
+        dlse: Whether the loss of a backward depends on LSE too; None for either.
+        dcaptured: Whether a backward asks for gradients of the tensors that ``scores`` read; then
+            every score mod must read one.
+        supports: Whether the kernel takes a Problem. One that it does not take is replaced by the
             nearest that it does (same mask and values; other dims, lengths, kv heads or dtype, and
-            no sink and no loss of LSE where both are drawn) and dropped only where there is none: a
-            kernel of few head dims is tested as often as one of many.
+            no sink and no loss of LSE where both are drawn) and dropped only if there is none, so
+            that a kernel with few head dims is tested as often as one with many.
 
     Raises:
         UnknownName: for a dtype or distribution that is not known.
@@ -115,15 +115,15 @@ def problems(  # noqa: PLR0913  # each is a part of a Problem
     )
     if supports is None:
         return drawn
-    # Only what was left open: a property about sinks keeps its sinks.
+    # Only options that were left open may be dropped: a property about sinks keeps its sinks.
     drops = [name for name, either in (("sink", sinks), ("dlse", dlse)) if either is None]
-    # Where even the nearest is refused nothing can be derived: only then it is a filter.
+    # Examples are filtered out only if the kernel refuses even the nearest Problems.
     moved = drawn.map(lambda problem: nearest_supported(problem, supports, dtypes, drops=drops))
     return cast("SearchStrategy[Problem]", moved.filter(lambda problem: problem is not None))
 
 
 def _flag_strategy(name: str, *, drawn: bool | None) -> dict[str, SearchStrategy[bool]]:
-    """Nothing is drawn where there is none: what was drawn before stays what it was."""
+    """Return the field's strategy; nothing is drawn for False, so that other draws stay equal."""
     if drawn is False:
         return {}
     return {name: st.booleans() if drawn is None else st.just(value=True)}
@@ -132,7 +132,7 @@ def _flag_strategy(name: str, *, drawn: bool | None) -> dict[str, SearchStrategy
 def _amplitudes(amplitudes: tuple[float, ...]) -> SearchStrategy[float]:
     if not amplitudes or not all(0 < amplitude < math.inf for amplitude in amplitudes):
         raise UsageError(f"amplitudes={amplitudes} must be one or more positive numbers.")
-    return st.sampled_from((*amplitudes[:1] * _USUAL, *amplitudes[1:]))
+    return st.sampled_from((*amplitudes[:1] * _USUAL_REPEATS, *amplitudes[1:]))
 
 
 _MOST_ROWS = 9
@@ -148,15 +148,15 @@ def softmax_problems(
     """Softmax of few rows of up to ``longest`` scores; shrinks to one row of one score.
 
     Args:
-        dtypes: Which, plainest first; what softmax has not is left out.
-        distributions: Which, plainest first (default: all that have scores).
+        dtypes: Names, plainest first; dtypes that softmax lacks are left out.
+        distributions: Names, plainest first (default: all that have scores).
         supports: Whether the kernel takes a Problem; others are dropped.
 
     Raises:
-        ProblemError: where no dtype is left.
+        ProblemError: if no dtype is left.
     """
-    able = tuple(name for name in dtypes if name in SOFTMAX_DTYPES)
-    if not able:
+    softmax_dtypes = tuple(name for name in dtypes if name in SOFTMAX_DTYPES)
+    if not softmax_dtypes:
         raise ProblemError(f"softmax has none of the dtypes {', '.join(dtypes)}.")
     named = tuple(distributions) or tuple(n for n, d in DISTRIBUTIONS.items() if d.scores)
     drawn = st.builds(
@@ -166,17 +166,17 @@ def softmax_problems(
         heads=st.integers(1, 2),
         query=st.integers(1, _MOST_ROWS),
         kv=lengths(longest=longest),
-        dtype=st.sampled_from(able),
+        dtype=st.sampled_from(softmax_dtypes),
         distribution=st.sampled_from(named),
         seed=st.integers(0, _LARGEST_SEED),
     )
-    # Filtered and not moved: a softmax has little but its lengths that could be others.
+    # Filtered, not replaced: a softmax has hardly any field but its lengths that could change.
     return drawn if supports is None else drawn.filter(supports)
 
 
 Changes = dict[str, Any]
 
-# Taken by most kernels, the commonest first.
+# Sizes that most kernels take, the commonest first.
 _COMMON_HEAD_DIMS = (64, 128, 32, 256)
 _COMMON_PAGE_SIZES = (16, 64, 256)
 _LARGEST_TILE, _SMALLEST_TILE = 128, 16
@@ -189,38 +189,38 @@ def nearest_supported(
     *,
     drops: Sequence[str] = (),
 ) -> Problem | None:
-    """Return ``problem``, or the same with few fields changed that ``supports``; else None.
+    """Return ``problem``, or the one with fewest fields changed that ``supports`` takes; else None.
 
     With another head_dim the scale changes too, so that scores stay as large as they were.
 
-    kv, mask, score mod and values stay, except that kv may grow to whole tiles, so that what was
-    chosen for them (a key to hide, say) stays possible; it shrinks only where all else is refused.
+    kv, mask, score mod and values stay, except that kv may grow to whole tiles, so that parameters
+    chosen for them (such as a hidden key) stay valid; kv shrinks only if all else is refused.
 
     Args:
-        dtypes: Those that ``problem`` may have instead, plainest first.
-        drops: What it may do without: ``sink``, ``dlse``.
+        dtypes: Dtypes that ``problem`` may have instead, plainest first.
+        drops: Fields that may become False: ``sink``, ``dlse``.
     """
-    if supports(problem):  # nearly always: what else it could be is not worked out
+    if supports(problem):  # nearly always, so that no changes need to be tried
         return problem
-    # The default scale of one head_dim is not that of another, and some kernels take no other.
+    # The default scale depends on the head_dim, and some kernels take only the default.
     default = problem.has_usual_scale
     refused: set[frozenset[tuple[str, Any]]] = {frozenset()}
     for changes in _fewest_first(problem, dtypes, drops, default=default):
-        real = frozenset(_real_changes(problem, changes, default=default).items())
-        if real in refused:  # a plain Problem has few that differ
+        effective = frozenset(_effective_changes(problem, changes, default=default).items())
+        if effective in refused:  # many sets of changes have the same effect on a plain Problem
             continue
-        refused.add(real)
+        refused.add(effective)
         try:
             moved = problem.replace(**changes)
-        except ProblemError:  # documents do not cover a length that has grown
+        except ProblemError:  # such as documents that do not cover a longer kv
             continue
         if supports(moved):
             return moved
     return None
 
 
-def _real_changes(problem: Problem, changes: Changes, *, default: bool) -> Changes:
-    """Return the changes without those to what it is; the usual scale is that of a head_dim."""
+def _effective_changes(problem: Problem, changes: Changes, *, default: bool) -> Changes:
+    """Return the changes that change the Problem; a usual scale changes only with the head_dim."""
     real = {name: value for name, value in changes.items() if getattr(problem, name) != value}
     if default and "head_dim" not in real:
         real.pop("scale", None)
@@ -236,19 +236,19 @@ def _fewest_first(
         _heads(problem),
         _pagings(problem),
         _dtypes(problem, dtypes),
-        *_without(problem, drops),
+        *_drops(problem, drops),
         [{}] if default else [{}, {"scale": USUAL_SCALE}],
     )
-    # As few changes as possible; among as many, sorting keeps the order of the axes' choices.
+    # Fewest changes first; sorting is stable and keeps the order of the axes' choices.
     for changed in sorted(combinations, key=lambda axes: sum(map(bool, axes))):
         yield {name: value for axis in changed for name, value in axis.items()}
 
 
 def _dims(problem: Problem, *, default: bool) -> list[Changes]:
     def scale(dim: int) -> float:
-        # 0 asks for 1/√dim, to its last bit: a kernel may take no other.
-        kept = problem.scale * math.sqrt(problem.head_dim / dim)
-        return USUAL_SCALE if default else kept
+        # USUAL_SCALE is 1/√dim to the last bit: some kernels take no other.
+        same_amplitude = problem.scale * math.sqrt(problem.head_dim / dim)
+        return USUAL_SCALE if default else same_amplitude
 
     common: list[Changes] = [
         {"head_dim": dim, "value_dim": dim, "scale": scale(dim)} for dim in _COMMON_HEAD_DIMS
@@ -258,7 +258,7 @@ def _dims(problem: Problem, *, default: bool) -> list[Changes]:
 
 def _lengths(problem: Problem) -> list[Changes]:
     whole = -(-problem.kv // _LARGEST_TILE) * _LARGEST_TILE
-    # One row is what decoding takes, and few keys what lies whole in one tile.
+    # One row is for decoding kernels, and few keys for kernels with a single tile.
     few = {"query": min(problem.query, _SMALLEST_TILE), "kv": min(problem.kv, _SMALLEST_TILE)}
     lengths: list[Changes] = [{}, {"query": problem.kv}, {"query": whole, "kv": whole}]
     return [*lengths, {"query": few["query"]}, {"query": 1}, few]
@@ -269,14 +269,14 @@ def _heads(problem: Problem) -> list[Changes]:
 
 
 def _pagings(problem: Problem) -> list[Changes]:
-    """Pages stay pages: a kernel that takes none of a size may take others."""
+    """Return changes of the page size; keys in pages stay in pages."""
     if problem.paging is None:
         return [{}]
     sizes = [size for size in _COMMON_PAGE_SIZES if size != problem.paging.size]
     return [{}, *({"paging": replace(problem.paging, size=size)} for size in sizes)]
 
 
-def _without(problem: Problem, drops: Sequence[str]) -> list[list[Changes]]:
+def _drops(problem: Problem, drops: Sequence[str]) -> list[list[Changes]]:
     return [[{}, {name: False}] for name in drops if getattr(problem, name)]
 
 

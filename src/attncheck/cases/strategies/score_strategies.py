@@ -1,6 +1,6 @@
-"""Score mods, expressions and compositions of masks and score mods.
+"""Strategies for score mods, expressions and compositions of masks and score mods.
 
-Numbers are small: with an index below 2^24 no whole number leaves 32 bits.
+Numbers are small, so that no integer exceeds 32 bits for indices below 2^24.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def scores(*, names: Iterable[str] = ()) -> SearchStrategy[Spec]:
     """Score mods of the library, not composed, each at a few strengths.
 
     Args:
-        names: Which, simplest first (default: all, from none on).
+        names: Names of score mods, simplest first (default: all, from none on).
 
     Raises:
         UnknownName: for a name that is none of the library's plain score mods.
@@ -34,13 +34,13 @@ def scores(*, names: Iterable[str] = ()) -> SearchStrategy[Spec]:
 
 
 def captured_scores() -> SearchStrategy[Spec]:
-    """Score mods that read numbers from tensors, alone and before or behind one that bends scores.
+    """Score mods that read tensors, alone and before or after a softcap or temperature.
 
     Shrinks to ``alibi``.
     """
-    bent = scores(names=("temperature", "softcap"))
-    # A bend behind what adds has a part in its gradient; one before it has none.
-    chained = st.tuples(_ADDED, bent) | st.tuples(bent, _ADDED) | st.tuples(_ADDED, _ADDED)
+    bending = scores(names=("temperature", "softcap"))
+    # A softcap after the addition enters its gradient; one before it does not.
+    chained = st.tuples(_ADDED, bending) | st.tuples(bending, _ADDED) | st.tuples(_ADDED, _ADDED)
     return _ADDED | _SCORES["offset"] | chained.map(lambda parts: Spec.of("chain", *parts))
 
 
@@ -69,37 +69,37 @@ _COMPARISONS = (">=", "<", "==", "!=", ">", "<=")
 _DIVISORS = ("2", "3", "5", "16", "17")
 _FACTORS = ("2", "3", "7")
 _LARGEST_STEP = 33
-_STRENGTHS = ("0.5", "0.125", "2.0")  # fp32 holds them
+_STRENGTHS = ("0.5", "0.125", "2.0")  # exact in fp32
 _SCALES = (*_STRENGTHS, "-0.25")
 _CAPS = ("8.0", "30.0")
 
 
 def expressions(*, dimensions: Dimensions) -> SearchStrategy[Spec]:
-    """Masks of up to three comparisons of indices, computed with as mods do.
+    """Masks of up to three comparisons of indices, with the arithmetic that mods use.
 
     Shrinks to ``q_idx >= kv_idx``.
 
     Args:
-        dimensions: Numbers that it compares with are up to the longer of query and kv.
+        dimensions: Indices are compared with numbers up to the longer of query and kv.
     """
-    return _conditions(max(dimensions.query, dimensions.kv)).map(_written)
+    return _conditions(max(dimensions.query, dimensions.kv)).map(_expression_spec)
 
 
 def score_expressions() -> SearchStrategy[Spec]:
-    """Score mods that keep scores finite, and about as large as they are; shrinks to ``score``."""
-    return _scores().map(_written)
+    """Score mods that keep scores finite and of similar size; shrinks to ``score``."""
+    return _scores().map(_expression_spec)
 
 
-def _written(text: str) -> Spec:
+def _expression_spec(text: str) -> Spec:
     return Spec.of("expression", text=text)
 
 
-def _filled(pattern: str, *parts: SearchStrategy[str]) -> SearchStrategy[str]:
-    """``pattern`` with drawn texts; a part that is more than a name or a call in parentheses."""
-    return st.tuples(*parts).map(lambda texts: pattern.format(*map(_atom, texts)))
+def _fill(pattern: str, *parts: SearchStrategy[str]) -> SearchStrategy[str]:
+    """Fill ``pattern`` with drawn texts; those that are no name, number or call in parentheses."""
+    return st.tuples(*parts).map(lambda texts: pattern.format(*map(_parenthesize, texts)))
 
 
-def _atom(text: str) -> str:
+def _parenthesize(text: str) -> str:
     if text in _SIGNS or isinstance(ast.parse(text, mode="eval").body, _ATOMS):
         return text
     return f"({text})"
@@ -113,33 +113,33 @@ _ATOMS = (ast.Name, ast.Constant, ast.Call, ast.UnaryOp)
 def _conditions(longest: int) -> SearchStrategy[str]:
     short = _comparisons(longest)
     index = st.sampled_from(_FORWARD)
-    computed = _compared(_stepped(_stepped(index)), longest)
-    joined = _filled("{} {} {}", short, st.sampled_from("&|"), short)
+    computed = _compare(_step_index(_step_index(index)), longest)
+    joined = _fill("{} {} {}", short, st.sampled_from("&|"), short)
     return st.one_of(
-        short, computed, joined, _filled("~{}", short | joined), _filled("{} & {}", short, joined)
+        short, computed, joined, _fill("~{}", short | joined), _fill("{} & {}", short, joined)
     )
 
 
 @lru_cache(maxsize=256)
 def _comparisons(longest: int) -> SearchStrategy[str]:
-    """Of an index, or what one step makes of it, with another index or a number."""
+    """Comparisons of an index, or one step from it, with another index or a number."""
     index = st.sampled_from(_FORWARD)
-    return _compared(index | _stepped(index), longest)
+    return _compare(index | _step_index(index), longest)
 
 
-def _compared(left: SearchStrategy[str], longest: int) -> SearchStrategy[str]:
+def _compare(left: SearchStrategy[str], longest: int) -> SearchStrategy[str]:
     right = st.sampled_from(_BACKWARD) | numbers(0, longest).map(str)
     return st.tuples(left, st.sampled_from(_COMPARISONS), right).map(" ".join)
 
 
-def _stepped(part: SearchStrategy[str]) -> SearchStrategy[str]:
-    """Return what is one operation away from ``part``."""
+def _step_index(part: SearchStrategy[str]) -> SearchStrategy[str]:
+    """Return expressions one operation away from ``part``."""
     other = st.sampled_from((*_BACKWARD[:3], "3", "16"))
     return st.one_of(
-        _filled("{} {} {}", part, st.sampled_from(("//", "%")), st.sampled_from(_DIVISORS)),
-        _filled("{} {} {}", part, st.sampled_from("+-"), numbers(1, _LARGEST_STEP).map(str)),
-        _filled("{} * {}", part, st.sampled_from(_FACTORS)),
-        _filled("abs({} - {})", part, other),
+        _fill("{} {} {}", part, st.sampled_from(("//", "%")), st.sampled_from(_DIVISORS)),
+        _fill("{} {} {}", part, st.sampled_from("+-"), numbers(1, _LARGEST_STEP).map(str)),
+        _fill("{} * {}", part, st.sampled_from(_FACTORS)),
+        _fill("abs({} - {})", part, other),
         st.tuples(_LIMITS, part, other).map(lambda texts: "{}({}, {})".format(*texts)),
     )
 
@@ -150,32 +150,32 @@ _LIMITS = st.sampled_from(("minimum", "maximum"))
 @lru_cache(maxsize=1)
 def _scores() -> SearchStrategy[str]:
     score = st.just("score")
-    return st.one_of(score, _changed(score), _changed(_changed(score)))
+    return st.one_of(score, _change_score(score), _change_score(_change_score(score)))
 
 
-def _changed(score: SearchStrategy[str]) -> SearchStrategy[str]:
-    """Return what is one operation away from ``score``."""
+def _change_score(score: SearchStrategy[str]) -> SearchStrategy[str]:
+    """Return expressions one operation away from ``score``."""
     strength, scale = st.sampled_from(_STRENGTHS), st.sampled_from(_SCALES)
     return st.one_of(
-        _filled("{} * {}", score, scale),
-        _filled("{} {} {} * {}", score, st.sampled_from("+-"), strength, st.sampled_from(_BIASES)),
-        st.tuples(score, st.sampled_from(_CAPS)).map(_capped),
-        st.tuples(_comparisons(_LARGEST_STEP), score, scale).map(_chosen),
+        _fill("{} * {}", score, scale),
+        _fill("{} {} {} * {}", score, st.sampled_from("+-"), strength, st.sampled_from(_BIASES)),
+        st.tuples(score, st.sampled_from(_CAPS)).map(_cap_score),
+        st.tuples(_comparisons(_LARGEST_STEP), score, scale).map(_scale_where),
         st.tuples(_LIMITS, score, strength).map(lambda texts: "{}({}, {})".format(*texts)),
     )
 
 
-def _capped(drawn: tuple[str, str]) -> str:
+def _cap_score(drawn: tuple[str, str]) -> str:
     score, cap = drawn
-    return f"tanh({_atom(score)} / {cap}) * {cap}"
+    return f"tanh({_parenthesize(score)} / {cap}) * {cap}"
 
 
-def _chosen(drawn: tuple[str, str, str]) -> str:
+def _scale_where(drawn: tuple[str, str, str]) -> str:
     condition, score, scale = drawn
-    return f"where({condition}, {score}, {_atom(score)} * {scale})"
+    return f"where({condition}, {score}, {_parenthesize(score)} * {scale})"
 
 
-# Whole numbers up to 16 whatever the indices.
+# Integers up to 16, whatever the indices.
 _BIASES = (
     *(f"{index} % {divisor}" for index in _BACKWARD for divisor in _DIVISORS),
     *("minimum(abs(q_idx - kv_idx), 16)", "(kv_idx - q_idx) % 7") * 5,
@@ -184,16 +184,13 @@ _BIASES = (
 
 _DEEPEST = 3
 _MOST_PARTS = 3
-_BEYOND = 7  # rows behind the last key
+_BEYOND = 7  # Rows by which an offset exceeds kv.
 
 
 def compositions(*, dimensions: Dimensions) -> SearchStrategy[Spec]:
-    """``and``, ``or`` and ``not`` of the library's masks, up to three one inside the other.
+    """``and``, ``or`` and ``not`` of the library's masks and of ``offsets``, up to three deep.
 
-    Among the masks are such of later rows (``offsets``).
-
-    Shrinks to ``and(full, full)``, which is no mask at all: what fails with it has nothing to do
-    with masks.
+    Shrinks to ``and(full, full)``, which hides no key: a failure with it is not about masks.
     """
     return _nested(dimensions, _DEEPEST)
 
@@ -203,20 +200,20 @@ def _nested(dimensions: Dimensions, deepest: int) -> SearchStrategy[Spec]:
     part = masks(dimensions=dimensions) | offsets(dimensions=dimensions)
     if deepest > 1:
         part |= _nested(dimensions, deepest - 1)
-    # ``not`` leaves out what was drawn for others: with fewer choices it would be the simplest.
+    # ``not`` draws unused parts too, or Hypothesis would take it for the simplest operator.
     parts = st.lists(part, min_size=2, max_size=_MOST_PARTS)
-    return st.tuples(_KINDS, parts).map(
+    return st.tuples(_OPERATORS, parts).map(
         lambda drawn: Spec.of(drawn[0], *drawn[1][: 1 if drawn[0] == "not" else _MOST_PARTS])
     )
 
 
 def offsets(*, dimensions: Dimensions) -> SearchStrategy[Spec]:
-    """``offset`` of a mask of the library: rows 0 to beyond all keys later.
+    """``offset`` of a mask of the library, by 0 rows up to more than all keys.
 
     Shrinks to ``offset(full, rows=0)``.
 
     Args:
-        dimensions: Of the rows that are asked; the part fits the longer problem.
+        dimensions: Dimensions of the Problem; the inner mask fits one with ``rows`` more rows.
     """
     return _offsets(dimensions)
 
@@ -229,7 +226,7 @@ def _offsets(draw: st.DrawFn, dimensions: Dimensions) -> Spec:
     return Spec.of("offset", draw(masks(dimensions=later)), rows=rows)
 
 
-_KINDS = st.sampled_from(("and", "or", "not", "and", "or"))
+_OPERATORS = st.sampled_from(("and", "or", "not", "and", "or"))
 
 
 def score_chains() -> SearchStrategy[Spec]:

@@ -1,4 +1,4 @@
-"""Sizes of a Problem where kernels break: lengths at tile edges, heads, pages."""
+"""Strategies for sizes at which kernels fail: lengths at tile edges, head counts, pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attncheck.inputs.distributions import Sizes
 from attncheck.inputs.problem import LARGEST_HEAD_DIM
 
 TILES = (16, 32, 64, 128)
-"""Tile sizes of kernels: a length is interesting at one to three of them, one below, one above."""
+"""Tile sizes of kernels: edges are one to three tiles, and one less and one more than these."""
 
 _EDGES = {0, 1, 2, 3} | {n * t + step for t in TILES for n in (1, 2, 3) for step in (-1, 0, 1)}
 
@@ -23,9 +23,9 @@ _EDGES = {0, 1, 2, 3} | {n * t + step for t in TILES for n in (1, 2, 3) for step
 def lengths(*, shortest: int = 1, longest: int = 130) -> SearchStrategy[int]:
     """Lengths from ``shortest`` to ``longest``, half of them 1–3 or within one of a tile's edge.
 
-    One choice among the lengths in order, edges repeated: that shrinks to the shortest length
-    that fails, whether it is an edge or not, where all longer ones fail too. A fault at some
-    lengths alone (every 32nd, say) shrinks to one of the first of them.
+    Draws from the sorted lengths with edges repeated, which shrinks to the shortest failing
+    length, edge or not, if all longer lengths fail too. A fault at some lengths only, such as
+    every 32nd, shrinks to one of the first of them.
 
     Raises:
         UsageError: unless 1 ≤ shortest ≤ longest.
@@ -41,17 +41,17 @@ def lengths(*, shortest: int = 1, longest: int = 130) -> SearchStrategy[int]:
 
 @lru_cache(maxsize=4096)
 def numbers(smallest: int, largest: int, *special: int) -> SearchStrategy[int]:
-    """Whole numbers from ``smallest`` to ``largest``, many of them edges, and ``special`` ones.
+    """Integers from ``smallest`` to ``largest``, many of them edges, and ``special`` ones.
 
-    For limits that depend on what was drawn before: choices mean the same numbers when the limits
-    shrink. Shrinks to the smallest that fails, and to a special one only where no other does.
+    For limits that depend on earlier draws: a choice stands for the same number when the limits
+    shrink. Shrinks to the smallest failing number, and to a special one only if no other fails.
     """
-    plain = st.sampled_from(_sorted(smallest, largest, _REPEATS))
-    which = st.sampled_from((None,) * (_REPEATS + len(special)) + tuple(range(len(special))))
+    plain = st.sampled_from(_sorted(smallest, largest, _EDGE_REPEATS))
+    which = st.sampled_from((None,) * (_EDGE_REPEATS + len(special)) + tuple(range(len(special))))
     return st.builds(lambda i, number: number if i is None else special[i], which, plain)
 
 
-_REPEATS = 4  # up to 130 half of all
+_EDGE_REPEATS = 4  # Edges are then half of all draws up to 130.
 
 
 @lru_cache(maxsize=256)
@@ -63,9 +63,9 @@ def _sorted(smallest: int, largest: int, repeats: int) -> tuple[int, ...]:
 
 
 HEAD_DIMS = (1, 3, 16, 17, 40, 64, 80, 96, 128)
-"""Powers of two and what lies between them, where kernels pad or refuse."""
+"""Powers of two, and dims between them, where kernels pad or refuse."""
 
-# Made once, as all that depends on few numbers: Hypothesis looks a new strategy through first.
+# Strategies are created once and reused, because Hypothesis validates each new one first.
 _SELDOM = st.sampled_from((False, False, True))
 _LARGEST_BATCH, _MOST_QUERY_HEADS, _MOST_KV_HEADS, _LARGEST_GROUP = 2, 6, 4, 5
 
@@ -80,16 +80,16 @@ def _sizes(
     kv: SearchStrategy[int],
     dims: SearchStrategy[int],
 ) -> Sizes:
-    """Always the same choices in the same order, so that none is won by dropping another.
+    """Draw sizes; the same choices in the same order, so shrinking cannot gain by dropping one.
 
     Args:
         most_heads: Largest batch · heads.
-        squares: The shortest and the longest query, where it is to be kv.
+        squares: The shortest and the longest query if query and kv are to be equal.
     """
     heads, kv_heads = draw(head_counts)
     batch = draw(st.integers(1, min(_LARGEST_BATCH, most_heads // heads)))
     rows, keys, head_dim, value_dim = draw(query), draw(kv), draw(dims), draw(dims)
-    # Kernels take other paths where the two agree, and chance alone would seldom make them.
+    # Kernels take other paths for equal sizes, which chance alone would seldom draw.
     square, same_dim = (draw(_SELDOM) for _ in range(2))
     if square and keys <= squares[1]:
         rows = keys = max(keys, squares[0])
@@ -117,12 +117,12 @@ def shapes(
     """Sizes with query and kv unequal both ways or equal, MHA, GQA and MQA, value_dim free.
 
     Args:
-        longest_query: Largest query length, where it is not ``longest``.
+        longest_query: Largest query length, if it is not ``longest``.
         shortest_kv: Smallest kv length.
-        most_heads: Largest batch · heads: what an interpreted kernel's time is made of. From 8 on,
-            a second sequence comes with several kv heads of several query heads each: a wrong
-            stride of the batch shows beside a wrong head map.
-        head_dims: What head_dim and value_dim are drawn from; they shrink to the first.
+        most_heads: Largest batch · heads, to which an interpreted kernel's time is proportional.
+            From 8 on, a second sequence may have several kv heads with several query heads each,
+            to find wrong batch strides together with wrong head maps.
+        head_dims: Choices for head_dim and value_dim, which shrink to the first.
 
     Raises:
         UsageError: for numbers that leave nothing to draw.
@@ -144,9 +144,9 @@ def shapes(
 
 
 def _head_counts(most: int, largest_group: int) -> tuple[tuple[int, int], ...]:
-    """(heads, kv_heads), few kv heads first; with 6/2 and 6/3, h // group and h % kv_heads differ.
+    """Return pairs (heads, kv_heads), few kv heads first; drawn one by one, 6/2 would be rare.
 
-    Each pair as likely as another: drawn one number after the other, those would be rare.
+    With 6/2 and 6/3, h // group and h % kv_heads differ.
     """
     counts = (
         (kv_heads * group, kv_heads)
@@ -160,24 +160,23 @@ def _head_counts(most: int, largest_group: int) -> tuple[tuple[int, int], ...]:
 PAGE_SIZES = (16, 32, 64, 128, 256)  # sizes that serving engines use
 
 ODD_PAGE_SIZES = (3, 1, 17)
-"""Sizes that only a kernel takes which looks up each key by itself: no tile is made of them."""
+"""Sizes for kernels that look up the page of each key, since no tile is a multiple of them."""
 
-_LARGEST_SEED = 99  # a draw among many; a short number to read in a failure
+_LARGEST_SEED = 99  # Enough different draws, and short to read in a failure.
 
 
 def pagings(
     *, sizes: Iterable[int] = (*PAGE_SIZES, *ODD_PAGE_SIZES), shared: Iterable[int] = (0, 1, 2)
 ) -> SearchStrategy[Paging]:
-    """Pages of several sizes, in any order; shrinks to the first size, order 0 and nothing shared.
+    """Pages of several sizes in any order; shrinks to the first size, seed 0 and no shared page.
 
     Args:
         sizes: Keys in a page, plainest first.
-        shared: How many leading pages all sequences share, plainest first: the first is drawn as
-            often as all others together.
+        shared: Numbers of leading pages that all sequences share, plainest first: the first is
+            drawn as often as all others together.
 
     Raises:
-        UsageError: for no size, or one that no page has; for no number of shared pages, or a
-            negative one.
+        UsageError: for no size or an impossible one; for no number of shared pages or a negative.
     """
     sizes, shared = tuple(sizes), tuple(shared)
     if not sizes or not all(1 <= size <= LARGEST_PAGE for size in sizes):
@@ -189,13 +188,13 @@ def pagings(
 
 @lru_cache(maxsize=64)
 def _pagings(sizes: tuple[int, ...], shared: tuple[int, ...]) -> SearchStrategy[Paging]:
-    """Return the same object for each draw: Hypothesis looks a new strategy through first."""
-    usual = shared[:1] * max(1, len(shared) - 1)
+    """Return a cached strategy, because Hypothesis validates each new strategy first."""
+    repeated_first = shared[:1] * max(1, len(shared) - 1)
     return st.builds(
         Paging,
         size=st.sampled_from(sizes),
         seed=st.integers(0, _LARGEST_SEED),
-        shared=st.sampled_from((*usual, *shared[1:])),
+        shared=st.sampled_from((*repeated_first, *shared[1:])),
     )
 
 
