@@ -1,3 +1,3 @@
-"""Core: errors, number formats, outputs, exact quantities, judgements and text; imports no room."""
+"""Errors, number formats, outputs, exact quantities, judgements and text; imports no other room."""
 
-VERSION = "0.1.0"  # of attncheck, as in pyproject.toml
+VERSION = "0.1.0"  # The version in pyproject.toml.

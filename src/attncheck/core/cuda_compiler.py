@@ -1,4 +1,4 @@
-"""Kernels in CUDA C++, compiled where they run by CUDA's own compiler, NVRTC."""
+"""Compile CUDA C++ kernels at run time with NVRTC."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from attncheck.core.errors import HostError
 
 Launch = Callable[[tuple[int, int, int], Sequence[Tensor | int | float | None]], None]
-"""Runs a kernel on torch's current stream: a grid, and what it is given; None is no pointer."""
+"""Launches a kernel with (grid, arguments) on torch's current stream; None is a null pointer."""
 
 _MOST_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -28,14 +28,14 @@ def compile_kernel(
     """Return the kernel ``name`` of CUDA C++ ``source`` on ``device``.
 
     Args:
-        defines: Numbers that it is compiled for, by their names in the source.
-        threads: Of a block.
+        defines: Compile-time numbers by their names in the source.
+        threads: Threads of a block.
         shared: Bytes of a block's shared memory.
 
-    Raises HostError where there is no NVRTC, or it refuses.
+    Raises HostError if NVRTC is missing, or refuses the source.
     """
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # there is a context from here on
+        torch.cuda.current_stream()  # creates the CUDA context
         driver, module, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_void_p()
         _check(driver.cuModuleLoadData(ctypes.byref(module), _cubin(source, defines, device)))
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))

@@ -1,6 +1,6 @@
-"""Arithmetic that a kernel declares, and what its accumulators cost: equations B1–B3.
+"""The arithmetic that a kernel declares, and error bounds of its accumulators: equations B1–B3.
 
-Light on purpose: capability tables declare it, and are read without torch.
+Imports no torch, since capability tables that declare arithmetics are read without it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulator:
-    """Way in which a sum of products is added up.
+    """The way in which a sum of products is accumulated.
 
     Raises:
         ValueError: A number is no integer of at least 1.
     """
 
-    name: str  # what reports call it
-    # Products added in one step, aligned to the largest; None where every addition is rounded to
-    # nearest on its own, in any order. A step takes consecutive products, from a multiple of
-    # ``block`` on.
+    name: str  # Name in reports.
+    # Number of consecutive products, from a multiple of ``block`` on, that are aligned to the
+    # largest and added in one step; None if every addition is rounded to nearest, in any order.
     block: int | None = None
-    alignment: int = 24  # fraction bits that an aligned product keeps
-    # Significant bits after a step: truncated where ``block`` is given, else rounded.
+    alignment: int = 24  # Fraction bits of an aligned product.
+    # Significant bits after a step: truncated with a ``block``, else rounded.
     result: int = 24
-    format: Format = FORMATS["fp32"]  # of the sum
+    format: Format = FORMATS["fp32"]  # Format of the sum.
 
     def __post_init__(self) -> None:
         for name in ("block", "alignment", "result"):
@@ -51,20 +50,20 @@ class Accumulator:
 
     @property
     def coarse(self) -> bool:
-        """Return whether steps keep too few bits to pass for fp32, so that a finer bound pays."""
-        # Cores that keep 23 bits or more lose about as much as fp32: the plain bound will do.
+        """Return whether steps are so much coarser than fp32 that a finer bound is worthwhile."""
+        # Cores that keep 23 bits or more lose about as much as fp32: the plain bound suffices.
         return self.block is not None and 2.0**-self.alignment > 2 * self.format.unit_roundoff
 
     def step_loss(self) -> tuple[float, float]:
-        """Largest loss of a step: of its largest term, and of the running sum (B2)."""
+        """Return the largest loss of a step, relative to its largest term and to the sum (B2)."""
         assert self.block is not None
-        # Each of the block's products and the running sum are cut to the largest's last bit.
+        # The block's products and the running sum are truncated at the largest one's last bit.
         return (self.block + 1) * 2.0**-self.alignment, 2.0 ** (1 - self.result)
 
     def rounded(self, n: Count) -> Count:
-        """Largest error of ``n`` roundings to nearest, relative to the sum of magnitudes (B1).
+        """Return a bound of ``n`` roundings to nearest, relative to the sum of magnitudes (B1).
 
-        Infinite of so many that B1 says nothing.
+        Infinite if ``n`` is too large for B1.
         """
         # Higham's γ_n = nu ÷ (1 − nu), which holds for any order of the additions.
         roundings = n * self.unit
@@ -74,9 +73,9 @@ class Accumulator:
         return error
 
     def det(self, n: Count, nonzero_steps: Count | None = None) -> Count:
-        """Largest error of a sum of ``n`` products, relative to the sum of magnitudes (B1, B2).
+        """Return a bound of a sum of ``n`` products, relative to the sum of magnitudes (B1, B2).
 
-        What is cut off toward zero is less than everything. Of ``nonzero_steps`` see ``bias``.
+        Truncation loses at most the whole sum. For ``nonzero_steps`` see ``bias``.
         """
         if self.block is None:
             return self.rounded(n)
@@ -85,17 +84,18 @@ class Accumulator:
         return self.rounded(n) + at_most_one
 
     def sd(self, n: Count) -> Count:
-        """Standard deviation of rounding to nearest, relative to the sum of magnitudes (B3)."""
-        # A rounding to nearest is uniform over half a unit on either side: u ÷ √3 each.
+        """Return the standard deviation of n roundings, relative to the sum of magnitudes (B3)."""
+        # An error of rounding to nearest is uniform on [−u, u]: its deviation is u ÷ √3.
         deviation: Count = n**0.5 * (self.unit / math.sqrt(3))
         return deviation
 
     def bias(self, n: Count, nonzero_steps: Count | None = None) -> Count:
-        """Largest systematic error, relative to the largest running sum; 0 of rounding (B3).
+        """Return a bound of the systematic error, relative to the largest running sum (B3).
+
+        It is 0 for rounding to nearest.
 
         Args:
-            nonzero_steps: Steps in which one of them is not 0, where those do not follow on each
-                other.
+            nonzero_steps: Number of steps with a nonzero product, if these are not consecutive.
         """
         if self.block is None:
             return n * 0.0
@@ -109,9 +109,9 @@ class Accumulator:
 FP32 = Accumulator(name="fp32")
 FP64 = Accumulator(name="fp64", result=53, format=FORMATS["fp64"])
 
-# Tensor cores, as MMA-Sim found them bit for bit (Xie et al. 2025): products are aligned to the
-# largest exponent of a step, cut off, added exactly, and the sum is truncated. Hopper's for bf16
-# and fp16 (16 products, 25 bits) loses less than FP32's any-order bound.
+# Tensor cores, as modelled bit for bit by MMA-Sim (Xie et al. 2025): products are aligned to the
+# largest exponent of a step, truncated, added exactly, and the sum is truncated. Hopper's core for
+# bf16 and fp16 (16 products, 25 bits) loses less than the any-order bound of FP32.
 VOLTA = Accumulator(name="Volta tensor core", block=4, alignment=23, result=24)
 AMPERE = Accumulator(name="Ampere tensor core", block=8, alignment=24, result=24)
 HOPPER_FP8 = Accumulator(name="13-bit, 32 products a step", block=32, alignment=13, result=14)
@@ -119,51 +119,50 @@ HOPPER_FP8 = Accumulator(name="13-bit, 32 products a step", block=32, alignment=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """The profile of a kernel.
+    """The arithmetic of a kernel.
 
     Raises:
-        ProblemError: P times its scale can pass the largest number of its format, which is a fault
-            and no error that could be bounded.
-        TypeError: A format or an accumulator is none.
+        ProblemError: P times its scale can exceed the largest number of its format, which is a
+            fault and not a bounded error.
+        TypeError: A format or an accumulator is not of the right type.
         ValueError: A number is out of its range.
     """
 
-    products: Format  # format in which a product reads its operands; of tf32 kernels tf32
-    # Whether tf32 operands are truncated, as tensor cores do, or rounded to nearest.
+    products: Format  # Format in which a product reads its operands; tf32 for tf32 kernels.
+    # Whether tf32 operands are truncated, as by tensor cores, or rounded to nearest.
     truncates: bool = False
-    scores: Accumulator = FP32  # accumulator of q·k
-    values: Accumulator = FP32  # accumulator of P·V
-    weights: Format  # format of P as P·V reads it; fp32 where P is not rounded
-    weights_scale: float = 1.0  # what P is multiplied by before it is rounded
-    lazy_rescale: float = 0.0  # Log2 units by which the running maximum may lag
-    # Whether the row sum takes the rounded P: a legitimate design.
+    scores: Accumulator = FP32  # Accumulator of q·k.
+    values: Accumulator = FP32  # Accumulator of P·V.
+    weights: Format  # Format of P as P·V reads it; fp32 where P is not rounded.
+    weights_scale: float = 1.0  # Factor of P before it is rounded.
+    lazy_rescale: float = 0.0  # Log2 units by which the running maximum may lag.
+    # Whether the row sum adds the rounded P, which is a legitimate design.
     sums_rounded_weights: bool = False
-    # Whether P is divided by the row sum before it is rounded, as kernels do that are not fused.
+    # Whether P is divided by the row sum before it is rounded, as in kernels that are not fused.
     normalised_weights: bool = False
-    # Whether O is divided by the row sum after every tile, as in FlashAttention-1, also where the
-    # row sees nothing of the tile.
+    # Whether O is divided by the row sum after every tile, as in FlashAttention-1, even if the row
+    # sees no key of the tile.
     divides_each_step: bool = False
     # Format to which a kernel rounds scale · q before the product; None where it does not.
     scaled_query: Format | None = None
-    # Format to which a backward that is not fused rounds dO · v before Σ dO · O is taken off;
-    # None where it stays as it was computed.
+    # Format to which a backward that is not fused rounds dO · v before Σ dO · O is subtracted; None
+    # where it is not rounded.
     rounds_value_products: Format | None = None
-    # Whether a backward rounds the gradients of k and v to the output format for each query head,
-    # and adds those that share a key head afterwards.
+    # Whether a backward rounds the gradients of k and v to the output format for each query head
+    # before it adds those of the heads that share a key head.
     sums_rounded_heads: bool = False
-    # Whether a fused backward multiplies dO · v − δ by the P that it has rounded for the gradient
-    # of v.
+    # Whether a fused backward multiplies dO · v − δ by the rounded P of the gradient of v.
     rereads_weights: bool = False
-    # Most parts in which a backward adds the gradients of k and v up in the output format, each
-    # head and tile of rows one; 1 where they are rounded once.
+    # Largest number of parts, one for each head and tile of rows, in which a backward accumulates
+    # the gradients of k and v in the output format; 1 where they are rounded once.
     dkv_parts: int = 1
-    dq_parts: int = 1  # the same of the gradient of q, each tile of keys one
-    # CUDA documents exp2f within 2 ulps.
-    exp2_ulps: float = 2.0  # largest error of its exp2, in units in the last place of ``computes``
-    tanh_error: float = 2.0**-11  # largest relative error of its tanh (2^-11 of tanh.approx)
-    block_kv: int = 16  # fewest keys of a step; the least that is usual where it is not known
-    splits: int = 1  # most parts that are computed apart and merged through LSE
-    output: Format  # format of out
+    dq_parts: int = 1  # Largest number of such parts of q's gradient, one for each tile of keys.
+    # CUDA documents an error of at most 2 ulps for exp2f.
+    exp2_ulps: float = 2.0  # Largest error of exp2, in units in the last place of ``computes``.
+    tanh_error: float = 2.0**-11  # Largest relative error of tanh (2^-11 for tanh.approx).
+    block_kv: int = 16  # Fewest keys of a step; if unknown, the smallest that is usual.
+    splits: int = 1  # Largest number of parts that are computed separately and merged through LSE.
+    output: Format  # Format of out.
     # Format of everything else: scores, exponents, row sums, LSE.
     computes: Format = FORMATS["fp32"]
 
@@ -178,7 +177,7 @@ class Arithmetic:
             )
 
     def _check_declaration(self) -> None:
-        """Raise at once for what is no format or no such number: users declare these."""
+        """Raise for fields of a wrong type or range, since users declare them."""
         for name in ("products", "weights", "output", "computes", "rounds_value_products"):
             value, optional = getattr(self, name), name == "rounds_value_products"
             if not isinstance(value, Format) and not (optional and value is None):
@@ -204,24 +203,24 @@ class Arithmetic:
 
     @property
     def operand_error(self) -> float:
-        """Largest relative error with which a product reads a stored fp32 number: tf32's, or 0."""
+        """Largest relative error of reading a stored fp32 operand: that of tf32, or 0."""
         return self._unit_of(self.products) if self.products.name == "tf32" else 0.0
 
     @property
     def weights_error(self) -> float:
-        """Largest relative error of rounding a normal P; 0 where P stays as it was computed."""
+        """Largest relative error of rounding a normal P; 0 where P is not rounded."""
         if self.weights.significand >= self.computes.significand:
             return 0.0
         return self._unit_of(self.weights)
 
     @property
     def score_gradients(self) -> Format:
-        """Format in which the products of a backward read the scores' gradients: the coarser."""
+        """Format in which a backward's products read the scores' gradients: the coarser one."""
         return min(self.products, self.weights, key=lambda fmt: fmt.significand)
 
     @property
     def score_gradients_error(self) -> float:
-        """Largest relative error of rounding a normal one to it; 0 where it stays as computed."""
+        """Largest relative error of rounding a normal score gradient; 0 where it is not rounded."""
         if self.score_gradients.significand >= self.computes.significand:
             return 0.0
         return self._unit_of(self.score_gradients)
@@ -240,7 +239,7 @@ class Arithmetic:
         return fmt.unit_roundoff * (2 if self.truncates and fmt.name == "tf32" else 1)
 
     def __str__(self) -> str:
-        """The profile in one line, as every report prints it."""
+        """Return the arithmetic in one line, as printed in reports."""
         return "; ".join(part for part in self._parts() if part)
 
     def _parts(self) -> list[str]:
@@ -284,17 +283,17 @@ FP64_ORACLE = Arithmetic(
     output=FORMATS["fp64"],
     computes=FORMATS["fp64"],
 )
-"""The float64 oracle judged by the same formulas: an a-priori proof of its own error."""
+"""Arithmetic of the float64 oracle, for an a-priori bound of its error by the same formulas."""
 
 
 def default_arithmetic(dtype: Dtype, capability: tuple[int, int] | None = None) -> Arithmetic:
-    """Return the arithmetic that is assumed of a kernel that declares nothing.
+    """Return the arithmetic that is assumed for a kernel that declares none.
 
     Args:
         capability: CUDA compute capability; None on a CPU.
 
-    An fp8 P is taken to be rounded as it is, without a scale: the poorest usual design. One that
-    scales P (FlashAttention-3's 2^8) declares it and is held to more.
+    An fp8 P is assumed to be rounded without a scale, the least accurate of the usual designs. A
+    kernel that scales P (by 2^8 in FlashAttention-3) can declare this to be judged more strictly.
     """
     if dtype.name == "fp64":
         return FP64_ORACLE
@@ -310,7 +309,7 @@ def default_arithmetic(dtype: Dtype, capability: tuple[int, int] | None = None) 
 
 
 def _accumulator(dtype: Dtype, capability: tuple[int, int] | None) -> Accumulator:
-    """That of the tensor core that products of this dtype run on."""
+    """Return the accumulator of the tensor core that multiplies this dtype."""
     if capability is None or dtype.name == "fp32":
         return FP32
     if dtype.products.saturates:

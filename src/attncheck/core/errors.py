@@ -8,7 +8,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_NEAR = 0.8  # of the letters of two names are the same in order, so that one is the other misspelt
+_NEAR = 0.8  # Similarity, 0–1, from which one name counts as a misspelling of the other.
 
 
 class AttncheckError(Exception):
@@ -16,7 +16,7 @@ class AttncheckError(Exception):
 
 
 class UsageError(AttncheckError):
-    """The caller asked for something that cannot be; the command line exits with 2."""
+    """The caller asked for something invalid; the command line exits with 2."""
 
 
 class UnknownName(UsageError):
@@ -30,7 +30,7 @@ class UnknownName(UsageError):
 
 
 class HostError(AttncheckError):
-    """A worker cannot be had, or does not answer as ours does."""
+    """A worker cannot be started, or does not answer properly."""
 
 
 def require_known(kind: str, names: Iterable[object], valid: Collection[object]) -> None:
@@ -41,22 +41,22 @@ def require_known(kind: str, names: Iterable[object], valid: Collection[object])
 
 
 def look_up(kind: str, name: str, table: Mapping[str, T]) -> T:
-    """Return the entry of ``table`` called ``name``; raise UnknownName with the valid names."""
+    """Return ``table[name]``; raise UnknownName with the valid names if there is none."""
     require_known(kind, [name], table)
     return table[name]
 
 
 def did_you_mean(name: object, valid: Iterable[str]) -> str:
-    """Return ``did you mean 'causal'?`` of ``casual``; empty where no valid name is near."""
-    from difflib import SequenceMatcher  # of no use to a run without mistakes
+    """Return ``did you mean 'causal'?`` for ``casual``; empty if no valid name is similar."""
+    from difflib import SequenceMatcher  # imported here, since most runs do not need it
 
     def nearness(other: str) -> float:
-        # Of a key in a table and of a cell (override[0].when.dtyp) the last parts are compared.
-        ends = "/" if other.endswith(".py") else "[./]"  # of a file the whole name
+        # For a key in a table or a cell (override[0].when.dtyp) the last parts are compared.
+        ends = "/" if other.endswith(".py") else "[./]"  # for a file the whole name
         a, b = (re.split(ends, text.lower())[-1] for text in (str(name), other))
-        if sorted(a) == sorted(b):  # bf61
+        if sorted(a) == sorted(b):  # exchanged letters, such as bf61
             return 1.0
-        # Who writes fp64 means another number than 16.
+        # fp64 is not a misspelling of fp16: names must differ in more than digits.
         numbers_differ = re.sub(r"\d", "", a) == re.sub(r"\d", "", b)
         return 0.0 if numbers_differ else SequenceMatcher(None, a, b).ratio()
 
@@ -65,7 +65,7 @@ def did_you_mean(name: object, valid: Iterable[str]) -> str:
 
 
 class ProblemError(UsageError):
-    """A Problem that cannot exist: a shape, a number or a mod that does not fit."""
+    """An invalid Problem: a shape, a number or a mod that does not fit."""
 
 
 class TraceError(UsageError):
@@ -77,16 +77,16 @@ class InterpreterUnavailable(AttncheckError):
 
 
 class OraclesDisagree(AttncheckError):
-    """Two ways to the exact result differ by more than they may: attncheck can judge nobody."""
+    """Two computations of the exact result differ too much, so that kernels cannot be judged."""
 
 
-# File, call, and the digest of its bytes.
+# The name of a recording: file, call, and a digest of its bytes.
 _RECORDED = re.compile(r"(.+?):.+@[0-9a-f]{8}", re.DOTALL)
 
 
 def refuse_recorded(kind: str, name: str) -> None:
-    """Raise ProblemError, with the file to give, for a name of a recording that is not loaded."""
-    # Only a name of this form can be cured by a file: others are misspelt.
+    """Raise ProblemError, with the file to load, for the name of a recording that is not loaded."""
+    # Only names of this form are of recordings: others are misspelt.
     if file := recorded_file(name):
         raise ProblemError(
             f"{kind} {name!r} is of a recording: give its file {file} with --inputs."
@@ -94,13 +94,13 @@ def refuse_recorded(kind: str, name: str) -> None:
 
 
 def recorded_file(name: str) -> str | None:
-    """Return the file of the recording that a name is of; None of any other name."""
+    """Return the file of the recording that ``name`` refers to; None for any other name."""
     recorded = _RECORDED.fullmatch(name)
     return recorded[1] if recorded else None
 
 
 def without_recorded(names: Iterable[str]) -> list[str]:
-    """Return those of ``names`` that are no recording's: the ones to choose from."""
+    """Return ``names`` without those of recordings, which cannot be chosen."""
     return [name for name in names if not _RECORDED.fullmatch(name)]
 
 
@@ -109,7 +109,7 @@ _DURATION = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([smh]?)", re.ASCII)
 
 
 def parse_seconds(text: str | None, option: str) -> float | None:
-    """Seconds of ``90``, ``90s``, ``10m`` or ``2h``; raises UsageError for anything else."""
+    """Return the seconds of ``90``, ``90s``, ``10m`` or ``2h``; raise UsageError otherwise."""
     if text is None:
         return None
     match = _DURATION.fullmatch(text.strip().lower())

@@ -1,4 +1,4 @@
-"""Files on disk: written whole or not at all."""
+"""Read files, and write files atomically."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def check_names(
     what: str = "reports",
     instead: str = "--out",
 ) -> None:
-    """Raise UsageError unless ``write_files`` could write files of these names there now.
+    """Raise UsageError unless ``write_files`` could write files of these names now.
 
     Args:
-        directory: Where; it may have to be made.
-        instead: What to choose another of then.
+        directory: Folder of the files, which need not exist.
+        instead: What the error advises to change.
     """
     directory = Path(directory)
     try:
         place = _nearest_directory(directory)
-        # No name is taken: the file is gone when it is closed, also where it could be made.
+        # A temporary file, which vanishes when it is closed, shows whether files can be created.
         with tempfile.TemporaryFile(dir=place):
             pass
         for name in names:
@@ -39,16 +39,16 @@ def check_names(
 
 
 def read_bytes(source: Path | str, name: str, kind: str, largest: int) -> bytes:
-    """Return what a file holds, or the text itself, as bytes.
+    """Return the content of a file, or a text itself, as bytes.
 
     Args:
-        source: A Path is read, a str is the text.
-        name: The file's, for a message.
-        kind: What it is, for a message.
-        largest: Bytes that it may have: a device may have no end.
+        source: A Path to read, or the text as a str.
+        name: The file's name, for messages.
+        kind: The kind of content, for messages.
+        largest: Largest number of bytes to accept, since a device may be endless.
 
     Raises:
-        UsageError: for what cannot be read, or is larger.
+        UsageError: if it cannot be read, or is too large.
     """
     try:
         if isinstance(source, str):
@@ -59,7 +59,7 @@ def read_bytes(source: Path | str, name: str, kind: str, largest: int) -> bytes:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{name} cannot be read: {one_line(reason)}.") from None
-    # One byte more than is allowed was read: enough to know that it is too large.
+    # One byte more than allowed was read, which shows that the file is too large.
     if len(raw) > largest:
         raise UsageError(f"{name} is larger than {largest} bytes, the most that a {kind} may be.")
     return raw
@@ -73,7 +73,7 @@ def write_texts(
     instead: str = "--out",
 ) -> tuple[Path, ...]:
     """Write texts in UTF-8 as ``write_files`` does."""
-    # A lone surrogate, as of a foreign file name, must not cost the whole report.
+    # A lone surrogate, as in a foreign file name, must not prevent the report.
     files = {name: text.encode(errors="backslashreplace") for name, text in texts.items()}
     return write_files(files, directory, what=what, instead=instead)
 
@@ -85,18 +85,18 @@ def write_files(
     what: str = "reports",
     instead: str = "--out",
 ) -> tuple[Path, ...]:
-    """Write each file, by its name, into ``directory``, which is made if need be.
+    """Write files into ``directory``, which is created if needed.
 
-    Each replaces the old one in one step, and has its permissions: a reader finds the old files or
-    the new ones.
+    Each file replaces an old one atomically and keeps its permissions, so that a reader never sees
+    a partial file.
 
     Args:
-        files: What they hold, by name, which may have one folder before it.
-        what: They are, for the message of an error.
-        instead: What to choose another of then.
+        files: Contents by name; a name may be in one subfolder.
+        what: The kind of files, for error messages.
+        instead: What an error advises to change.
 
     Raises:
-        UsageError: where the directory cannot be written to.
+        UsageError: if the directory cannot be written to.
     """
     directory = Path(directory)
     paths = {directory / name: content for name, content in files.items()}
@@ -105,7 +105,7 @@ def write_files(
         directory.mkdir(parents=True, exist_ok=True)
         for path, content in paths.items():
             path.parent.mkdir(exist_ok=True)
-            # In the same directory: a rename across file systems is a copy, which can tear.
+            # In the same directory, since a rename across file systems is a copy and not atomic.
             drafts[path] = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
             with drafts[path].open("xb") as file:
                 file.write(content)
@@ -124,7 +124,7 @@ def write_files(
 
 
 def _nearest_directory(directory: Path) -> Path:
-    """``directory``, or where its first missing part would be made."""
+    """Return ``directory``, or its nearest existing parent."""
     try:
         directory.stat()
     except FileNotFoundError:

@@ -1,8 +1,7 @@
 """Number formats, and the dtypes of a Problem in terms of them.
 
-One obvious place for every number that describes a format. A *format* is what a value can be
-(bf16 has 8 significant bits); a *dtype* is what a Problem asks for (``tf32`` stores fp32 and
-multiplies in tf32).
+A *format* is a set of representable numbers (bf16 has 8 significant bits); a *dtype* is what a
+Problem asks for (``tf32`` stores fp32 and multiplies in tf32).
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ FORMATS: dict[str, Format] = {
     for f in (
         _format("fp64", "float64", 53, -1022, math.ldexp(2 - 2.0**-52, 1023)),
         _format("fp32", "float32", 24, -126, math.ldexp(2 - 2.0**-23, 127)),
-        # tf32 is what tensor cores read of fp32: its exponents, and 10 bits after the point.
+        # tf32 is the part of fp32 that tensor cores read: its exponent, and 10 fraction bits.
         _format("tf32", "float32", 11, -126, math.ldexp(2 - 2.0**-10, 127)),
         _format("fp16", "float16", 11, -14, 65504.0),
         _format("bf16", "bfloat16", 8, -126, math.ldexp(2 - 2.0**-7, 127)),
@@ -78,22 +77,22 @@ FORMATS: dict[str, Format] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtype:
-    """Meaning of a Problem's ``dtype``, place by place."""
+    """The formats that a Problem's ``dtype`` stands for."""
 
     name: str
     storage: Format  # format of q, k and v as stored
     products: Format  # format in which a matrix product reads its operands
     weights: Format  # format of the softmax weights P as the product P·V reads them
-    # What P is multiplied by before it is rounded to the weights' format. P is at most 1, so in
-    # fp8 the largest power of two within range wastes the fewest small weights (256 for e4m3:
-    # FlashAttention-3's 2^8); a power of two, so that no other bit moves.
+    # Factor of P before it is rounded to the weights' format. P is at most 1, so that in fp8 the
+    # largest power of two in range loses the fewest small weights (256 for e4m3, as in
+    # FlashAttention-3); a power of two, so that the significands do not change.
     weights_scale: float = 1.0
-    output: Format  # Format of out. LSE is fp32 throughout.
-    measured: bool = True  # whether kernels are measured in it; fp64 is for the exact side alone
+    output: Format  # Format of out; LSE is always fp32.
+    measured: bool = True  # Whether kernels are measured in it; fp64 is only for exact results.
 
     @property
     def scaled(self) -> bool:
-        """Return whether stored numbers have a descale, one for each batch and key head."""
+        """Return whether stored numbers have a descale for each batch and key head, as in fp8."""
         return self.storage.saturates
 
 
@@ -117,7 +116,7 @@ DTYPES: dict[str, Dtype] = {
         _dtype("tf32", "fp32", "fp32"),
         _dtype("fp16", "fp16", "fp16"),
         _dtype("bf16", "bf16", "bf16"),
-        # Kernels give bf16 for fp8 inputs: 3 or 4 bits are too few for a result.
+        # Kernels return bf16 for fp8 inputs, since 3 or 4 bits are too few for a result.
         _dtype("e4m3", "e4m3", "bf16"),
         _dtype("e5m2", "e5m2", "bf16"),
         _dtype("fp64", "fp64", "fp64", measured=False),
@@ -127,7 +126,7 @@ MEASURED_DTYPES = tuple(name for name, dtype in DTYPES.items() if dtype.measured
 
 
 def dtype_named(name: str) -> Dtype:
-    """The dtype called ``name``; raises UnknownName with the valid names."""
+    """Return the dtype called ``name``; raise UnknownName with the valid names."""
     if not isinstance(name, str) or name not in DTYPES:
         raise UnknownName("dtype", name, DTYPES)
     return DTYPES[name]
@@ -136,11 +135,11 @@ def dtype_named(name: str) -> Dtype:
 def fp32(number: float) -> float:
     """Return ``number`` rounded to the nearest fp32 value (ties to even), as a Python float.
 
-    Every number that a kernel would receive in fp32 goes through here once, in the Problem, so
-    that the oracle and the kernel read the same one. What is too large becomes infinite.
+    The Problem applies it to every number that a kernel receives in fp32, so that oracle and kernel
+    read the same number. Numbers that are too large become infinite.
     """
     try:
-        # The C library's conversion: to nearest, ties to even, and independent of NumPy.
+        # Converts to nearest, ties to even, without NumPy.
         value: float = struct.unpack("<f", struct.pack("<f", number))[0]
     except OverflowError:
         return math.copysign(math.inf, number)
@@ -150,10 +149,9 @@ def fp32(number: float) -> float:
 def round_to(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Round float64 ``values`` (any shape) once to ``fmt``, ties to even; the result is float64.
 
-    A cast from float64 to a 16-bit dtype goes through float32 and rounds twice; this does not.
-    Exact because scaling by a power of two and rounding to an integer are. Overflow follows the
-    format: infinity, or ``fmt.max`` where conversions saturate. NaN and infinities stay (an
-    infinity saturates too, as it does on a GPU).
+    Unlike a cast from float64 to a 16-bit dtype, which goes through float32, this rounds only once.
+    Numbers that overflow become infinite, or ``fmt.max`` where conversions saturate. NaN and
+    infinities stay as they are (except that infinities saturate too, as on a GPU).
     """
     import torch
 
@@ -168,15 +166,15 @@ def round_to(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def spacing(values: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the distance of neighbours in ``fmt`` at finite float64 ``values``: an ulp.
+    """Return the distance (ulp) to the next larger number in ``fmt`` at finite float64 ``values``.
 
-    From a power of two upwards; that of subnormal numbers below the smallest normal one. As if
-    ``fmt`` had no largest number; of fp64 never below 2^-1022.
+    Below the smallest normal number it is the spacing of subnormal numbers. Numbers beyond the
+    largest one are treated as if the format went on; for fp64 it is never below 2^-1022.
     """
     import torch
 
-    # By the bits of both, exact and on a CPU five times as fast as frexp: a value of exponent e has
-    # e + 1023 in the 11 bits behind its sign, or 0 if it is subnormal.
+    # Integer arithmetic on the bits is exact, and on a CPU five times as fast as frexp: a value of
+    # exponent e has e + 1023 in the 11 bits after its sign, or 0 if it is subnormal.
     exponent = (values.view(torch.int64) >> 52).bitwise_and_(0x7FF)
     exponent.masked_fill_(values == 0, 1022)
     lowest = max(fmt.min_exponent - fmt.significand + 1, FORMATS["fp64"].min_exponent)

@@ -1,4 +1,4 @@
-"""JSON of Records: words for the numbers that JSON lacks, and strict reading."""
+"""JSON of Records, with strings for non-finite numbers, and strict reading."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from attncheck.core.errors import UsageError
 from attncheck.core.files import read_bytes
 from attncheck.core.sanitize_text import one_line
 
-# JSON has no word for these; strings keep the file valid for every reader.
+# JSON has no literals for these numbers; strings keep files valid for all readers.
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-# Elsewhere, as in a name or a message, "nan" is text.
+# Fields of a Record with numbers; elsewhere, as in a name or a message, "nan" is text.
 _PLACES = ("case", "out", "lse", "gradients", "judgement", "seconds", "accuracy", "error_map")
-_LONGEST_MESSAGE = 300
+_LONGEST_MESSAGE = 300  # Characters of an error's text.
 
 
 def to_json_text(data: msgspec.Struct) -> str:
     """Return ``data`` as indented JSON, keys in the order of its fields.
 
-    NaN and infinities are the strings ``"nan"``, ``"inf"`` and ``"-inf"``. What is no Unicode text
-    (a lone surrogate in a foreign message) is written as its escape.
+    NaN and infinities are the strings ``"nan"``, ``"inf"`` and ``"-inf"``. Lone surrogates, which
+    may occur in foreign messages, are written as escapes.
     """
     return msgspec.json.format(msgspec.json.encode(to_plain_data(data)), indent=2).decode() + "\n"
 
 
 def to_plain_data(data: Any) -> Any:
-    """Return ``data``, of structs and plain values, as what JSON can say; see ``to_json_text``."""
+    """Return structs and plain values as JSON-compatible data; see ``to_json_text``."""
     return _numbers_to_words(msgspec.to_builtins(data))
 
 
 def words_to_numbers(value: Any) -> Any:
-    """Return ``value`` with numbers for all the words in it: where no text can stand."""
+    """Return ``value`` with floats for all of these strings; for data without other texts."""
     if isinstance(value, dict):
         return {k: words_to_numbers(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -43,14 +43,14 @@ def words_to_numbers(value: Any) -> Any:
 
 
 def read_json(source: Path | str, kind: str, largest: int) -> Any:
-    """Return the data of JSON: of the file of a Path, or of a str itself.
+    """Return the parsed JSON of a file, given as a Path, or of a str.
 
     Args:
-        kind: What it should be, for the message: ``report``.
-        largest: Bytes of the largest that is read.
+        kind: The expected content, for messages: ``report``.
+        largest: Largest number of bytes to accept.
 
     Raises:
-        UsageError: for what cannot be read, is too large, or is no JSON.
+        UsageError: if it cannot be read, is too large, or is no JSON.
     """
     name = source_name(source)
     try:
@@ -60,32 +60,32 @@ def read_json(source: Path | str, kind: str, largest: int) -> Any:
 
 
 def words_to_record_numbers(record: Any) -> Any:
-    """Return a Record's JSON with numbers for the words, where a number can stand."""
+    """Return a Record's JSON with floats for strings such as ``"nan"`` in numeric fields."""
     if not isinstance(record, dict):
         return record
     return record | {name: words_to_numbers(record[name]) for name in _PLACES if name in record}
 
 
 def source_name(source: Path | str) -> str:
-    """Return the name of a source in a message."""
+    """Return the name of a source for messages."""
     return one_line(str(source)) if isinstance(source, Path) else "the text"
 
 
 def refusal_message(name: str, kind: str, fact: str) -> str:
-    """Return one line that says why something is no ``kind`` of attncheck's."""
+    """Return a one-line message: why ``name`` is no ``kind`` of attncheck."""
     return f"{name} is no {kind} of attncheck: {one_line(fact)[:_LONGEST_MESSAGE]}."
 
 
 def other_schema(data: Any, known: int) -> str:
-    """Return what is wrong with the version of a file's layout; empty of the one that is read."""
+    """Return an error text for a file's schema version; empty if it is ``known``."""
     schema = data.get("schema") if isinstance(data, dict) else None
-    # True equals 1 in Python, and is no version.
+    # True equals 1 in Python, but is not a version.
     right = schema == known and not isinstance(schema, bool)
     return "" if right else f"schema is {schema!r}, this version reads {known}"
 
 
 def _numbers_to_words(value: Any) -> Any:
-    """``value`` with words for what JSON cannot say."""
+    """Return ``value`` with strings for non-finite floats, and without lone surrogates."""
     if isinstance(value, dict):
         return {_numbers_to_words(k): _numbers_to_words(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The judge's verdict on one kernel and one Case, and other plain data that Records carry."""
+"""The judge's verdict on one kernel and one Case, and related data in Records."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from attncheck.core.tensor_names import AXES, TensorName
 
 __all__ = ["Judgement"]
 
-_MOST_DIGITS = 17  # that tell every two float64 apart
+_MOST_DIGITS = 17  # Significant digits that distinguish any two float64.
 
 Status = Literal["pass", "warn", "inconclusive", "fail"]
-"""``warn``: something is odd, and no proof of a fault. ``inconclusive``: the judge cannot tell."""
+"""``warn``: suspicious, but no proof of a fault. ``inconclusive``: the judge cannot decide."""
 
 Rule = Literal[
     "",
@@ -36,114 +36,113 @@ Rule = Literal[
     "determinism",
     "regression",
 ]
-"""Rule that a verdict other than ``pass`` rests on, in the order of the rules.
+"""Rule that justifies a verdict other than ``pass``, in the order in which rules take precedence.
 
-``finite``: NaN or infinite where the exact result is not. ``empty rows``: a row that sees no key is
-not exactly 0 and −∞, or a gradient of it or of a key that no row sees not exactly 0. ``structure``:
-an exact probe has another answer. ``bound``: beyond the deterministic bound, a proof.
-``improbable``: beyond the probabilistic bound, p < 1e-6 on generic inputs. ``precision``: within
-every bound, and less accurate than a kernel of this arithmetic is. ``relation``: two runs, or a run
-and its own inputs, do not agree as they must; no other rule is applied with it.
+``finite``: NaN or infinite where the exact result is not. ``empty rows``: out or LSE of a row that
+sees no key is not exactly 0 or −∞, or a gradient of such a row, or of a key that no row sees, is
+not exactly 0. ``structure``: the answer to an exact probe is wrong. ``bound``: the deterministic
+bound is exceeded, which proves a fault. ``improbable``: the probabilistic bound is exceeded, p <
+1e-6 on generic inputs. ``precision``: within all bounds, but less accurate than kernels of this
+arithmetic are. ``relation``: two runs, or a run and its inputs, violate a relation; then no other
+rule is applied.
 
-Of the call, not of numbers: ``contract``: it gave something other than the call is for. ``alias``:
-what it gave lies in the memory of its inputs. ``mutation``: it wrote to them. ``memory``: it wrote
-beside its outputs, left some of them unwritten, or read what nobody gave it. ``state``: it left its
-process changed. ``leak``: it keeps more with each call. ``determinism``: the same call gave other
-bits than it promises. ``regression``: worse than the baseline.
+Rules about the call instead of numbers: ``contract``: wrong type or form of the outputs. ``alias``:
+an output shares memory with an input. ``mutation``: the call wrote to its inputs. ``memory``: it
+wrote outside of its outputs, left parts of them unwritten, or read memory that is not an input.
+``state``: it changed the state of the process. ``leak``: memory grows with each call.
+``determinism``: repeated calls gave different bits, unlike promised. ``regression``: worse than the
+baseline.
 """
 RULE_ORDER: tuple[Rule, ...] = get_args(Rule)
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An element of a tensor."""
+    """The place of an element in a tensor."""
 
-    batch: int  # sequence; 0 of dsink and dcaptured, which are sums over all
-    head: int  # query head; of dk and dv the key head, of dcaptured the number
-    query: int  # row; of dk and dv the key, of dsink and dcaptured 0
-    dim: int = -1  # −1 where the tensor has no last axis
+    batch: int  # sequence; 0 in dsink and dcaptured, which are sums over all sequences
+    head: int  # query head; the key head in dk and dv, the number in dcaptured
+    query: int  # row; the key in dk and dv, 0 in dsink and dcaptured
+    dim: int = -1  # head dimension; −1 in tensors without this axis
 
     @classmethod
     def of(cls, index: tuple[int, ...]) -> Place:
-        """Return the element at ``index``, in the axes that ``AXES`` has."""
-        # dsink and dcaptured have one axis, whatever it counts: it takes the head's place.
+        """Return the Place at ``index``, whose axes are those of ``AXES``."""
+        # dsink and dcaptured have a single axis, which is stored as the head.
         if len(index) == 1:
             return cls(batch=0, head=index[0], query=0)
         batch, head, query, *dim = index
         return cls(batch=batch, head=head, query=query, dim=dim[0] if dim else -1)
 
     def index(self, tensor: TensorName) -> tuple[int, ...]:
-        """Return its index in ``tensor``."""
+        """Return the index of the element in ``tensor``."""
         axes = len(AXES[tensor])
         return (self.head,) if axes == 1 else (self.batch, self.head, self.query, self.dim)[:axes]
 
 
 class Unclaimed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a problem has that nobody says the kernel takes, which is asked apart."""
+    """A feature of a problem that exceeds the kernel's claims; it is asked separately."""
 
-    aspect: str  # the field of the capability table that it is of; ``lengths`` has none
+    aspect: str  # field of the capability table, or ``lengths``, which is none
     what: str  # the value: ``40``, ``query < kv``
 
 
 class Worst(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The element that a verdict rests on, or else that of the largest error ÷ allowance."""
+    """The element that justifies a verdict, or else the one with the largest error ÷ allowance."""
 
     tensor: TensorName
     at: Place
-    # The tile it lies in by the kernel's declared tiling (``query tile 3, rows 192–255``); empty
-    # where none is declared.
+    # Tile of the element in the kernel's declared tiling (``query tile 3, rows 192–255``); empty
+    # without a declaration.
     tile: str = ""
     got: float
     exact: float
-    # The deterministic bound of |got − exact|; of a relation those of both sides, or 0 where bits
+    # Deterministic bound of |got − exact|; for a relation the bounds of both sides, or 0 where bits
     # are compared.
     allowance: float
-    # What the allowance is made of, by the names of ``docs/explanation/bounds.md``; sums to it.
-    # Empty of a relation.
+    # Terms of the allowance by their names in ``docs/explanation/bounds.md``; empty for a relation.
     budget: dict[str, float]
 
 
 class BlindSpot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The smallest faults that this problem would have exposed, by what the bounds allow."""
+    """The smallest faults that would have exceeded the bounds on this problem."""
 
-    # Share, 0–1, of the visible (row, key) pairs examined of which one dropped alone would have
-    # been seen; None where no row sees two keys.
-    # Not 0 where no row sees two keys: nothing can be dropped from one.
+    # Share, 0–1, of the examined visible (row, key) pairs for which dropping the key alone would be
+    # detected; None, not 0, where no row sees two keys, so that none can be dropped.
     dropped_keys: float | None
-    # Smallest relative error of one key's weight that would have been seen, at the pair where it
-    # is easiest; infinite where none.
+    # Smallest detectable relative error of one key's weight, at the most sensitive pair; infinite
+    # where none is detectable.
     weight: float
-    scale: float  # smallest relative error of the softmax scale; infinite where none
-    # Accumulators that keep this many bits or fewer would have been seen; 0 where none would.
+    scale: float  # smallest detectable relative error of the softmax scale; infinite where none
+    # Accumulators that keep this many bits or fewer would be detected; 0 where none would.
     accumulator_bits: int
-    half: bool  # whether an output half as large would have been seen
-    zeros: bool  # whether an output of zeros would have been seen
+    half: bool  # whether an output half as large would be detected
+    zeros: bool  # whether an output of zeros would be detected
     mean_allowance: float  # mean allowance of out ÷ its root mean square
 
 
 class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Accuracy of a kernel beside others of the same arithmetic."""
+    """Accuracy of a kernel compared with ideal kernels of the same arithmetic."""
 
-    # Largest over heads of rms(error ÷ predicted standard deviation); None where no head has
-    # enough outputs.
-    # None where a figure cannot be had: 0 would read as perfect.
+    # Largest over heads of rms(error ÷ predicted standard deviation); None, since 0 would mean
+    # perfect, where no head has enough outputs.
     z: float | None = None
-    # RMSE ÷ the largest of an ensemble of ideal kernels', in the head where that is largest; None
+    # RMSE ÷ the largest RMSE in an ensemble of ideal kernels, in the head where it is largest; None
     # where it was not needed.
     spread: float | None = None
-    # rms(out − emulation) ÷ rms(emulation − exact), the emulation being the ideal kernel at the
-    # kernel's own declared tiling; None where none is declared.
+    # rms(out − emulation) ÷ rms(emulation − exact), where the emulation is the ideal kernel at the
+    # kernel's declared tiling; None without a declaration.
     residual: float | None = None
-    # Largest residual that is no news on generic inputs; left out where nothing is said of it.
+    # Largest residual that is expected on generic inputs; left out where it was not determined.
     residual_allowed: float | msgspec.UnsetType = msgspec.UNSET
     bias: float = 0.0  # mean signed error ÷ RMSE
-    # Least-squares slope of the error on the exact result: a factor missing from out.
+    # Least-squares slope of the error over the exact result: the relative error of a factor in out.
     slope: float = 0.0
     # ulp_p50, ulp_p99: percentiles of the error in units in the last place of the output format,
     # over elements of at least out's root mean square.
     ulp_p50: float = 0.0
     ulp_p99: float = 0.0
     frobenius: float = 0.0  # ‖error‖ ÷ ‖exact‖
-    # Cosine of out and the exact result, for comparison with other tools; never a rule.
+    # Cosine of out and the exact result, for comparison with other tools; no rule uses it.
     cosine: float = 1.0
 
 
@@ -153,27 +152,28 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes:
         status: See ``Status``.
         rule: See ``Rule``; empty for a pass.
-        reason: One line: what is wrong, or why it is not known; empty for a pass.
-        warnings: What is odd besides, one line each.
+        reason: What is wrong, or why this is unknown, in one line; empty for a pass.
+        warnings: Further suspicious observations, one line each.
         out_over_bound: Largest abs(error) ÷ deterministic bound over the elements of out.
-        lse_over_bound: The same of LSE; None where the kernel does not expose it.
+        lse_over_bound: ``out_over_bound`` for LSE; None where the kernel does not expose it.
         out_over_probable: Largest abs(error) ÷ probabilistic bound over the sampled rows.
-        lse_over_probable: The same of LSE.
-        gradients_over_bound: The same as ``out_over_bound`` of each gradient, by its name; left out
-            without a backward.
-        worst: The element of the largest share; None where nothing was compared.
-        wrong: Elements of the worst one's tensor that are beyond what is allowed.
-        compared: Elements of it that were compared.
-        rows: Rows that see a key.
-        rows_sampled: Those on which the probabilistic bound, z and the blind spot were computed.
-        rows_unbounded: Rows without a finite allowance, which are not judged: a score lies
-            at a jump of its mod, or its error is too large for any bound.
+        lse_over_probable: ``out_over_probable`` for LSE.
+        gradients_over_bound: ``out_over_bound`` for each gradient, by its name; left out without a
+            backward.
+        worst: The element with the largest error ÷ bound; None where nothing was compared.
+        wrong: Number of elements of the worst element's tensor that exceed their allowance.
+        compared: Number of elements of that tensor that were compared.
+        rows: Number of rows that see a key.
+        rows_sampled: Number of rows for which the probabilistic bound, z and the blind spot were
+            computed.
+        rows_unbounded: Number of rows without a finite allowance, which are not judged: a score
+            lies at a jump of its mod, or its error is too large for any bound.
         jumps: (row, key) pairs whose score lies within its own error of a jump of the score mod.
         precision: See ``Precision``.
-        blind_spot: See ``BlindSpot``; None of a failure, and where nothing was compared.
-        arithmetic: The profile that the bounds assume, in one line.
-        lse_also_within: Another, tighter profile whose bound LSE satisfies too, in one line: of an
-            fp8 kernel that does not declare its accumulator; empty otherwise.
+        blind_spot: See ``BlindSpot``; None for a failure, and where nothing was compared.
+        arithmetic: The arithmetic that the bounds assume, in one line.
+        lse_also_within: A more accurate arithmetic whose bound LSE satisfies too, in one line, for
+            an fp8 kernel that does not declare its accumulator; empty otherwise.
     """
 
     status: Status
@@ -181,11 +181,11 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     reason: str = ""
     warnings: tuple[str, ...] = ()
     out_over_bound: float | None = None
-    # None, not 0: a share of 0 would say that LSE was compared and exact.
+    # None instead of 0, which would mean that LSE was compared and exact.
     lse_over_bound: float | None = None
     out_over_probable: float | None = None
     lse_over_probable: float | None = None
-    # Unset is left out of the JSON: a forward has no gradients to speak of.
+    # Unset fields are left out of the JSON, as for the gradients of a forward.
     gradients_over_bound: dict[TensorName, float] | msgspec.UnsetType = msgspec.UNSET
     worst: Worst | None = None
     wrong: int = 0
@@ -200,7 +200,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     lse_also_within: str = ""
 
     def __str__(self) -> str:
-        """``fail: bound: out[0, 3] = 0.41, but …``; of a pass the largest error ÷ bound."""
+        """Return ``fail: bound: out[0, 3] = 0.41, but …``; for a pass the largest error ÷ bound."""
         shares = {"out": self.out_over_bound, "LSE": self.lse_over_bound}
         largest = (f"{name} {share_text(x)}" for name, x in shares.items() if x is not None)
         text = self.reason or " and ".join(f"{share} × the bound" for share in largest)
@@ -211,9 +211,9 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def share_text(share: float, most: float = 1.0) -> str:
-    """Return a share in two digits, or in as many as show on which side of ``most`` it is.
+    """Return a share in two digits, or in more if needed to show on which side of ``most`` it is.
 
-    ``0.31``, ``4.6``, ``159``, ``3.0e+36``; 1.0004 of at most 1 is not 1.0.
+    ``0.31``, ``4.6``, ``159``, ``3.0e+36``; with ``most`` 1, 1.0004 is not shortened to 1.0.
     """
     if share == 0 or not math.isfinite(share):
         return "0" if share == 0 else str(share)

@@ -1,6 +1,6 @@
-"""Masks and score mods by name: the Spec that a Problem stores, and what a library entry is.
+"""Masks and score mods by name: the Spec that a Problem stores, and the entries of a library.
 
-An entry says how a Spec is checked and built. Importing this imports no torch.
+An entry defines how a Spec is checked and built. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["Spec"]
 
 Argument = int | float | str | tuple[int, ...]
 
-Values: TypeAlias = Mapping[str, Any]  # arguments by name, each of the type that its check wants
+Values: TypeAlias = Mapping[str, Any]  # Arguments by name, of the types that their checks require.
 
 INT32_LARGEST = 2**31 - 1
 
 GENERATOR = 1
-"""Version of ``core.draws``: of all that a seed gives. Not there, since that module loads NumPy."""
+"""Version of the random numbers of ``core.draws``, which itself would load NumPy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Spec:
     Attributes:
         name: A name in ``mods.library``.
         arguments: Its numbers or its text, sorted by name; sequences of integers as tuples.
-        parts: What a composition composes, in order.
+        parts: The parts of a composition, in order.
     """
 
     name: str
@@ -112,28 +112,27 @@ Check: TypeAlias = "Callable[[str, Argument, Dimensions], None]"
 class Entry(Generic[Mod]):
     """One mask or score mod of the library, or one way to compose them."""
 
-    summary: str  # what it does, in a line
+    summary: str  # One-line description.
     # (arguments by name, dimensions, device) → callable; None for a composition.
     build: Callable[[Values, Dimensions, str], Mod] | None = None
-    # The callables of the parts, and its arguments as keywords → callable; None for anything
-    # else.
+    # (callables of the parts, arguments as keywords) → callable; None unless it is a composition.
     compose: Callable[..., Mod] | None = None
-    # Its numbers, or its text, by name, each with the check that it must pass.
+    # Names of its numbers or text, each with a check.
     arguments: Mapping[str, Check] = field(default_factory=dict)
-    # (name, arguments by name, dimensions) → None: raises ProblemError where arguments that are
-    # right one by one do not fit together.
+    # (name, arguments by name, dimensions) → None: raises ProblemError if arguments that are valid
+    # one by one are inconsistent.
     together: Callable[[str, Values, Dimensions], None] = lambda _name, _values, _dims: None
     # Compositions only: (arguments by name, dimensions) → the dimensions that its parts are
     # called with.
     within: Callable[[Values, Dimensions], Dimensions] = lambda _values, dims: dims
-    most_parts: float = math.inf  # how many parts a composition takes at most (at least one)
-    # Scores only: what is added does not depend on the score. A composition is additive when its
+    most_parts: float = math.inf  # Largest number of parts of a composition (at least one).
+    # Score mods only: the change does not depend on the score. A composition is additive if its
     # parts are (``is_additive``).
     additive: bool = True
 
 
 def from_arguments(function: Callable[..., Mod]) -> Callable[[Values, Dimensions, str], Mod]:
-    """Return an entry's ``build`` for a function of its arguments alone, as keywords."""
+    """Return the ``build`` of an entry whose ``function`` takes only the arguments, as keywords."""
     return lambda values, _dimensions, _device: function(**values)
 
 
@@ -146,12 +145,12 @@ def check_spec(
     """Raise UnknownName or ProblemError unless ``spec`` is one of ``entries`` and fits.
 
     Args:
-        kind: What an error calls it.
-        entries: By name.
+        kind: Kind of ``spec``, for error messages.
+        entries: Entries of the library by name.
     """
     if spec.name not in entries:
         refuse_recorded(kind, spec.name)
-        if "::" in spec.name:  # a Case from elsewhere
+        if "::" in spec.name:  # a mod of a user's file, which is not loaded
             option = "--mask" if kind == "mask" else "--score"
             raise ProblemError(f"{kind} {spec.name!r} is of a file: give that file with {option}.")
         raise UnknownName(kind, spec.name, without_recorded(entries))
@@ -170,7 +169,7 @@ def check_spec(
     if entry.compose is not None and not 1 <= len(spec.parts) <= entry.most_parts:
         parts_text = "exactly one part" if entry.most_parts == 1 else "at least one part"
         raise ProblemError(f"{spec.name} has {len(spec.parts)} parts: it takes {parts_text}.")
-    # Last: the dimensions of the parts follow from arguments that are known to be right.
+    # Parts are checked last, since their dimensions follow from checked arguments.
     for part in spec.parts:
         check_spec(kind, entries, part, entry.within(values, dims))
 
@@ -190,11 +189,11 @@ def build_entry(
 
 # --- checks of arguments ----------------------------------------------------------------------
 
-_LONGEST = 200
+_LONGEST = 200  # Characters of a text argument.
 _LINE = re.compile(rf"(?=.{{1,{_LONGEST}}}\Z)[!-~]([ -~]*[!-~])?")
 _FP32_SMALLEST = 2.0**-149
 _FP32_LARGEST = math.ldexp(2 - 2.0**-23, 127)
-_MOST_CELLS = 2**24  # of a canvas: more than any length in use
+_MOST_CELLS = 2**24  # Cells of the largest canvas: more than any length in use.
 
 
 def whole_number(low: int, high: int) -> Check:
@@ -264,7 +263,7 @@ def rows_and_columns(label: str, value: Argument, _: Dimensions) -> None:
 
 
 def formula_text(read: Callable[[str, Dimensions], object]) -> Check:
-    """Return a check of a line that ``read`` reads; its errors name the argument."""
+    """Return a check of a line of text that ``read`` parses; its errors name the argument."""
 
     def check(label: str, value: Argument, dimensions: Dimensions) -> None:
         if not isinstance(value, str) or not _LINE.fullmatch(value):

@@ -1,4 +1,4 @@
-"""Tensors that an oracle and a kernel both give."""
+"""The output tensors of an oracle or a kernel."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
-    """Results of one attention call, and where a Problem asks for them of its backward.
+    """Results of one attention call, including gradients if the Problem asks for a backward.
 
-    Gradients are those of a loss, whose gradients with respect to out and LSE are Inputs.
+    The loss is defined by its gradients with respect to out and LSE, which are Inputs.
     """
 
-    out: torch.Tensor  # ``(batch, heads, query, value_dim)``. Rows that see no key are 0.
+    out: torch.Tensor  # ``(batch, heads, query, value_dim)``; rows that see no key are 0.
     # Natural-log log-sum-exp of the visible scores, ``(batch, heads, query)``; −inf for rows that
-    # see no key. None where a kernel does not expose it.
+    # see no key; None if the kernel does not return it.
     lse: torch.Tensor | None = None
-    # ``(batch, heads, query, head_dim)``. None without a backward, as all that follow.
+    # ``(batch, heads, query, head_dim)``; like all following ones None without a backward.
     dq: torch.Tensor | None = None
     # ``(batch, kv_heads, kv, head_dim)``: the sum over the heads that share a key head.
     dk: torch.Tensor | None = None
-    dv: torch.Tensor | None = None  # ``(batch, kv_heads, kv, value_dim)``; likewise
-    dsink: torch.Tensor | None = None  # ``(heads,)``, of a Problem with a sink
-    # ``(numbers,)``, of a Problem with dcaptured: of every number of the float tensors that the
-    # score mod reads, one tensor after the other in the order of reading, each flattened
-    # row-major.
+    dv: torch.Tensor | None = None  # ``(batch, kv_heads, kv, value_dim)``; summed like dk.
+    dsink: torch.Tensor | None = None  # ``(heads,)``, for a Problem with a sink.
+    # ``(numbers,)``, for a Problem with dcaptured: gradients of all numbers in the float tensors
+    # that the score mod reads, concatenated in the order of reading, each flattened row-major.
     dcaptured: torch.Tensor | None = None
 
     def tensors(self) -> dict[TensorName, torch.Tensor]:
-        """Return those that are not None, by name, in the order above."""
-        # By AXES, which has the names that messages use, in their order.
+        """Return the tensors that are not None, by name, in the order above."""
         return {name: x for name in AXES if (x := getattr(self, name)) is not None}
 
     def gradients(self) -> dict[TensorName, torch.Tensor]:
@@ -44,5 +42,5 @@ class Outputs:
 
 
 def same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one shape hold the same numbers; any NaN is NaN."""
+    """Return whether two tensors of one shape have equal numbers; all NaNs are equal."""
     return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -1,4 +1,4 @@
-"""This process: what Python does at its start and end and need not, up to a second of each."""
+"""Shorten the start and the end of this process, by up to a second each."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 FOREIGN_CODE = threading.Event()
-"""Set once somebody's code has been imported here."""
+"""Set once foreign code has been imported into this process."""
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Collect no garbage within, where modules are imported.
+    """Disable the garbage collector within the context, for imports.
 
-    They leave next to none, and Python would look through all that is there over and over: a tenth
-    of the time that torch's import takes, and a fifth of that of its compiler.
+    Imports leave hardly any garbage, but collections take a tenth of the time of torch's import,
+    and a fifth of that of its compiler.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -35,12 +35,12 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process as Python does, but take nothing down where all that is there is ours.
+    """End this process like ``sys.exit``, but without freeing objects one by one.
 
-    Threads are waited for, what is registered for the end runs, and what was printed is written.
-    Python would then look through some million objects of torch and Triton for garbage, and free
-    them one by one: up to a second, and the end of the process frees them anyway. Not so somebody's
-    code, of which a file is written when it is closed, nor what a debugger or profiler waits for.
+    Threads are waited for, atexit functions run, and output is flushed. Python would then search
+    some million objects of torch and Triton for garbage and free them, which takes up to a second.
+    If foreign code has been imported, whose files may be written when they are closed, or a
+    debugger or profiler is active, the process ends in the usual way.
     """
     if FOREIGN_CODE.is_set() or _is_watched():
         sys.exit(code)

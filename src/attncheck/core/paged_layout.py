@@ -9,22 +9,22 @@ from typing import Any
 from attncheck.core.errors import ProblemError
 
 LARGEST_PAGE = 4096
-# A seed of JSON and of NumPy alike: what fits in a signed 64-bit number.
+# Seeds have to fit in a signed 64-bit number for JSON and NumPy.
 _LARGEST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paging:
-    """Keys and values in pages that stand in any order, as a serving engine keeps them.
+    """Layout of keys and values in pages in arbitrary order, as in a serving engine.
 
     Raises:
-        ProblemError: for a number that cannot be.
+        ProblemError: for a number out of range.
     """
 
-    size: int  # keys in a page, 1–4096
-    seed: int = 0  # which order of pages in memory, free ones between them
-    # How many leading pages all sequences share, as a common prompt: what they hold is the same,
-    # and lies in memory once. 0 for none.
+    size: int  # Keys in a page, 1–4096.
+    seed: int = 0  # Seed of the order of pages in memory, with free pages between them.
+    # Number of leading pages that all sequences share, as for a common prompt: they have equal
+    # contents and are in memory once.
     shared: int = 0
 
     def __post_init__(self) -> None:
@@ -34,7 +34,7 @@ class Paging:
             ("shared", 0, _LARGEST_SEED),
         ):
             value = getattr(self, name)
-            # bool is an int: True would pass for a page of one key.
+            # bool is an int, so that True would be accepted as 1.
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise ProblemError(
                     f"paging.{name}={value!r} must be a whole number, {least}–{most}."

@@ -1,11 +1,11 @@
-"""Foreign text made harmless for a terminal, Markdown and a spreadsheet."""
+"""Sanitize foreign text for a terminal, Markdown and a spreadsheet."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
 
-LONGEST = 2000  # characters of one reason that a page shows; the JSON and the CSV keep the rest
+LONGEST = 2000  # Characters of a reason on a page; the JSON and the CSV have all of it.
 
 # ECMA-48: an OSC, DCS, SOS, PM or APC string with its terminator, a CSI sequence, a short escape.
 _ESCAPES = re.compile(
@@ -18,9 +18,9 @@ _ENTITIES = str.maketrans(
     {c: f"&#{ord(c)};" for c in "\\`|$@"} | {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 )
 _BACKSLASHED = re.compile(r"[*\[\]~#!]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
-# What would open a list or underline a heading at the start of a line.
+# Characters that start a list or underline a heading at the start of a line.
 _OPENING = re.compile(r"^(?:[-+=]|\d+(?=[.)]))")
-# GitHub makes a link of a bare address, even of one in foreign text.
+# GitHub turns bare addresses into links.
 _SCHEME = re.compile(r"(?<=[A-Za-z0-9]):(?=//)|(?<=mailto):|(?<=xmpp):", re.IGNORECASE)
 _WWW = re.compile(r"\b(www)\.", re.IGNORECASE)
 
@@ -41,7 +41,7 @@ def _visible(character: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return ``one_line(text)``, cut after ``LONGEST`` characters with a word on the rest."""
+    """Return ``one_line(text)``, cut after ``LONGEST`` characters with a note on the rest."""
     line = one_line(text)
     if len(line) <= LONGEST:
         return line
@@ -49,14 +49,14 @@ def shortened(text: str) -> str:
 
 
 def cut_line(text: str, most: int) -> str:
-    """Return ``one_line(text)`` in at most so many characters."""
+    """Return ``one_line(text)``, cut to at most ``most`` characters."""
     line = one_line(text)
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def for_markdown(text: str) -> str:
-    """Return ``text`` escaped so that GitHub shows it as it is, in a table cell or a paragraph."""
-    # Entities first: what is escaped afterwards must not be escaped twice.
+    """Return ``text`` escaped so that GitHub shows it verbatim, in a table cell or a paragraph."""
+    # Entities first, so that nothing is escaped twice.
     entities = shortened(text).translate(_ENTITIES)
     entities = _WWW.sub(r"\1&#46;", _SCHEME.sub("&#58;", entities))
     return _OPENING.sub(_escape_opening, _escape_backslashes(entities))
@@ -68,7 +68,7 @@ def _escape_opening(opening: re.Match[str]) -> str:
 
 
 def _escape_backslashes(text: str) -> str:
-    # An entity holds a # that must stay bare.
+    # The # of an entity must not be escaped.
     parts = re.split(r"(&(?:#\d+|amp|lt|gt);)", text)
     return "".join(
         part if i % 2 else _BACKSLASHED.sub(r"\\\g<0>", part) for i, part in enumerate(parts)
@@ -76,12 +76,12 @@ def _escape_backslashes(text: str) -> str:
 
 
 def markdown_code(text: str) -> str:
-    """Return ``text`` as a code span where that is safe, escaped elsewhere."""
+    """Return ``text`` as a code span if that is safe, or else escaped."""
     line = one_line(text)
     return f"`{line}`" if re.fullmatch(r"[A-Za-z0-9_.:/+×-]+", line) else for_markdown(line)
 
 
 def for_spreadsheet(text: str) -> str:
-    """Return ``text`` in one line; an apostrophe keeps a spreadsheet from running a formula."""
+    """Return ``text`` in one line, with an apostrophe before anything that looks like a formula."""
     line = one_line(text)
     return f"'{line}" if line.startswith(_FORMULA) else line

@@ -1,4 +1,4 @@
-"""Import of a user's Python file, with errors of one line."""
+"""Import a user's Python file or module, with errors in one line."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ from attncheck.core.errors import UsageError, did_you_mean
 from attncheck.core.own_process import FOREIGN_CODE
 from attncheck.core.sanitize_text import LONGEST
 
-_MOST_HELD = 2**16  # characters; more are no usage message
-_COMPILERS_PLACE = re.compile(r"at \d+:\d+:")  # all that the first line of Triton's errors says
+_MOST_HELD = 2**16  # Characters of held output; more cannot be a usage message.
+_COMPILERS_PLACE = re.compile(r"at \d+:\d+:")  # The first line of Triton's compilation errors.
 
 
 class _FromSource(SourceFileLoader):
-    """Compiles what the file says now.
+    """A loader that always compiles the source and ignores cached bytecode.
 
-    Cached bytecode is taken for current where the source has the same length and was written in the
-    same second: a number that was changed in between would be the old one.
+    Bytecode counts as current if the source has the same length and was written in the same second,
+    so that a changed number could go unnoticed.
     """
 
     def get_code(self, fullname: str) -> CodeType:
-        """The code of the source; no cache is read or written."""
+        """Compile the source; no cache is read or written."""
         del fullname
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def import_file(path: Path, what: str) -> ModuleType:
-    """The module that the file ``path`` is; imported anew at every call.
+    """Import the file ``path`` anew, and return its module.
 
-    What it prints goes to standard error; what it sets as torch's default dtype and device holds
-    for its own import alone.
+    Its output is diverted to standard error, and changes of torch's default dtype and device are
+    reverted after the import.
 
     Args:
-        what: Whose file it is, which begins every error: ``kernel 'mine.py::Mine'``.
+        what: Beginning of error messages: ``kernel 'mine.py::Mine'``.
 
     Raises:
-        UsageError: where there is no such file, or importing it raises anything but
-            KeyboardInterrupt; in one line, with the line of the file where there is one.
+        UsageError: in one line, if there is no such file, or importing it raises anything but
+            KeyboardInterrupt, then with the line number in the file if there is one.
     """
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
-    except OSError as error:  # a name of thousands of letters
+    except OSError as error:  # for example a name that is too long
         raise UsageError(f"{what}: it cannot be read: {error.strerror}.") from None
     if is_folder:
         raise UsageError(f"{what}: {str(path)!r} is a folder: name a Python file.")
@@ -65,29 +65,29 @@ def import_file(path: Path, what: str) -> ModuleType:
     if path.suffix != ".py":
         raise UsageError(f"{what}: {path} is not a Python file.")
     name = f"attncheck_file_{path.stem}"
-    if path.stem == "__init__":  # of a package, whose modules are called after it
+    if path.stem == "__init__":  # a package, which needs a unique name
         name += f"{crc32(os.fsencode(path.resolve())):x}"
     loader = _FromSource(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None, "a loader was given"
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and Triton look their module up by name.
+    # Dataclasses and Triton look up the module by its name.
     sys.modules[spec.name] = module
     FOREIGN_CODE.set()
     try:
-        with _streams_of_its_own(), _defaults_of_its_own():
+        with _diverted_streams(), _restored_defaults():
             linecache.checkcache(str(path))
             loader.exec_module(module)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # somebody's file: it may raise anything, SystemExit too
+    except BaseException as error:  # foreign code may raise anything, even SystemExit
         text = f"{error_line(error)}{line_in_file(path, error)}"
         raise UsageError(f"{what}: importing {path} raised {text}.") from error
     return module
 
 
 def load_member(text: str, what: str) -> Any:
-    """Return ``NAME`` of ``FILE.py::NAME``; raises UsageError as ``import_file``, or for none."""
+    """Return the object ``FILE.py::NAME``; raise UsageError if the file or the name is missing."""
     file, _, name = text.rpartition("::")
     if not file or not name:
         missing = "name after" if file else "file before"
@@ -96,29 +96,29 @@ def load_member(text: str, what: str) -> Any:
 
 
 def load_module_member(text: str, what: str) -> Any:
-    """``NAME`` of ``package.module:NAME``, imported as Python does it, from here or as installed.
+    """Return the object ``package.module:NAME``, from the current folder or an installed package.
 
-    Its name may have dots: ``package.module:Class.method``.
+    The name may have dots: ``package.module:Class.method``.
 
     Raises:
-        UsageError: where there is no such module or name, or importing it raises anything but
-            KeyboardInterrupt; in one line.
+        UsageError: in one line, if there is no such module or name, or importing it raises anything
+            but KeyboardInterrupt.
     """
     module, _, names = text.partition(":")
     if not module or not names:
         missing = "name after" if module else "module before"
         raise UsageError(f"{what}: there is no {missing} ':'.")
-    # ``python -m`` has the current folder on its path; a console script has not.
+    # Unlike ``python -m``, a console script does not have the current folder on its path.
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)  # as for ``python -m``; what it imports later is found too
+        sys.path.insert(0, here)  # kept, since the module may import more later
     FOREIGN_CODE.set()
     try:
-        with _streams_of_its_own(), _defaults_of_its_own():
+        with _diverted_streams(), _restored_defaults():
             member: Any = importlib.import_module(module)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # somebody's module
+    except BaseException as error:  # foreign code
         raise UsageError(f"{what}: importing {module} raised {error_line(error)}.") from error
     for name in names.split("."):
         member = _member(member, name, f"{what}: {module}")
@@ -126,7 +126,7 @@ def load_module_member(text: str, what: str) -> Any:
 
 
 def load_attribute(module: ModuleType, path: Path, name: str, what: str) -> Any:
-    """Return ``name`` of the ``module`` of file ``path``; raises UsageError where it has none."""
+    """Return an attribute of the ``module`` of file ``path``; raise UsageError if it has none."""
     return _member(module, name, f"{what}: {path}", path)
 
 
@@ -138,22 +138,22 @@ def _member(owner: object, name: str, where: str, path: Path | None = None) -> A
     except AttributeError:
         near = did_you_mean(name, (each for each in dir(owner) if not each.startswith("__")))
         raise UsageError(f"{where} has no {name!r}{f': {near}' if near else '.'}") from None
-    except BaseException as error:  # somebody's __getattr__
+    except BaseException as error:  # a foreign __getattr__
         line = "" if path is None else line_in_file(path, error)
         text = f"{error_line(error)}{line}"
         raise UsageError(f"{where}: reading {name!r} raised {text}.") from error
 
 
 def error_line(error: BaseException) -> str:
-    """Return ``ValueError: the first line of what it says``; its name where it says nothing."""
+    """Return ``ValueError: first line of its text``, or only the type's name without a text."""
     name, line = type(error).__name__, first_line(error)
     return f"{name}: {line}" if line else name
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what ``error`` says, cut where it is longer than a page shows.
+    """Return the first line of the text of ``error``, cut after ``LONGEST`` characters.
 
-    Triton's compiler says where first and, after some source, why: both are the line then.
+    For an error of Triton's compiler, which starts with a position, the last line is appended.
     """
     try:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -162,7 +162,7 @@ def first_line(error: BaseException) -> str:
             line = f"{line} {lines[-1]}"
     except KeyboardInterrupt:
         raise
-    except BaseException:  # noqa: BLE001  # somebody's __str__
+    except BaseException:  # noqa: BLE001  # a foreign __str__
         return ""
     if len(line) <= LONGEST:
         return line
@@ -170,26 +170,26 @@ def first_line(error: BaseException) -> str:
 
 
 def line_in_file(path: Path, error: BaseException) -> str:
-    """`` at mine.py:7``: the innermost line of the file on the way to ``error``; else nothing."""
-    # The innermost frame of that file: what it called in turn is of no help to its author.
+    """Return `` at mine.py:7``, the innermost line of the file in a traceback; else nothing."""
+    # Frames below those of the file do not help its author.
     frames = traceback.extract_tb(error.__traceback__)
     numbers = [f.lineno for f in frames if Path(f.filename).resolve() == path.resolve()]
     return f" at {path.name}:{numbers[-1]}" if numbers else ""
 
 
 class DivertedOutput(io.TextIOWrapper):
-    """In place of standard output, for somebody else's code: all of it goes to another stream.
+    """A replacement of standard output for foreign code, which writes to another stream.
 
-    Closing it closes nothing, and a stream that cannot be written to is no reason to stop.
+    Closing it has no effect, and write errors of the stream are ignored.
 
     Args:
-        stream: Standard error, or None where there is none.
-        holds: Keep what is written until ``release``, or ``_MOST_HELD`` characters.
+        stream: Standard error, or None if there is none.
+        holds: Whether to hold output until ``release``, or until it exceeds ``_MOST_HELD``.
     """
 
     def __init__(self, stream: TextIO | None, *, holds: bool = False) -> None:
-        self._bytes = _Passing(stream, holds=holds)
-        # Foreign code expects a whole stream, with a buffer, a number, and all.
+        self._bytes = _TextForwarder(stream, holds=holds)
+        # Foreign code expects a complete stream, with a buffer and a file number.
         super().__init__(
             self._bytes,  # type: ignore[arg-type]  # without a buffer, as in python -u
             encoding="utf-8",
@@ -198,15 +198,15 @@ class DivertedOutput(io.TextIOWrapper):
         )
 
     def close(self) -> None:
-        """Do nothing: whoever writes next does not know of it."""
+        """Do nothing, since other code may still write to it."""
 
     def release(self, *, forget: bool = False) -> None:
-        """Pass on what was held, or forget it; nothing is held from now on."""
+        """Write or discard the held output; nothing is held from now on."""
         self._bytes.release(forget=forget)
 
 
-class _Passing(io.RawIOBase):
-    """UTF-8 bytes, as text to a stream of text."""
+class _TextForwarder(io.RawIOBase):
+    """A binary stream that decodes UTF-8 and writes it to a text stream."""
 
     def __init__(self, stream: TextIO | None, *, holds: bool) -> None:
         self._stream = stream
@@ -235,16 +235,16 @@ class _Passing(io.RawIOBase):
         text, self._held, self._holds = self._held, "", False
         if forget or not text or self._stream is None:
             return
-        # Somebody else's print must never end our process.
-        with suppress(OSError, ValueError):  # broken, or closed: nobody hears
+        # A print in foreign code must never end our process.
+        with suppress(OSError, ValueError):  # the stream is broken or closed
             self._stream.write(text)
 
 
 @contextmanager
-def _streams_of_its_own() -> Iterator[None]:
-    """Within, nothing reaches standard output, and closing it, or standard error, closes nothing.
+def _diverted_streams() -> Iterator[None]:
+    """Divert standard output and standard error to our standard error, and ignore their closing.
 
-    SystemExit takes with it what was written: of a usage message, ours is the one line.
+    Output before a SystemExit is discarded, since our one-line error replaces a usage message.
     """
     aside = DivertedOutput(sys.stderr, holds=True)
     try:
@@ -258,8 +258,8 @@ def _streams_of_its_own() -> Iterator[None]:
 
 
 @contextmanager
-def _defaults_of_its_own() -> Iterator[None]:
-    """Afterwards torch's default dtype and device are what they were before."""
+def _restored_defaults() -> Iterator[None]:
+    """Restore torch's default dtype and device on exit."""
     import torch
 
     def device() -> torch.device | None:

@@ -1,4 +1,4 @@
-"""Tensors whose rows lie far apart in reserved memory."""
+"""Allocate tensors whose rows are far apart in reserved memory, and free cached GPU memory."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ import sys
 
 import torch
 
-# What a 32-bit integer cannot count. A tensor of so much memory has most of it between its rows, or
-# it is a large one, which is copied whole.
+# Rows count as far apart if the storage has more elements than a 32-bit integer can count, and more
+# than ``_STORAGE_RATIO`` times as many as the tensor.
 _WIDE = 2**31
-_MOSTLY_BETWEEN = 16
-# Python has no name for it everywhere: pages are no promise before they are written.
+_STORAGE_RATIO = 16
+# MAP_NORESERVE, which is missing in some versions of Python: pages are allocated when written.
 _ON_DEMAND = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-# The part of a GPU that is left to whoever asks for memory next. A gate has dozens of processes on
-# one GPU: what each caches and does not use would fill it. To get it back costs milliseconds.
+# Share of a GPU's memory to keep free for other processes. A gate has dozens of processes on one
+# GPU, whose unused caches would fill it. Freeing a cache costs milliseconds.
 _SPARE = 1 / 4
 
 
 def has_far_rows(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is a view of much more memory than it has elements."""
+    """Return whether ``tensor`` is a view of a much larger storage, with its rows far apart."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return elements > _WIDE and tensor.numel() * _MOSTLY_BETWEEN < elements
+    return elements > _WIDE and tensor.numel() * _STORAGE_RATIO < elements
 
 
 def copy_far_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements, as far apart, in memory of their own; what lies between is not read."""
+    """Return a copy with the same strides in new memory; memory between the rows is not read."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-    whole = reserve_memory(elements, tensor, copies=0)
-    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(tensor)
+    storage = reserve_memory(elements, tensor, copies=0)
+    return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(tensor)
 
 
 def reserve_memory(elements: int, like: torch.Tensor, *, copies: int = 1) -> torch.Tensor:
-    """Flat memory of so many elements, of the dtype and on the device of ``like``.
+    """Return a flat tensor of ``elements`` numbers, with the dtype and device of ``like``.
 
-    Of a CPU a page is taken when it is written: all others are zeros, and cost nothing. A GPU has
-    no such pages: all of it is taken, and holds anything.
+    On a CPU it is zero, and pages are allocated only when they are written. On a GPU all of it is
+    allocated, uninitialized.
 
     Args:
-        copies: How many of it a GPU must have room for besides: one is made for each call.
+        copies: Further tensors of this size that a GPU must have room for: each call makes one.
 
     Raises:
-        MemoryError: where there is not so much to be reserved.
-        torch.OutOfMemoryError: where a GPU has not so much free.
+        MemoryError: if so many addresses cannot be reserved.
+        torch.OutOfMemoryError: if a GPU has not enough free memory.
     """
     size = elements * like.element_size()
     if like.device.type != "cpu":
@@ -52,19 +52,19 @@ def reserve_memory(elements: int, like: torch.Tensor, *, copies: int = 1) -> tor
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _ON_DEMAND)
     except OSError as error:
         raise MemoryError(f"cannot allocate memory: {size} bytes of addresses.") from error
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # else each row may take 2 MiB
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # otherwise each row could take a huge page of 2 MiB
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype)
 
 
 def release_cached_memory(device: str | torch.device) -> None:
-    """Give back what this process keeps of a GPU's memory and does not use, for others to use."""
+    """Free GPU memory that this process caches but does not use."""
     if torch.device(device).type != "cpu":
         torch.cuda.empty_cache()
 
 
 def release_scarce_memory(device: str | torch.device) -> None:
-    """As ``release_cached_memory``, where a GPU that this process uses has little memory free."""
+    """Call ``release_cached_memory`` if this process uses a GPU that has little free memory."""
     if _uses_gpu(device):
         free, total = torch.cuda.mem_get_info(device)
         if free < _SPARE * total:
@@ -72,9 +72,9 @@ def release_scarce_memory(device: str | torch.device) -> None:
 
 
 def others_hold_memory(device: str | torch.device) -> bool:
-    """Return whether others hold much of the memory of a GPU that this process uses; not a CPU's.
+    """Return whether other processes hold much memory of the GPU; False on a CPU or an unused GPU.
 
-    What this process caches and does not use is given back first.
+    The unused cache of this process is freed first.
     """
     if not _uses_gpu(device):
         return False

@@ -1,4 +1,4 @@
-"""Names and axes of the tensors that are compared: pages read them without loading torch."""
+"""Names and axes of the tensors that are compared; importable without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AXES: dict[TensorName, tuple[str, ...]] = {
     "dsink": ("head",),
     "dcaptured": ("number",),
 }
-"""The axes of each."""
+"""Axes of each tensor."""
 
 GRADIENTS: tuple[TensorName, ...] = ("dq", "dk", "dv", "dsink", "dcaptured")
 """Names of the gradients."""

@@ -1,1 +1,1 @@
-"""Everything that a pull request needs of a kernel: what is asked, in which order, and the end."""
+"""The gate for pull requests: the questions to a kernel, their order, and the report."""

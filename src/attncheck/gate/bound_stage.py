@@ -1,6 +1,6 @@
-"""Stage bounds: comparisons that cover every pair, or triple, of what problems differ in.
+"""Stage bounds: comparisons that cover every pair, or triple, of values of the problems' axes.
 
-And stage baseline, which measures some of the same cases.
+Also the stage baseline, which measures the accuracy of some of these cases.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from attncheck.verify.environment import environment
 from attncheck.workers.units import Unit
 
 AGAIN = "again"
-"""How variants end whose kernel has been compiled for another: of these the verdict is enough."""
+"""Suffix of variants that reuse a compiled kernel; for these only the verdict is computed."""
 
-# Of an axis with many values the first few, where there is little time: those that find most.
+# Number of leading values, which find most faults, of long axes in tiers with little time.
 _FEW = {"score": 6, "stored": 6, "heads": 6, "dims": 4, "distribution": 4}
-# Of an axis with many values those that are asked in threes too.
+# Number of leading values of long axes that are also covered in triples.
 _CORE = {"extent": 1, "score": 4, "scale": 1, "stored": 3, "backward": 2}
-# The mask family that tells whether a kernel takes a mask, where it is not the mask's own name.
+# Mask families by which support of a mask is determined, if their names differ from the mask's.
 _FAMILIES = {"varlen": "documents", "window_bottom_right": "offset"}
 _KINDS = {"plain": ProblemKind(), "sink": ProblemKind(sink=True), "paged": ProblemKind(paged=True)}
 # A whole tile, a ragged row, a single column (of weight 1), and one key beyond a tile.
@@ -51,11 +51,11 @@ _SOFTMAX_ROWS = ((4, 64), (3, 77), (64, 1), (1, 129))
 
 
 def bound_units(planning: Planning) -> Iterator[Unit]:
-    """Yield the questions; what the kernel does not take is moved to the nearest that it does.
+    """Yield the questions, each moved to the nearest problem that the kernel takes.
 
-    Pairs that are lost on the way have a row of their own, where the kernel takes one.
+    A pair of values that is lost by moving gets a row of its own, if the kernel takes one.
     """
-    if planning.bounds is None:  # two stages need them, and they take seconds
+    if planning.bounds is None:  # cached, since two stages need them and they take seconds
         planning.bounds = [*_bound_units(planning)]
     yield from planning.bounds
 
@@ -67,31 +67,31 @@ def _bound_units(planning: Planning) -> Iterator[Unit]:
         name: tuple(value for value in values if value not in ALONE.get(name, ()))
         for name, values in axes.items()
     }
-    rows, again = [*covering_rows(together, 2, EXCLUSIONS), *alone_rows(axes)], list[Row]()
-    if tier.strength > 2:  # of every value they would be thousands
+    rows, repeated = [*covering_rows(together, 2, EXCLUSIONS), *alone_rows(axes)], list[Row]()
+    if tier.strength > 2:  # triples of all values would be thousands
         core = {name: values[: _CORE.get(name, len(values))] for name, values in together.items()}
-        # Where nothing is compiled a row of one kernel costs what one of another does.
+        # Without compilation all rows cost the same.
         if planning.device == "cpu" or not tier.threes_gpu:
             rows += covering_rows(core, tier.strength, EXCLUSIONS)
         else:
-            first, again = compiled_rows(core, shapes, tier.threes_gpu, EXCLUSIONS)
+            first, repeated = compiled_rows(core, shapes, tier.threes_gpu, EXCLUSIONS)
             rows += first
-    # Two rows may move to the same problem, which is asked once.
-    covered, known = [], set()
-    for number, row in enumerate([*rows, *again]):
+    # Rows that move to the same problem are asked only once.
+    covered, seen_ids = [], set()
+    for number, row in enumerate([*rows, *repeated]):
         problem = row_problem(row, shapes, seed + number)
         name = row_name(row) + (f" {AGAIN}" if number >= len(rows) else "")
         unit = planning.nearest_unit("bounds", problem, name.strip())
         if unit is None:
             continue
-        # What was moved may have lost values that its row was there to cover.
+        # A moved problem may lack values that its row was meant to cover.
         covered.append(row_values(row, Case.from_json(unit.case).problem, shapes))
-        if unit.id not in known:
-            known.add(unit.id)
+        if unit.id not in seen_ids:
+            seen_ids.add(unit.id)
             yield unit
-    lost = restore_lost_pairs(together, covered, shapes, planning.supports)
-    # Seeds go on from those of the rows, so that no draw comes twice.
-    for number, row in enumerate(lost, len(rows) + len(again)):
+    restored = restore_lost_pairs(together, covered, shapes, planning.supports)
+    # Seeds continue after those of the rows, so that no draw is repeated.
+    for number, row in enumerate(restored, len(rows) + len(repeated)):
         problem = row_problem(row, shapes, seed + number)
         yield planning.unit_of("bounds", Case(problem=problem), row_name(row))
     yield from _softmax_units(planning)
@@ -103,7 +103,7 @@ def _softmax_units(planning: Planning) -> Iterator[Unit]:
         for dtype in planning.dtypes
         if dtype in SOFTMAX_DTYPES and not planning.refusal(SOFTMAX, dtype)
     ]
-    # Of those that draw scores: a softmax has no q and k.
+    # Only distributions that can draw scores, since a softmax has no q and k.
     distributions = ("normal", "large_logits", "uniform")
     axes = {"dtype": dtypes, "rows": _SOFTMAX_ROWS, "distribution": distributions}
     for number, row in enumerate(covering_rows(axes, 2)):
@@ -125,9 +125,9 @@ def _softmax_units(planning: Planning) -> Iterator[Unit]:
 
 
 def axes_of(planning: Planning) -> dict[str, tuple[Any, ...]]:
-    """Return the axes with those of their values that the kernel takes in some Problem.
+    """Return the axes, reduced to values that the kernel takes in some Problem.
 
-    A mask that it refuses in every dtype is kept as one refusal.
+    A mask that it refuses in every dtype is recorded as a single refusal.
     """
     tier = planning.choices.tier
     kinds = tuple(
@@ -136,7 +136,7 @@ def axes_of(planning: Planning) -> dict[str, tuple[Any, ...]]:
         if any(_mask_refusal(planning, mask, kind) == "" for mask in MASKS)
     )
     families = {_FAMILIES.get(mask, mask) for mask in MASKS}
-    # A kernel without a backward would refuse every row with gradients, one by one.
+    # Avoids one refusal for each row with gradients of a kernel without a backward.
     gradients = any(
         _mask_refusal(planning, mask, ProblemKind(backward=True)) == "" for mask in MASKS
     )
@@ -145,7 +145,7 @@ def axes_of(planning: Planning) -> dict[str, tuple[Any, ...]]:
         "mask": masks,
         "stored": kinds,
         "backward": AXES["backward"] if gradients else AXES["backward"][:1],
-        # Those of attention; a softmax has its own.
+        # Dtypes of attention; a softmax has its own.
         "dtype": tuple(
             dtype
             for dtype in planning.dtypes
@@ -153,7 +153,7 @@ def axes_of(planning: Planning) -> dict[str, tuple[Any, ...]]:
         ),
         "shape": tuple(SHAPES[tier.sizes_on(planning.device)]),
     }
-    # Sinks and pages of a kind that it takes may be refused one by one.
+    # A kernel that takes sinks or pages may still refuse some of their variants.
     more = [n for n in AXES["stored"][len(_KINDS) :] if kinds and _kind_of(n) in kinds]
     axes |= {
         "extent": _taken_values(planning, "extent", axes, AXES["extent"][1:]),
@@ -173,9 +173,9 @@ def _kind_of(stored: str) -> str:
 def _taken_values(
     planning: Planning, axis: str, axes: dict[str, tuple[Any, ...]], values: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Return the first value of an axis, and those that it takes in some plain Problem."""
+    """Return the first value of an axis, and those that the kernel takes in a plain Problem."""
     shapes = planning.choices.tier.sizes_on(planning.device)
-    taken = [AXES[axis][0]]
+    accepted = [AXES[axis][0]]
     for value in values if axes["dtype"] and axes["stored"] else ():
         rows = [
             PLAIN_ROW | {"shape": "even", "mask": mask, "stored": name, "dtype": dtype, axis: value}
@@ -186,14 +186,14 @@ def _taken_values(
         rows = [row for row in rows if not any(cannot_be(row) for _, cannot_be in EXCLUSIONS)]
         for row in rows:
             moved = planning.nearest(row_problem(row, shapes, 0))
-            # Without its sink, say, or at the usual scale it is another question.
+            # A moved problem may have lost the value, such as a sink or an unusual scale.
             if moved is not None and row_values(row, moved, shapes)[axis] == value:
-                taken.append(value)
+                accepted.append(value)
                 break
         else:
             if rows:
                 _drop_value(planning, str(value), planning.reason, **{axis: value})
-    return tuple(taken)
+    return tuple(accepted)
 
 
 def _masks(planning: Planning, stored: tuple[str, ...]) -> tuple[str, ...]:
@@ -202,14 +202,14 @@ def _masks(planning: Planning, stored: tuple[str, ...]) -> tuple[str, ...]:
         refusals = [_mask_refusal(planning, mask, _KINDS[name]) for name in stored]
         if "" in refusals:
             supported.append(mask)
-        # A mask that does not concern the kernel at all is no refusal.
+        # A mask that does not concern the kernel is not reported as a refusal.
         elif reasons := [reason for reason in refusals if reason != NOT_APPLICABLE]:
             _drop_value(planning, mask, reasons[0], mask=mask)
     return tuple(supported)
 
 
 def _mask_refusal(planning: Planning, mask: str, kind: ProblemKind) -> str:
-    """Return why no Problem of a mask is taken in any dtype; empty where one is."""
+    """Return why the kernel takes no Problem with a mask in any dtype; empty if it takes one."""
     reason = NOT_APPLICABLE
     for dtype in planning.dtypes:
         refusal = planning.refusal(_FAMILIES.get(mask, mask), dtype, kind)
@@ -224,7 +224,7 @@ def _drop_value(planning: Planning, variant: str, reason: str, **values: str) ->
 
 
 def _plain_problem(planning: Planning, **values: str) -> Problem:
-    """Return the plainest Problem with some values of axes chosen."""
+    """Return the plainest Problem with the given values of axes."""
     row = PLAIN_ROW | {"shape": "even", "dtype": planning.dtypes[0]}
     return row_problem(row | values, planning.choices.tier.sizes_on(planning.device), 0)
 
@@ -233,40 +233,40 @@ def _plain_problem(planning: Planning, **values: str) -> Problem:
 
 
 def baseline_units(planning: Planning) -> Iterator[Unit]:
-    """Yield some of the bounds' cases, evenly, measured so that runs can be compared.
+    """Yield evenly chosen cases of the stage bounds, whose accuracy is measured for comparison.
 
-    Where there is a baseline, its own cases too: which ones a plan has depends on all that the
-    kernel takes. Where there is another commit, each is asked of it too, right after.
+    With a baseline, its cases are added, since the plan varies with the kernel's capabilities. With
+    another commit, each case is also asked of that commit's kernel.
     """
     tree = planning.choices.tree
     units = [*_sampled_units(planning)]
-    known = {Case.from_json(unit.case).id for unit in units}
-    units += [unit for unit in _kept_units(planning) if Case.from_json(unit.case).id not in known]
+    ids = {Case.from_json(unit.case).id for unit in units}
+    units += [unit for unit in _baseline_cases(planning) if Case.from_json(unit.case).id not in ids]
     for unit in units:
         yield unit
-        # Right after its own, so that a run that is interrupted has whole pairs to compare.
+        # In pairs, so that an interrupted run has cases to compare.
         if tree is not None:
             yield replace(unit, commit=tree.commit)
 
 
 def _sampled_units(planning: Planning) -> Iterator[Unit]:
     quiet = copy(planning)
-    quiet.refused = []  # the bounds have said it
+    quiet.refused = []  # the stage bounds reports refusals
     units, most = list(bound_units(quiet)), planning.choices.tier.measured
-    # Evenly over the plan, which is sorted from plain to unusual: not its plain beginning alone.
+    # Evenly over the plan, which is sorted from plain to unusual problems.
     step = max(1, len(units) / most) if most else 1
     for number in range(min(len(units), most or len(units))):
         yield replace(units[int(number * step)], stage="baseline")
 
 
-def _kept_units(planning: Planning) -> Iterator[Unit]:
-    """Yield those of the baseline, also where the kernel refuses them now: its answer says so."""
-    held, dtypes = planning.choices.held, planning.choices.dtypes
-    if held is None:
+def _baseline_cases(planning: Planning) -> Iterator[Unit]:
+    """Yield the cases of the baseline, including those that the kernel refuses now."""
+    baseline, dtypes = planning.choices.held, planning.choices.dtypes
+    if baseline is None:
         return
-    # Another architecture rounds otherwise: its numbers are no baseline here.
+    # Other architectures round differently and cannot be compared.
     here = architecture(environment(planning.device))
-    for variant, spelled in held.of_kernel(planning.subject.name, here):
-        case = Case.from_json(spelled)
+    for variant, case_json in baseline.of_kernel(planning.subject.name, here):
+        case = Case.from_json(case_json)
         if not dtypes or case.problem.dtype in dtypes:
             yield planning.unit_of("baseline", case, variant)

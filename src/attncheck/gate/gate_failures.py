@@ -1,4 +1,4 @@
-"""Failures of a kernel: diagnosed, shrunk and kept."""
+"""Diagnose, shrink and store the failures of a kernel."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from attncheck.verify.kernel_hosts import KernelHost
 from attncheck.verify.question_fit import question_problem, unfit_reason
 from attncheck.workers.units import Unit
 
-# A single row, whole tiles, and one row beyond them: the edges where tails begin.
+# Lengths to shrink to: a single row, whole tiles, and one row more, where partial tiles begin.
 _LENGTHS = (1, 2, 3, 8, 16, 17, 32, 64, 65)
-# The smallest first, then the one that most kernels take.
+# Head dimensions to shrink to: the smallest, the most widely supported, and others.
 _DIMS = (16, 64, 32, 128)
 
 
@@ -36,27 +36,27 @@ def shrink_case(
     clock: Callable[[], float] = time.monotonic,
     explained: Callable[[Record], bool] = lambda _: True,
 ) -> Record | None:
-    """Return the Record of the smallest Case found that fails alike; None if there is no smaller.
+    """Return the Record of the smallest Case found that fails alike; None if none is smaller.
 
-    Each step asks the Cases that are a little plainer, the plainest first, and goes on from the
-    first that still fails.
+    Each step asks Cases that are one step plainer, the plainest first, and continues with the first
+    that still fails.
 
     Args:
-        seconds: No Case is asked after so long.
-        clock: For tests.
-        explained: Whether the cause of what fails explains the Record of another Case, too.
+        seconds: Time after which no Case is asked.
+        clock: A replacement of the clock, for tests.
+        explained: Whether the cause of the failure also explains another Case's Record.
     """
     end, best = clock() + seconds, failed
-    refused: set[str] = {failed.case_id}
+    tried_ids: set[str] = {failed.case_id}
     progressed = True
     while progressed:
         progressed = False
         for case in plainer_cases(Case.from_json(best.case)):
-            if case.id in refused or not supports(case.problem):
+            if case.id in tried_ids or not supports(case.problem):
                 continue
             if clock() >= end:
                 return None if best is failed else best
-            refused.add(case.id)
+            tried_ids.add(case.id)
             record = ask(case)
             if fails_alike(record, failed) and explained(record):
                 best, progressed = record, True
@@ -65,7 +65,7 @@ def shrink_case(
 
 
 def fails_alike(record: Record, failed: Record) -> bool:
-    """Return whether both are wrong in the same way: by the same rule, with the same symptom."""
+    """Return whether ``record`` is a failure with the same symptom as ``failed``."""
     return record.status in FAILED_STATUSES and symptom(record) == symptom(failed)
 
 
@@ -76,7 +76,7 @@ def plainer_cases(case: Case) -> Iterator[Case]:
             problem = question_problem(case.question, case.problem.replace(**changes))
             if unfit_reason(case.question, problem) is None:
                 yield move_case(case, problem)
-        except ProblemError:  # documents that must cover a length, say
+        except ProblemError:  # for example documents that must cover a length
             continue
 
 
@@ -84,17 +84,17 @@ def _changes(problem: Problem) -> Iterator[dict[str, Any]]:
     softmax = problem.operation == "softmax"
     yield from _smaller_value(problem, "batch", (1,))
     if not softmax:
-        yield from _heads(problem)
+        yield from _fewer_heads(problem)
         for name in ("dcaptured", "dlse", "backward", "sink"):
             yield from _without_feature(problem, name)
-        yield from _plainer(problem)
+        yield from _plainer_mods(problem)
     elif problem.heads > 1:
         yield {"heads": 1, "kv_heads": 1}
     for name in ("query", "kv"):
-        yield from _shorter(problem, name)
-    yield from _shorter_both(problem)
+        yield from _shorter_length(problem, name)
+    yield from _shorter_lengths(problem)
     if not softmax:
-        yield from _dims(problem)
+        yield from _smaller_dims(problem)
     if problem.distribution != "normal":
         yield {"distribution": "normal"}
     yield from _smaller_value(problem, "seed", (0,))
@@ -106,7 +106,7 @@ def _smaller_value(
     yield from ({name: value} for value in values if value < getattr(problem, name))
 
 
-def _heads(problem: Problem) -> Iterator[dict[str, Any]]:
+def _fewer_heads(problem: Problem) -> Iterator[dict[str, Any]]:
     now = (problem.heads, problem.kv_heads)
     for heads, kv_heads in ((1, 1), (2, 2), (2, 1), (problem.kv_heads, problem.kv_heads)):
         if heads < now[0]:
@@ -120,7 +120,7 @@ def _without_feature(problem: Problem, name: str) -> Iterator[dict[str, Any]]:
         yield {name: False} | gradients
 
 
-def _plainer(problem: Problem) -> Iterator[dict[str, Any]]:
+def _plainer_mods(problem: Problem) -> Iterator[dict[str, Any]]:
     if problem.score != NONE:
         yield {"score": NONE, "dcaptured": False}
     if problem.paging is not None:
@@ -135,23 +135,23 @@ def _plainer(problem: Problem) -> Iterator[dict[str, Any]]:
         yield {"scale": USUAL_SCALE}
 
 
-def _shorter(problem: Problem, name: str) -> Iterator[dict[str, Any]]:
+def _shorter_length(problem: Problem, name: str) -> Iterator[dict[str, Any]]:
     length = getattr(problem, name)
     for shorter in dict.fromkeys((*_LENGTHS, length // 2, length - 16, length - 1)):
         if 0 < shorter < length:
             yield {name: shorter} | _fitting_mask(problem, name, shorter)
 
 
-def _shorter_both(problem: Problem) -> Iterator[dict[str, Any]]:
-    """Yield shorter lengths, both at once: for a kernel, or a mask, that takes equal ones alone."""
+def _shorter_lengths(problem: Problem) -> Iterator[dict[str, Any]]:
+    """Yield shorter equal lengths, for kernels and masks that only take equal lengths."""
     if problem.query == problem.kv:
-        for change in _shorter(problem, "query"):
+        for change in _shorter_length(problem, "query"):
             length = change["query"]
             yield {"query": length, "kv": length} | _fitting_mask(problem, "both", length)
 
 
 def _fitting_mask(problem: Problem, name: str, length: int) -> dict[str, Any]:
-    """Return the mask with lists of lengths that fit a length that has shrunk."""
+    """Return the change of a mask's list of lengths that a shorter length requires."""
     spec = problem.mask.to_json()
     if problem.mask.name == "padding" and name in {"kv", "both"}:
         return {
@@ -161,31 +161,31 @@ def _fitting_mask(problem: Problem, name: str, length: int) -> dict[str, Any]:
         return {}
     other = {"query": problem.kv, "kv": problem.query, "both": length}[name]
     total = max(length, other)
-    # Documents must cover the longer length; two of them keep a border to get wrong.
+    # Documents must cover the longer length; two of them preserve a border.
     parts = [total // 2, total - total // 2] if total > 1 else [total]
     return {"mask": Spec.from_json(spec | {"lengths": parts})}
 
 
-def _dims(problem: Problem) -> Iterator[dict[str, Any]]:
+def _smaller_dims(problem: Problem) -> Iterator[dict[str, Any]]:
     if problem.value_dim != problem.head_dim:
         yield {"value_dim": problem.head_dim}
     usual = problem.has_usual_scale
     for dim in _DIMS:
         if dim < problem.head_dim:
-            # Scores stay as large as they were, or the failure might vanish with them.
+            # Keeps the magnitude of the scores, so that the failure does not vanish with them.
             scale = USUAL_SCALE if usual else problem.scale * math.sqrt(problem.head_dim / dim)
             yield {"head_dim": dim, "value_dim": dim, "scale": scale}
 
 
 SHRUNK_STATUSES = frozenset({"fail", "error", "crash"})
-"""What is made smaller: what hangs takes as long each time."""
+"""Statuses of failures that are shrunk; each repetition of a timeout would take too long."""
 
 
 class FailureLog:
-    """The failures of a worker's kernels; of many alike only the first few are looked into.
+    """Diagnoses, shrinks and stores failures; only the first few of many similar ones.
 
     Args:
-        choices: What is asked: how many are made smaller, and where failures are kept.
+        choices: Determines how many failures are shrunk, and where failures are stored.
     """
 
     def __init__(self, choices: Choices) -> None:
@@ -194,7 +194,7 @@ class FailureLog:
         self._searches: dict[str, diagnosis.CauseSearch] = {}
 
     def diagnose(self, record: Record, unit: Unit, host: KernelHost) -> Record:
-        """Return ``record`` with what may be wrong, where it is a failure that nobody knows of."""
+        """Return ``record`` with a diagnosis, unless it is a known failure or no failure."""
         search = self._searches.setdefault(unit.kernel, diagnosis.CauseSearch())
         if record.status != "fail" or record.reason.startswith(KNOWN):
             search.note(record)
@@ -208,21 +208,21 @@ class FailureLog:
         ask: Callable[[Case], Record],
         planning: Callable[[], Planning],
     ) -> tuple[Record, str] | None:
-        """Return the smallest Case that fails alike, diagnosed; and the id of the first.
+        """Return the diagnosed Record of the smallest Case found, and the original Case's id.
 
-        None where it is like one that was made smaller before, does not fail again, or there is no
-        smaller one.
+        None if a similar failure has been shrunk before, the Case does not fail again, or no
+        smaller one fails.
         """
         case, tier = Case.from_json(unit.case), self._choices.tier
-        # One of each question and direction: a hundred failures of one fault say no more.
-        mark, done = (
+        # One failure of each question and direction is enough.
+        kind, kinds_done = (
             f"{case.question} {case.problem.backward}",
             self._shrunk.setdefault(unit.kernel, set()),
         )
-        if mark in done or len(done) >= tier.shrinks:
+        if kind in kinds_done or len(kinds_done) >= tier.shrinks:
             return None
-        done.add(mark)
-        # Asked again: a failure that does not come every time cannot be made smaller.
+        kinds_done.add(kind)
+        # Asked again, since a failure that is not reproducible cannot be shrunk.
         first = ask(case)
         if first.status not in SHRUNK_STATUSES:
             return None
@@ -245,20 +245,20 @@ class FailureLog:
         return diagnosis.diagnose_failure(shrunk, host.subject, before=larger, **how), first.case_id
 
     def keep(self, record: Record, unit: Unit) -> str:
-        """Keep a failure for ``attncheck repro``; its id, empty where there is none."""
+        """Store a failure for ``attncheck repro``, and return its id; empty for no new failure."""
         if record.status not in FAILED_STATUSES or record.reason.startswith(KNOWN):
             return ""
-        kept = new_failure(
+        failure = new_failure(
             record,
             kernel=unit.kernel,
             device=unit.device,
             convention=unit.convention,
             test=unit.test,
         )
-        # The report names the failure by its id even where no file is kept.
+        # The report contains the id even if no file is stored.
         if self._choices.failures:
-            keep_failure(kept, self._choices.failures)
-        return kept.id
+            keep_failure(failure, self._choices.failures)
+        return failure.id
 
 
 def _call_options(unit: Unit, host: KernelHost) -> dict[str, Any]:

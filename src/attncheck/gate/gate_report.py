@@ -1,4 +1,4 @@
-"""A journal → what a gate found; also while it is written, or where a run was ended."""
+"""Make the report of a gate from its journal, also of one that is unfinished."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def journal_header(
     shard: str = "",
     typed: str = "",
 ) -> dict[str, Any]:
-    """Return the head of a journal: what makes two runs the same, and how they began."""
+    """Return the header of a journal, which identifies the run and says how it began."""
     return {
         "kernels": list(kernels),
         "device": device,
@@ -45,13 +45,13 @@ def journal_header(
 
 
 def command_line(head: Mapping[str, Any]) -> str:
-    """Return a command line that asks the same."""
+    """Return a command line that runs the plan of a journal's header."""
     words = ["attncheck", "gate", *map(str, head.get("kernels", ()))]
     for name in ("tier", "device", "convention"):
         words += [f"--{name}", str(head[name])] if head.get(name) else []
     for name, option in (("dtypes", "--dtype"), ("stages", "--stage")):
         chosen = [word for word in str(head.get(name, "")).split(",") if word]
-        # A gate asks all stages unless told: naming each would only make the line long.
+        # All stages are the default, and are not listed.
         if name != "stages" or tuple(chosen) != STAGES:
             words += [word for each in chosen for word in (option, each)]
     if head.get("against"):
@@ -72,9 +72,9 @@ def build_report(
     """Return the GateReport of a journal.
 
     Args:
-        command: The command line, without paths; what the journal says of it unless told.
-        baseline: The name of a file, and what it says: what the kernels are beside. The kernels of
-            another commit, where it asked some, are in the journal itself.
+        command: The command line, without paths; by default that of the journal.
+        baseline: Name and content of a baseline file to compare with. Answers of another commit's
+            kernels are in the journal itself.
     """
     head, described = content.head, list(_descriptions(content))
     kernels = {str(f["name"]): str(f.get("summary", "")) for f in described}
@@ -105,7 +105,7 @@ def build_report(
 def _missing(
     units: Iterable[Unit], described: Iterable[Mapping[str, Any]]
 ) -> dict[str, dict[Stage, int]]:
-    """Count units without an answer by kernel and stage; without another commit's."""
+    """Count units without an answer by kernel and stage, except those of another commit."""
     names = {str(facts.get("kernel")): str(facts["name"]) for facts in described}
     missing: dict[str, dict[Stage, int]] = {}
     for unit in units:
@@ -133,13 +133,13 @@ def _causes(report: GateReport) -> Iterator[FailureCause]:
 
 
 def _allowed_changes(report: GateReport) -> Iterator[Change]:
-    """Yield the changes; what is worse and flaky is within rounding where --flaky allows it."""
+    """Yield the changes; a worse but flaky case becomes within rounding if --flaky allows it."""
     flaky = {
         (record.kernel, record.case_id)
         for record in measurements(report.answers)
         if record.status == "flaky"
     }
-    # Where flaky answers fail anyway, none of their changes is excused.
+    # If flaky answers fail the gate, none of their changes is excused.
     if "flaky" in failing_statuses(questions(report), policy_of(report)):
         flaky = set()
     for one in report.changes:
@@ -156,12 +156,12 @@ def _comparisons(
     *,
     complete: bool,
 ) -> dict[str, Any]:
-    """Compare with a baseline and another commit."""
+    """Return the report's comparison with a baseline and another commit."""
     head = content.head
     names, changes = [], []
     if baseline is not None:
         names.append(baseline[0])
-        # A part of a run cannot tell that a case of the baseline is missing.
+        # Cases of the baseline that are missing in a shard may be in other shards.
         whole = complete and not head.get("shard")
         changes.append(
             baseline_comparison.compare_runs(baseline[1], answers, environments, complete=whole)
@@ -175,9 +175,9 @@ def _comparisons(
 def _changes_since_commit(
     content: JournalContent, answers: tuple[Answer, ...], environments: dict[str, Environment]
 ) -> tuple[Change, ...]:
-    """Compare with the same cases of another commit, whose answers count nowhere else.
+    """Compare with the answers of another commit's kernels, which are used nowhere else.
 
-    Where that commit's kernel has not been asked yet, nothing is said of a case.
+    Cases that have not been asked of that commit yet are left out.
     """
     local_names = {str(f["kernel"]): str(f["name"]) for f in _descriptions(content)}
     before: list[Answer] = []
@@ -216,35 +216,35 @@ def _descriptions(content: JournalContent) -> Iterator[dict[str, Any]]:
 
 
 def _environments(content: JournalContent) -> dict[str, Environment]:
-    # Workers may have run on several machines: each environment is kept by its fingerprint.
+    # Workers on several machines may have several environments.
     facts = (done.facts for done in content.results.values() if "environment" in done.facts)
     environments = [msgspec.convert(each["environment"], Environment) for each in facts]
     return {each.id: each for each in environments}
 
 
 def _planned_questions(content: JournalContent, head: Mapping[str, Any]) -> dict[Stage, int]:
-    """Count the questions of each stage; a property that is not drawn yet counts as one."""
+    """Count the questions of each stage; a ``draw`` unit without a result counts as one."""
     planned: dict[Stage, int] = {}
     shard = Shard.parse(str(head.get("shard", "")))
     for unit in content.units.values():
-        waits = unit.kind == "draw" and unit.id not in content.results
-        if (unit.kind == "ask" or waits) and not unit.commit and shard.has(unit):
+        undrawn = unit.kind == "draw" and unit.id not in content.results
+        if (unit.kind == "ask" or undrawn) and not unit.commit and shard.has(unit):
             planned[unit.stage] = planned.get(unit.stage, 0) + 1
     return {stage: planned[stage] for stage in STAGES if stage in planned}
 
 
 def _answers(content: JournalContent, kernels: tuple[str, ...]) -> tuple[Answer, ...]:
-    """Return answers in the order of stages, kernels and plan, without those of another commit."""
+    """Return the answers, except another commit's, ordered by stage, kernel and plan."""
     order = {id_: number for number, id_ in enumerate(content.units)}
 
-    def place(answer: Answer) -> tuple[int, int, int, str]:
+    def sort_key(answer: Answer) -> tuple[int, int, int, str]:
         kernel = answer.record.kernel
         # Answers of a kernel that was never described come last.
-        known = kernels.index(kernel) if kernel in kernels else len(kernels)
+        kernel_index = kernels.index(kernel) if kernel in kernels else len(kernels)
         stage = STAGES.index(answer.stage)
-        return stage, known, order.get(answer.unit, len(order)), answer.record.case_id
+        return stage, kernel_index, order.get(answer.unit, len(order)), answer.record.case_id
 
     others = {id_ for id_, unit in content.units.items() if unit.commit}
     here = (done for id_, done in content.results.items() if id_ not in others)
     answers = (each for done in here for each in done.answers)
-    return tuple(sorted(answers, key=place))
+    return tuple(sorted(answers, key=sort_key))

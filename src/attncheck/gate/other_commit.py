@@ -4,13 +4,13 @@ How a gate uses it::
 
     with commit_tree("main") as tree:  # a worktree outside of the repository
         Unit(kernel="kernels/mine.py::fwd", commit=tree.commit, …)
-        side = tree.kernel("kernels/mine.py::fwd")  # there; ``missing`` says why it is not
+        side = tree.kernel("kernels/mine.py::fwd")  # ``missing`` says why it does not exist
         IsolatedKernel(side.kernel, folder=side.folder, paths=side.paths)
-        tree.strayed(host.files())  # where its process says that it was loaded from
+        tree.strayed(host.files())  # checks which files its process has loaded
     compare_answers(before, after, environments)
 
-A unit names the commit, and not the folder: the folder differs from run to run, and the id of a
-unit must not. Whoever does a unit with a commit is told by its options where the tree lies.
+A unit contains the commit instead of the folder of its files, which differs from run to run, unlike
+the id of the unit. The options of a worker contain the folder.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.records.run_reports import Answer
 
-_GIT_SECONDS = 300  # that git may take to write the files of a large repository
-# Of a hook that starts us: they would turn our commands on its own index.
+_GIT_SECONDS = 300  # Time limit of git, which may write the files of a large repository.
+# Variables that git sets for a hook, which would redirect our commands to the hook's index.
 _HOOK_VARIABLES = (
     "GIT_DIR",
     "GIT_WORK_TREE",
@@ -39,7 +39,7 @@ _HOOK_VARIABLES = (
     "GIT_PREFIX",
     "GIT_OBJECT_DIRECTORY",
 )
-# Nothing is fetched, nothing is asked for, and no program of the repository's is run.
+# Git must not fetch, prompt, or run programs of the repository.
 _QUIET = {
     "GIT_TERMINAL_PROMPT": "0",
     "GIT_NO_LAZY_FETCH": "1",
@@ -56,12 +56,11 @@ _OPTION = "--against"
 class OtherKernel:
     """A kernel in the tree of another commit."""
 
-    kernel: str  # what it is called there: as here, but for a file that was named by its whole path
-    folder: str  # the working directory that relates to the tree as ours does to the repository
-    # What is to stand first where Python looks for modules, in this order: without them a package
-    # that is installed from here in place would be found here.
+    kernel: str  # Its name; unlike here only if it has an absolute path.
+    folder: str  # The folder in the tree that corresponds to our working directory.
+    # Beginning of the module search path, without which an editable install would be found first.
     paths: tuple[str, ...]
-    # Why the kernel cannot be there, in one line; empty where nothing speaks against it.
+    # Why the kernel cannot exist there, in one line; empty if it may exist.
     missing: str = ""
 
 
@@ -69,22 +68,22 @@ class OtherKernel:
 class CommitTree:
     """The files of a commit."""
 
-    ref: str  # what somebody typed
-    commit: str  # forty hexadecimal digits
-    repository: Path  # the folder that it is of
-    root: Path  # where its files lie
-    here: Path  # the working directory, relative to the repository
+    ref: str  # Name of the commit as typed by the user.
+    commit: str  # Forty hexadecimal digits.
+    repository: Path  # Folder of the repository.
+    root: Path  # Folder of the commit's files.
+    here: Path  # The working directory relative to the repository.
 
     def kernel(self, kernel: str) -> OtherKernel:
-        """Return what ``kernel`` is in this tree.
+        """Return the kernel of this name in this tree.
 
         Args:
-            kernel: ``file.py::name``, ``package.module:name``, or a name of the project's own
-                configuration, which is then read as it was at that commit.
+            kernel: ``file.py::name``, ``package.module:name``, or a name in the project's
+                configuration, which is read as of that commit.
 
         Raises:
-            UsageError: for a kernel of attncheck's, and for a file outside of the repository: they
-                are no part of the commit.
+            UsageError: for a built-in kernel or a file outside of the repository, which are not
+                part of the commit.
         """
         from attncheck.subjects.capabilities.named_kernels import BUILTIN
 
@@ -99,7 +98,7 @@ class CommitTree:
             path = self._file(file, kernel)
             inside = self.root / path
             missing = "" if inside.is_file() else f"{self.ref} has no file {path.as_posix()}"
-            # A relative name is right from the tree's folder; a whole path would lead back here.
+            # A relative name is valid in the tree; an absolute path would lead back here.
             file = str(inside) if Path(file).is_absolute() else file
         folder = folder if folder.is_dir() else self.root
         return OtherKernel(
@@ -110,19 +109,19 @@ class CommitTree:
         )
 
     def strayed(self, files: Iterable[str]) -> str:
-        """Return which of a kernel's ``files`` is not of this tree, and should be.
+        """Return an error if a kernel has loaded a file of the working tree instead of this tree.
 
         Args:
-            files: Of the modules that its process has loaded. What lies in neither (Python's own,
-                installed packages) is nobody's fault.
+            files: Files of the modules that its process has loaded. Those outside of both trees,
+                such as installed packages, are ignored.
 
         Returns:
-            What is wrong, in one line; empty where nothing is.
+            The error, in one line; empty for none.
         """
         root, repository = self.root.resolve(), self.repository.resolve()
         for file in files:
             path = Path(file).resolve()
-            # Our own files ask both kernels: only the kernels' are to differ.
+            # Both processes run this attncheck: only the kernels' files must differ.
             ours = _OURS in path.parts and (path.is_relative_to(Path(__file__).parents[1]))
             if not ours and path.is_relative_to(repository) and not path.is_relative_to(root):
                 return (
@@ -142,9 +141,9 @@ class CommitTree:
         return path.relative_to(self.repository.resolve())
 
     def _paths(self, folder: Path) -> tuple[str, ...]:
-        """Return where packages begin here: as for ``python -m``, at ``src`` layouts, at the root.
+        """Return the folders to search for packages: ``folder``, the root, and their ``src``.
 
-        A folder that has an attncheck is left out: the process that calls the kernel runs ours.
+        A folder with an attncheck is left out, since the kernel's process must run this one.
         """
         places = dict.fromkeys((folder, folder / "src", self.root / "src", self.root))
         able = (one for one in places if one.is_dir() and not (one / _OURS).is_dir())
@@ -153,23 +152,23 @@ class CommitTree:
 
 @contextmanager
 def commit_tree(ref: str, start: Path | None = None) -> Iterator[CommitTree]:
-    """Check out the commit ``ref`` into a folder of its own until the end of the block.
+    """Check out the commit ``ref`` into a temporary folder for the duration of the context.
 
-    A worktree of the repository that ``start`` lies in, detached and outside of it. It is removed
-    at the end, also after an interrupt. Nothing is fetched; no hook of the repository's is run;
-    submodules and files of LFS are not there.
+    The folder is a detached worktree, outside of the repository, which is removed at the end, also
+    after an interrupt. Nothing is fetched and no hooks are run; submodules and LFS files are
+    missing.
 
     Args:
         ref: A branch, a tag or a commit.
-        start: A folder (default: the working directory).
+        start: A folder in the repository (default: the working directory).
 
     Raises:
-        UsageError: where there is no git, no repository or no such commit; in one line.
+        UsageError: in one line, if there is no git, no repository or no such commit.
     """
     start = (start or Path.cwd()).resolve()
     repository = Path(run_git(_OPTION, start, "rev-parse", "--show-toplevel"))
     commit = _commit(repository, ref)
-    # Outside of the repository, whose own tools would find every file twice.
+    # Outside of the repository, whose tools would otherwise find every file twice.
     temporary = Path(tempfile.mkdtemp(prefix="attncheck-against-"))
     root = temporary / "tree"
     try:
@@ -187,10 +186,10 @@ def commit_tree(ref: str, start: Path | None = None) -> Iterator[CommitTree]:
 
 
 def rename_kernels(answers: Iterable[Answer], names: Mapping[str, str]) -> tuple[Answer, ...]:
-    """Return ``answers`` of a tree's kernels under the names of those that are here.
+    """Return ``answers`` with the kernels' names of a tree replaced by those here.
 
     Args:
-        names: The name of a kernel there → here; others keep theirs.
+        names: Name of a kernel there → name here; other names are kept.
     """
     return tuple(
         replace(a, record=replace(a.record, kernel=names.get(a.record.kernel, a.record.kernel)))
@@ -212,8 +211,8 @@ def _commit(repository: Path, ref: str) -> str:
 
 
 def _remove(repository: Path, root: Path) -> None:
-    """Remove the worktree and what the repository remembers of it, whatever happens."""
-    with suppress(UsageError):  # git is gone, or the folder is
+    """Remove the worktree and its registration in the repository, ignoring errors."""
+    with suppress(UsageError):  # git or the folder is missing
         # git asks for the second --force where a worktree is locked.
         run_git(_OPTION, repository, "worktree", "remove", "--force", "--force", str(root))
     if root.exists():
@@ -223,19 +222,19 @@ def _remove(repository: Path, root: Path) -> None:
 
 
 def run_git(option: str, folder: Path, *arguments: str) -> str:
-    """Return what git prints, without its last line end.
+    """Run git and return its output without the last line end.
 
     Args:
-        option: Of the command line that needs it, for messages.
-        folder: Where git runs.
+        option: The command-line option that needs git, for messages.
+        folder: Working directory of git.
 
     Raises:
-        UsageError: in one line, where git fails.
+        UsageError: in one line, if git fails.
     """
     environment = {k: v for k, v in os.environ.items() if k not in _HOOK_VARIABLES} | _QUIET
     what = f"{option}: git {arguments[0]}"
     try:
-        done = subprocess.run(  # noqa: S603  # of our own making, and no shell
+        process = subprocess.run(  # noqa: S603  # our own arguments, without a shell
             ["git", *_SAFE, "-C", str(folder), *arguments],  # noqa: S607  # whichever git is here
             capture_output=True,
             check=False,
@@ -249,10 +248,10 @@ def run_git(option: str, folder: Path, *arguments: str) -> str:
         raise UsageError(f"{option} needs git, which is not here: install it.") from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"{what}: {one_line(str(error))}.") from None
-    if done.returncode == 0:
-        return done.stdout.removesuffix("\n")
-    # git prints hints and warnings before the error itself, and how it is used after it.
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    if process.returncode == 0:
+        return process.stdout.removesuffix("\n")
+    # git may print hints before the error, and a usage message after it.
+    lines = [line for line in process.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith(("fatal:", "error:"))] or lines
-    reason = one_line(errors[-1]) if errors else f"exit code {done.returncode}"
+    reason = one_line(errors[-1]) if errors else f"exit code {process.returncode}"
     raise UsageError(f"{what}: {reason.rstrip('.')}.")

@@ -1,4 +1,4 @@
-"""The plan of one kernel in the making: what is chosen for a run, and what the kernel takes."""
+"""Planning of one kernel's questions: the options of a run, and what the kernel takes."""
 
 from __future__ import annotations
 
@@ -40,40 +40,40 @@ class Choices:
 
     tier: Tier
     stages: tuple[Stage, ...] = STAGES
-    dtypes: tuple[str, ...] = ()  # only these; empty for all that a kernel takes
+    dtypes: tuple[str, ...] = ()  # Only these; empty for all that a kernel takes.
     seed: int = 0
-    isolated: bool = True  # whether kernels run in processes of their own
-    timeout: float = 0.0  # seconds that one call of a kernel may take; 0 for as many as is usual
-    failures: str = ""  # folder in which failures are kept; empty for none
-    sanitizer: bool = False  # whether a few problems are asked under compute-sanitizer
+    isolated: bool = True  # Whether kernels run in processes of their own.
+    timeout: float = 0.0  # Time limit of one call of a kernel in seconds; 0 for the default.
+    failures: str = ""  # Folder in which failures are stored; empty for none.
+    sanitizer: bool = False  # Whether a few problems are run under compute-sanitizer.
     # The files of another commit, whose kernels are measured too; None for none.
     tree: CommitTree | None = None
-    held: BaselineCases | None = None  # what a baseline holds, and is asked again; None without one
+    held: BaselineCases | None = None  # Cases of a baseline, which are asked again; None for none.
 
     def __post_init__(self) -> None:
         require_known("dtype", self.dtypes, MEASURED_DTYPES)
-        # In the table's order, so that a plan does not depend on what was typed first.
+        # In the table's order, so that a plan does not depend on the order on the command line.
         ordered = tuple(name for name in MEASURED_DTYPES if name in self.dtypes)
         object.__setattr__(self, "dtypes", ordered)
 
     @classmethod
     def of_tier(cls, name: str, **others: Any) -> Choices:
-        """Return choices in the tier ``name``; raises UnknownName for one that there is not."""
+        """Return choices in the tier ``name``; raise UnknownName if there is no such tier."""
         return cls(tier=tier_named(name), **others)
 
     def options(self) -> dict[str, Any]:
-        """Return it as JSON has it, for another process: what ``of`` reads."""
+        """Return the choices as JSON-compatible data, which ``of`` reads in another process."""
         options: dict[str, Any] = msgspec.to_builtins(self, enc_hook=str)
         return options
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Choices:
-        """Return what ``options`` wrote."""
+        """Return the choices from which ``options`` was made."""
         return msgspec.convert(options, cls, dec_hook=lambda kind, text: kind(text))
 
     def plan(self) -> dict[str, Any]:
-        """Return what of it makes two runs the same plan."""
-        # Isolation, timeouts and folders change how a kernel is called, not what it is asked.
+        """Return the choices that identify a plan, for the header of a journal."""
+        # Isolation, timeouts and folders do not change the questions.
         stages, dtypes = ",".join(self.stages), ",".join(self.dtypes)
         plan = {"tier": self.tier.name, "stages": stages, "dtypes": dtypes, "seed": self.seed}
         plan |= {"sanitizer": True} if self.sanitizer else {}
@@ -82,31 +82,31 @@ class Choices:
 
 
 def parse_stages(names: Sequence[str], without: Sequence[str] = ()) -> tuple[Stage, ...]:
-    """Return stages in their order; all where none is named.
+    """Return the selected stages in their order; all but those in ``without`` if none is named.
 
     Raises:
-        UnknownName: for one that there is not.
-        UsageError: where none is left.
+        UnknownName: for an unknown stage.
+        UsageError: if no stage remains.
     """
     require_known("stage", (*names, *without), STAGES)
-    # In the order of STAGES whatever was typed: units and reports are sorted by it.
-    left = tuple(s for s in STAGES if (not names or s in names) and s not in without)
-    if not left:
+    # In the order of STAGES, by which units and reports are sorted.
+    stages = tuple(s for s in STAGES if (not names or s in names) and s not in without)
+    if not stages:
         raise UsageError("no stage is left: leave one of --stage and --skip out.")
-    return left
+    return stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineCases:
     """The cases of a baseline, which a gate asks again."""
 
-    digest: str  # of the baseline: another one makes another plan
+    digest: str  # Digest of the baseline, on which the plan depends.
     # Kernel, architecture, variant and Case, each as JSON has it.
     cases: tuple[tuple[str, str, str, dict[str, Any]], ...]
 
     @classmethod
     def of(cls, baseline: Baseline) -> Self:
-        """Return those of its entries that say what was asked."""
+        """Return the cases of all entries that contain their Case."""
         return cls(
             digest=hashlib.sha256(baseline_text(baseline).encode()).hexdigest()[:16],
             cases=tuple(
@@ -115,20 +115,20 @@ class BaselineCases:
         )
 
     def of_kernel(self, kernel: str, architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield variant and Case of each that it holds of a kernel on an architecture."""
+        """Yield (variant, Case as JSON) for a kernel on an architecture."""
         for name, device, variant, case in self.cases:
             if (name, device) == (kernel, architecture):
                 yield variant, case
 
 
-# What a Problem may do without where the kernel does not take it.
+# Features that may be dropped from a Problem if the kernel does not take them.
 _DROPS = ("sink", "dlse")
-# In one of these a kernel takes a dtype, or nowhere.
+# A kernel takes a dtype if it takes a Problem of one of these kinds.
 _KINDS = (PLAIN_KIND, ProblemKind(paged=True), ProblemKind(sink=True))
 
 
 class Planning(KernelSupport):
-    """A kernel whose plan is made; it is asked nothing yet but what it takes."""
+    """A kernel whose plan is being made, by asking it only which Problems it takes."""
 
     def __init__(
         self,
@@ -139,24 +139,24 @@ class Planning(KernelSupport):
         environment: str = "",
     ) -> None:
         super().__init__(subject, unit.device, executor)
-        self.unit = unit  # the one that asks what it is: its kernel, convention, device, tier
+        self.unit = unit  # The unit being done: its kernel, convention, device and tier.
         self.choices, self.environment = choices, environment
-        self.refused: list[Answer] = []  # what of the plan it does not take: an answer each
-        self.bounds: list[Unit] | None = None  # of stage bounds, once they are planned
+        self.refused: list[Answer] = []  # An answer for each refused part of the plan.
+        self.bounds: list[Unit] | None = None  # Units of the stage bounds, once they are planned.
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:
-        """Return those that are wanted and that the kernel takes somewhere."""
-        # Whether it takes a dtype is asked once, over all families: every stage needs it.
+        """Selected dtypes in which the kernel takes some Problem."""
+        # Cached, since every stage needs them.
         wanted = self.choices.dtypes or MEASURED_DTYPES
         return tuple(dtype for dtype in wanted if self.refusals(dtype, _KINDS) is None)
 
     def nearest(self, problem: Problem) -> Problem | None:
-        """Return ``problem`` itself, the nearest that the kernel takes, or None."""
+        """Return the Problem nearest to ``problem`` that the kernel takes, or None."""
         return nearest_supported(problem, self.supports, (problem.dtype,), drops=_DROPS)
 
     def unit_of(self, stage: Stage, case: Case, variant: str, test: str = "") -> Unit:
-        """Return the unit of work that asks ``case``."""
+        """Return the unit that asks ``case``."""
         return Unit(
             kind="ask",
             stage=stage,
@@ -170,9 +170,9 @@ class Planning(KernelSupport):
         )
 
     def nearest_unit(self, stage: Stage, problem: Problem, variant: str) -> Unit | None:
-        """Return the unit that compares ``problem`` or the nearest one; None of a refusal.
+        """Return the unit that compares the nearest Problem; None if the kernel takes none.
 
-        What is refused is kept as an answer, so that no plan is shorter than it looks.
+        Refusals are recorded as answers, so that they are visible in the report.
         """
         moved = self.nearest(problem)
         if moved is None:
@@ -181,7 +181,7 @@ class Planning(KernelSupport):
         return self.unit_of(stage, Case(problem=moved), variant)
 
     def drop(self, stage: Stage, case: Case, variant: str, reason: str) -> None:
-        """Keep that ``case`` is not asked, and why."""
+        """Record an answer that says why ``case`` is not asked."""
         record = new_record(
             self.subject, case, device=self.device, variant=variant, environment=self.environment
         )
@@ -189,11 +189,11 @@ class Planning(KernelSupport):
         self.refused.append(Answer(unit=self.unit.id, stage=stage, record=record))
 
     def adapted(self, problem: Problem) -> tuple[Problem, ...]:
-        """Return ``problem``, or the same in pages for a kernel that takes keys in pages alone."""
+        """Return ``problem``, or paged versions of it for a kernel that only takes paged keys."""
         return question_fit.adapted_problems(self.subject, problem, self.executor)
 
     def fitting(self, question: str, problem: Problem) -> Problem | None:
-        """Return ``problem`` as the kernel takes it, if ``question`` can be asked of that."""
+        """Return the nearest Problem that the kernel takes and that fits ``question``, or None."""
         try:
             moved = self.nearest(question_fit.question_problem(question, problem))
         except ProblemError:
@@ -203,26 +203,26 @@ class Planning(KernelSupport):
 
 
 def move_case(case: Case, problem: Problem) -> Case:
-    """Return the question of ``case`` asked of ``problem``, with the nearest numbers allowed."""
+    """Return ``case`` with another Problem, and the nearest parameters that this one allows."""
     chosen = {}
     for name, values in question_fit.allowed_parameters(case.question, problem).items():
-        # One in the middle where the case has none: the ends are special cases.
+        # The default is the middle value, since the ends are special cases.
         wanted = case.parameters.get(name, values[len(values) // 2])
         chosen[name] = min(values, key=lambda value: abs(value - wanted))
     return Case(problem=problem, question=case.question, parameters=chosen)
 
 
-# All of a Problem but its numbers, by which no kernel can go: it is asked before they are drawn.
+# All fields of a Problem but those of its random numbers, which cannot affect a refusal.
 _structure = attrgetter(
     *(each.name for each in fields(Problem) if each.name not in {"seed", "distribution"})
 )
 
 
 class CachingExecutor:
-    """An executor of one kernel that remembers what it said of each Problem; not that it failed.
+    """An executor of one kernel that caches which Problems it takes, except for failures.
 
-    A plan asks about the same problems many times, and each question crosses a process boundary.
-    Those are the same that differ in their numbers alone.
+    A plan asks about the same Problems many times, and each question crosses a process boundary.
+    Problems that only differ in their random numbers share a cache entry.
     """
 
     _MOST = 20_000
@@ -233,20 +233,20 @@ class CachingExecutor:
         self.absence, self.launches, self.run = executor.absence, executor.launches, executor.run
 
     def concerns(self, subject: Subject, problem: Problem) -> bool:
-        """Return what the executor does, or did."""
+        """Return the executor's answer, cached."""
         ask = functools.partial(self._executor.concerns, subject, problem)
-        return cast("bool", self._remembered(("concerns", _structure(problem)), ask))
+        return cast("bool", self._cached(("concerns", _structure(problem)), ask))
 
     def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
-        """Return what the executor does, or did."""
+        """Return the executor's answer, cached."""
         ask = functools.partial(self._executor.refusal, subject, problem, device)
-        return cast("str | None", self._remembered((device, _structure(problem)), ask))
+        return cast("str | None", self._cached((device, _structure(problem)), ask))
 
-    def _remembered(self, key: tuple[Any, ...], ask: Callable[[], Any]) -> Any:
+    def _cached(self, key: tuple[Any, ...], ask: Callable[[], Any]) -> Any:
         if key in self._answers:
             return self._answers[key]
         answer = ask()
-        # A failure may be chance, so the kernel is asked again.
+        # A failure may be accidental, so that it is not cached.
         if not isinstance(answer, Failure):
             if len(self._answers) >= self._MOST:
                 self._answers.clear()

@@ -1,4 +1,4 @@
-"""Stage properties: which cases Hypothesis draws, and what is known to fail."""
+"""Stage properties: cases drawn by Hypothesis, and known failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Pair = tuple[str, str]
 
 
 def property_units(planning: Planning) -> Iterator[Unit]:
-    """Yield what is to be drawn: a property, a dtype and a mask family each."""
+    """Yield units that draw cases, each for a property, a dtype and a mask family."""
     used: Counter[str] = Counter()
     for each in property_spec.properties():
         pairs = _applicable_pairs(planning, each)
@@ -47,16 +47,16 @@ def property_units(planning: Planning) -> Iterator[Unit]:
 
 
 def choose_pairs(pairs: Sequence[Pair], most: int, used: Counter[str]) -> list[Pair]:
-    """Return up to ``most`` of ``pairs`` (0: all), each value and pair as often as the others.
+    """Return up to ``most`` of ``pairs`` (0: all), so that values and pairs are used evenly.
 
     Args:
-        pairs: (dtype, family) that there are.
-        most: How many.
-        used: How often each dtype, family and pair was chosen before; what is chosen is added.
+        pairs: (dtype, family) pairs to choose from.
+        most: Largest number of pairs.
+        used: Number of earlier choices of each dtype and pair, which is updated.
     """
-    left = list(pairs)
+    remaining = list(pairs)
     chosen: list[Pair] = []
-    while left and (not most or len(chosen) < most):
+    while remaining and (not most or len(chosen) < most):
         values = {value for pair in chosen for value in pair}
 
         def rank(pair: Pair) -> tuple[int, int, int]:
@@ -64,24 +64,24 @@ def choose_pairs(pairs: Sequence[Pair], most: int, used: Counter[str]) -> list[P
             repeats = (dtype in values) + (family in values)  # noqa: B023  # called before it changes
             return repeats, used[f"{dtype} {family}"], used[dtype]
 
-        # Of equals the first: the plan is the same every time.
-        best = min(left, key=rank)
-        left.remove(best)
+        # Ties go to the first pair, so that plans are reproducible.
+        best = min(remaining, key=rank)
+        remaining.remove(best)
         chosen.append(best)
         used.update([f"{best[0]} {best[1]}", best[0]])
     return chosen
 
 
 def drawn_units(unit: Unit, planning: Planning, known: KnownFailures) -> list[Unit]:
-    """Draw the cases of ``unit`` and return the units that ask them; of a known failure its own.
+    """Draw the cases of ``unit`` and return units that ask them; for a known failure its Case.
 
     Raises:
-        AttncheckError: for a property of another version.
+        AttncheckError: for a property that this version lacks.
     """
     spec = property_spec.property_named(unit.test).spec
     entry = known.of_draw(unit)
     cases = [] if entry is None else [entry.case_in(unit.dtype)]
-    # On another machine the known Case may hold, so that others are drawn besides.
+    # A machine-dependent failure may not occur here, so that other cases are drawn too.
     if entry is None or entry.depends_on:
         tier = planning.choices.tier
         kernel = DrawingKernel(
@@ -102,11 +102,11 @@ def drawn_units(unit: Unit, planning: Planning, known: KnownFailures) -> list[Un
 
 
 def _applicable_pairs(planning: Planning, each: property_spec.Property) -> list[Pair]:
-    """Return the (dtype, family) that concern the kernel; those that it refuses are kept."""
+    """Return the (dtype, family) pairs that the kernel takes; record families that it refuses."""
     spec, pairs = each.spec, []
     refused: dict[str, str] = {}
     dtypes = [dtype for dtype in planning.dtypes if not spec.dtypes or dtype in spec.dtypes]
-    # One plain problem tells: whether there are other launches does not depend on the mask.
+    # One plain problem is enough, since the number of launches does not depend on the mask.
     if compares_launches(spec.questions):
         samples = sample_problems("full", planning.dtypes[0]) if planning.dtypes else ()
         if not samples or not planning.has_launches(samples[0]):
@@ -118,7 +118,7 @@ def _applicable_pairs(planning: Planning, each: property_spec.Property) -> list[
                 pairs.append((dtype, family))
             elif reason != NOT_APPLICABLE:
                 refused.setdefault(family, reason)
-    # A family that is supported in some dtype is no refusal.
+    # A family that is taken in some dtype does not count as refused.
     supported = {family for _, family in pairs}
     for family, reason in refused.items():
         if family not in supported:
@@ -129,7 +129,7 @@ def _applicable_pairs(planning: Planning, each: property_spec.Property) -> list[
 
 
 def _drop_property(planning: Planning, unit: Unit, reason: str) -> None:
-    """Keep that a property is not asked of a family, on the plainest Problem that it has."""
+    """Record that a property is not asked of a family, with the family's plainest Problem."""
     kind = property_spec.property_named(unit.test).spec.kind
     for problem in sample_problems(unit.family, unit.dtype, kind)[:1]:
         planning.drop(_STAGE, Case(problem=problem), unit.family, reason)
@@ -137,33 +137,33 @@ def _drop_property(planning: Planning, unit: Unit, reason: str) -> None:
 
 # ------------------------------------------------------------ what is known to fail
 
-KNOWN = "known failure"  # how the reason of a known failure begins
+KNOWN = "known failure"  # Beginning of the reason of a known failure.
 
-# What may be known; a process that is lost, or hangs, never is.
+# Statuses that a known failure may excuse; lost processes and timeouts are never excused.
 _EXCUSED = frozenset({"fail", "error"})
 _LOST = frozenset({"crash", "timeout", "oom"})
 
 
 class KnownFailures:
-    """The entries of known failures beside the properties."""
+    """The known failures in the folder of the properties."""
 
     def __init__(self, entries: tuple[KnownFailure, ...] | None = None) -> None:
         if entries is None:
             path = property_spec.properties_folder() / FILE
             entries = read_known_failures(path) if path.exists() else ()
-        self.entries = entries  # in order; the first that is about a question counts
+        self.entries = entries  # The first entry that matches a question counts.
 
     def of_draw(self, unit: Unit) -> KnownFailure | None:
-        """Return the entry about a property's part, which is asked in place of what is drawn."""
+        """Return the entry that matches a ``draw`` unit, whose Case replaces the drawn ones."""
         part = unit.test, unit.kernel, unit.dtype, unit.family, unit.device
         return next((entry for entry in self.entries if entry.matches(*part)), None)
 
     def excuse(self, record: Record, unit: Unit, case: Case) -> Record:
-        """Return ``record``, as a warning where it is known to be wrong.
+        """Return ``record``, turned into a warning if it is a known failure.
 
-        So is one that holds where its very Case was asked: the entry is out of date.
+        If the entry's own Case passes, this is a warning too, since the entry is out of date.
         """
-        entry = next((each for each in self.entries if _is_about(each, unit, case)), None)
+        entry = next((each for each in self.entries if _matches(each, unit, case)), None)
         if entry is None:
             return record
         if record.status in _EXCUSED:
@@ -174,10 +174,11 @@ class KnownFailures:
         return record
 
 
-def _is_about(entry: KnownFailure, unit: Unit, case: Case) -> bool:
-    """Return whether ``entry`` is about a question: of its property, or of none the same one.
+def _matches(entry: KnownFailure, unit: Unit, case: Case) -> bool:
+    """Return whether ``entry`` matches a case of its property, or a similar case elsewhere.
 
-    To compare is what all stages ask: of that, elsewhere, an entry is about its very Case alone.
+    Outside of its property an entry matches its own question, but for ``compare``, which all stages
+    ask, only its own Case.
     """
     if not entry.concerns(unit.kernel, case.problem.dtype, unit.device):
         return False

@@ -1,8 +1,8 @@
 """The stages of a gate that ask fixed problems: contract, probes, memory and determinism.
 
-Each gives units of work in the order in which they are asked. What a kernel does not take is moved
-to the nearest problem that it does, where the stage's question stays the same; what it takes
-nowhere is kept as a refusal (``Planning.refused``). A unit may come twice: a plan has it once.
+Each function yields units of work in the order in which they are asked. A problem that a kernel
+does not take is replaced by the nearest one that it takes, if the question stays meaningful; if
+there is none, the refusal is stored in ``Planning.refused``. Duplicate units are removed later.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from attncheck.workers.units import Done, Unit
 
 # ------------------------------------------------------------ contract
 
-# Numbers with which each mask hides something of 16 rows and keys.
+# Masks with arguments for which each hides something in a problem of 16 rows and keys.
 _DECLARED_MASKS = {
     "full": FULL,
     "causal": Spec.of("causal"),
@@ -49,15 +49,15 @@ _DECLARED_MASKS = {
 
 
 def contract_units(planning: Planning) -> Iterator[Unit]:
-    """Yield the smallest problems, what is unusual, and everything that the kernel declares."""
-    # Backwards last: each has kernels of its own to be compiled, and forwards are wrong more often.
+    """Yield the smallest problems, unusual ones, and each capability that the kernel declares."""
+    # Backwards last: each needs further compilations, and forwards fail more often.
     for name, problem in sorted(_contract_problems(planning), key=lambda named: named[1].backward):
         yield planning.unit_of("contract", Case(problem=problem), name)
     if planning.device == "cuda":  # on a CPU there are no grids to overflow
-        for name, problem in _as_they_stand(
+        for name, problem in _unmoved_problems(
             planning, named_problems.MANY_SEQUENCES, planning.dtypes[:1]
         ):
-            # So many sequences are too much for an oracle; this question needs none.
+            # There are too many sequences for an oracle, which this question does not need.
             case = Case(problem=problem, question="first_row")
             yield planning.unit_of("contract", case, name)
 
@@ -72,24 +72,24 @@ def _contract_problems(planning: Planning) -> Iterator[tuple[str, Problem]]:
                 nearest = planning.nearest(problem)
                 if nearest is not None:
                     yield f"{name} backward" if backward else name, nearest
-        # What is unusual about them is so in every dtype: one is enough.
+        # One dtype is enough, since these problems are unusual in any dtype.
         if number == 0:
-            yield from _as_they_stand(planning, named_problems.CONTRACT, [dtype])
+            yield from _unmoved_problems(planning, named_problems.CONTRACT, [dtype])
         if scaled:
-            yield from _as_they_stand(planning, named_problems.FP8, [dtype])
-        # In fp32 what a kernel sums in is not shorter than its inputs.
+            yield from _unmoved_problems(planning, named_problems.FP8, [dtype])
+        # Long sums expose accumulators in the inputs' format, which is no fault in fp32.
         if DTYPES[dtype].storage.significand < FORMATS["fp32"].significand:
-            yield from _as_they_stand(planning, named_problems.LONG, [dtype])
+            yield from _unmoved_problems(planning, named_problems.LONG, [dtype])
     yield from _declared_problems(planning)
     for dtype in dtypes:
         if not planning.refusal(SOFTMAX, dtype):
             yield SOFTMAX, Problem(operation=SOFTMAX, query=2, kv=16, dtype=dtype)
 
 
-def _as_they_stand(
+def _unmoved_problems(
     planning: Planning, tag: str, dtypes: Sequence[str]
 ) -> Iterator[tuple[str, Problem]]:
-    """Yield problems as the table has them: whether it takes these is the kernel's own affair."""
+    """Yield the problems of a tag unchanged; the kernel may refuse them when asked."""
     for dtype in dtypes:
         for name, entry in named_problems.tagged(tag).items():
             if DTYPES[dtype].scaled and entry.fields.get("backward"):
@@ -100,19 +100,19 @@ def _as_they_stand(
 
 
 def _declared_problems(planning: Planning) -> Iterator[tuple[str, Problem]]:
-    """Yield each dtype, head_dim and mask of the kernel's table, whatever the kernel says."""
+    """Yield a problem for each dtype, head_dim and mask in the kernel's capability table."""
     table = read_configuration().kernels.get(planning.unit.kernel)
     if table is None:
         return
-    # What a table declares is asked even where the kernel refuses it: that is a finding.
+    # These are asked even if the kernel refuses them, since that contradicts its table.
     first = planning.dtypes[0] if planning.dtypes else "bf16"
     wanted = planning.choices.dtypes or table.dtypes or ()
     declared: list[tuple[str, dict[str, Any]]] = []
     declared += [(dtype, {"dtype": dtype}) for dtype in table.dtypes or ()]
     for dims in table.head_dims if isinstance(table.head_dims, tuple) else ():
         keys, values = dims if isinstance(dims, tuple) else (dims, dims)
-        spelled = f"{keys}/{values}" if isinstance(dims, tuple) else str(dims)
-        declared.append((f"head_dim {spelled}", {"head_dim": keys, "value_dim": values}))
+        dims_text = f"{keys}/{values}" if isinstance(dims, tuple) else str(dims)
+        declared.append((f"head_dim {dims_text}", {"head_dim": keys, "value_dim": values}))
     for mask in table.masks or ():
         spec = _DECLARED_MASKS.get(ALIASES.get(mask, mask), FULL)
         declared.append((mask, {"mask": spec}))
@@ -131,9 +131,9 @@ def _declared_problems(planning: Planning) -> Iterator[tuple[str, Problem]]:
 
 
 def probe_units(planning: Planning) -> Iterator[Unit]:
-    """Yield each probe of ``attncheck check``: in one of the dtypes in turn, or in every one.
+    """Yield each probe of ``attncheck check``, in the dtypes by turns or in every dtype.
 
-    Moved to the nearest layout that the kernel takes, as far as the probe may be asked there.
+    Each is moved to the nearest problem that the kernel takes and that fits the probe.
     """
     dtypes = planning.dtypes
     for turn, dtype in enumerate(dtypes):
@@ -167,11 +167,10 @@ _RELATIONS: dict[Stage, tuple[str, ...]] = {
     ),
     "determinism": ("repeat", "alone_in_batch", "batch_permutation", "launches"),
 }
-# Asked for each value of this parameter: which tensor is read wrongly, and after which call,
-# nobody knows.
+# Questions that are asked for every value of a parameter, such as the tensor with unusual strides.
 _EACH_VALUE = dict.fromkeys(("strides_alone", "strides_of_one_column", "strides_far"), "tensor")
 _EACH_VALUE["call_order"] = "between"
-# Asked whatever the turn, on problems of their own.
+# Questions that are asked on further problems, by the tag of these.
 _ADDITIONAL = {
     "hidden_keys_nan": named_problems.BACKWARD_CAP,
     "neighbours": named_problems.MANY_KEYS,
@@ -179,17 +178,16 @@ _ADDITIONAL = {
 
 
 def surrounding_units(planning: Planning, stage: Stage) -> Iterator[Unit]:
-    """Yield the questions of ``memory`` or ``determinism``, each on a few layouts.
+    """Yield the questions of ``memory`` or ``determinism``, each on a few layouts by turns.
 
-    Layouts and dtypes take turns. What the kernel takes on no layout is not reported: the
-    stage bounds reports it.
+    Layouts that the kernel does not take are not reported here, but in the stage bounds.
     """
     if stage == "memory":
         yield from sanitizer_units(planning)
     dtypes, layouts = planning.dtypes, planning.choices.tier.layouts
     checks = (name for name, check in CHECKS.items() if check.stage == stage)
     for number, question in enumerate((*checks, *_RELATIONS[stage])):
-        # Each question begins at another layout, so that together they meet all of them.
+        # Each question begins at a different layout, so that together they cover all.
         for turn in range(number, number + layouts if dtypes else number):
             yield from _layout_units(planning, stage, question, turn)
         for name, entry in named_problems.tagged(_ADDITIONAL.get(question, "")).items():
@@ -201,7 +199,7 @@ def surrounding_units(planning: Planning, stage: Stage) -> Iterator[Unit]:
 
 
 def _layout_units(planning: Planning, stage: Stage, question: str, turn: int) -> Iterator[Unit]:
-    """Yield what is asked on the first layout, from the ``turn``-th on, that the question fits."""
+    """Yield the units of a question on the first layout, from index ``turn`` on, that fits it."""
     dtype = planning.dtypes[turn % len(planning.dtypes)]
     entries = list(named_problems.tagged(named_problems.MEMORY).values())
     for step in range(len(entries)):
@@ -218,7 +216,7 @@ def _layout_units(planning: Planning, stage: Stage, question: str, turn: int) ->
 
 
 def _parameter_choices(question: str, problem: Problem) -> list[Parameters]:
-    """Return numbers to ask with; what is not among them is the middle of what is allowed."""
+    """Return parameters to ask with; missing ones default to the middle of the allowed values."""
     name = _EACH_VALUE.get(question)
     if name is None:
         return [{}]
@@ -236,15 +234,15 @@ def _nearest_problems(planning: Planning, dtype: str, fields: dict[str, Any]) ->
 
 # ------------------------------------------------------------ compute-sanitizer
 
-SANITIZER_VARIANT = "compute-sanitizer"  # with a tool's name after it, the variant of its units
+SANITIZER_VARIANT = "compute-sanitizer"  # Prefix, before a tool's name, of its units' variant.
 
 _TOOLS = ("memcheck", "racecheck", "synccheck")
 
 
 def sanitizer_units(planning: Planning) -> Iterator[Unit]:
-    """Yield a unit for each tool, each with all problems: its process takes longest to begin.
+    """Yield one unit for each tool, with all problems, since starting its process takes longest.
 
-    Where there is no such tool, nothing is asked: one answer says so, and fails nothing.
+    If compute-sanitizer is missing, a single unsupported answer states this.
     """
     cases = _sanitizer_cases(planning) if planning.choices.sanitizer else []
     if not cases:
@@ -260,8 +258,8 @@ def sanitizer_units(planning: Planning) -> Iterator[Unit]:
 
 
 def sanitize_kernel(unit: Unit, planning: Planning) -> Done:
-    """Run the kernel under the tool of ``unit``: an answer for each problem."""
-    records = sanitizer.sanitized(
+    """Run the kernel under the tool of ``unit``, and return an answer for each problem."""
+    records = sanitizer.run_sanitizer(
         unit.kernel,
         _sanitizer_cases(planning),
         unit.variant.removeprefix(SANITIZER_VARIANT).strip(),
@@ -281,7 +279,7 @@ def sanitize_kernel(unit: Unit, planning: Planning) -> Done:
 
 
 def _sanitizer_cases(planning: Planning) -> list[Case]:
-    """Return the problems as the kernel takes them, each once, in a dtype with gradients."""
+    """Return distinct problems that the kernel takes, preferably in bf16 or fp16."""
     if not planning.dtypes:
         return []
     dtype = next((d for d in planning.dtypes if d in {"bf16", "fp16"}), planning.dtypes[0])

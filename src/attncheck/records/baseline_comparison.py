@@ -1,11 +1,11 @@
-"""A run next to its baseline: the same bits, other rounding, better or worse.
+"""Compare a run with its baseline: identical bits, other rounding, better or worse.
 
-Two kernels that round as often and as finely err by different numbers, and their mean squares over
-a Case are two draws of one population: their ratio is one of F's, with as many degrees of freedom
-as there are independent errors (``docs/how-to/baseline.md`` has the derivation).
+Two kernels of equal accuracy still make different rounding errors. Their mean squared errors over a
+Case are two samples of one population, so that their ratio follows an F distribution with as many
+degrees of freedom as there are independent errors (derivation: ``docs/how-to/baseline.md``).
 
-Nothing here is a tolerance. Bits are compared first; then what the judge says; then errors, by how
-improbable it is that chance alone made them so much larger.
+There are no tolerances. Bits are compared first, then the judge's verdicts, and then the errors, by
+the probability that chance alone made them so much larger.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from attncheck.records.baseline_entries import (
 from attncheck.records.record import Environment, Record, Status
 from attncheck.records.run_reports import Answer, BaselineStanding, Change, Stage
 
-_STEPS = 100  # of a ternary search: each leaves two thirds
+_STEPS = 100  # Steps of a ternary search; each shrinks the interval to two thirds.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorPair:
-    """The errors of one tensor on one Case, before and after; none of them 0."""
+    """Nonzero errors of one tensor on one Case, before and after a change."""
 
-    # before, after: root mean squares, in the units of the Case.
+    # before, after: root mean square errors, in the units of ``Accuracy.relative``.
     before: float
     after: float
-    # freedom_before, freedom_after: degrees of freedom of their squares.
+    # freedom_before, freedom_after: degrees of freedom of the mean squares.
     freedom_before: float
     freedom_after: float
-    # Root mean squares of ideal kernels of several tilings, in an order of theirs that is the
-    # same in every Case.
+    # Root mean square errors of ideal kernels of several tilings; every Case lists the tilings in
+    # one order.
     ensemble: tuple[float, ...]
 
     @property
     def weight(self) -> float:
-        """Return its weight among others: the inverse of the variance of the logarithm of F."""
+        """Return the pair's weight in a mean: the inverse variance of the logarithm of F."""
         return self.freedom_before * self.freedom_after / (self.freedom_before + self.freedom_after)
 
     def reversed(self) -> ErrorPair:
@@ -64,59 +64,60 @@ class ErrorPair:
 
 
 def mean_ratio(pairs: Sequence[ErrorPair]) -> float:
-    """Compute after ÷ before: the weighted geometric mean of the pairs."""
-    return math.exp(_mean(pairs, [math.log(p.after) - math.log(p.before) for p in pairs]))
+    """Return the weighted geometric mean of after ÷ before over the pairs."""
+    return math.exp(_weighted_mean(pairs, [math.log(p.after) - math.log(p.before) for p in pairs]))
 
 
 def tiling_growth(pairs: Sequence[ErrorPair]) -> float:
-    """Compute by which factor another tiling alone may change the errors.
+    """Return the factor by which another choice of tile sizes alone may change the errors.
 
-    The square of the largest ÷ the smallest of the ensemble, each member's errors taken together
-    over all pairs: the kernel before may lie as far outside of what the ensemble spans as half of
-    that is wide, and the kernel after as far on the other side.
+    (largest ÷ smallest)² over the ensemble, where each member's errors are averaged over all
+    pairs. In logarithms this is twice the ensemble's range: each of the two kernels may lie outside
+    of the range by half of its width, on opposite sides.
     """
     members = zip(*(pair.ensemble for pair in pairs), strict=True)
-    sizes = [_mean(pairs, [math.log(size) for size in member]) for member in members]
+    sizes = [_weighted_mean(pairs, [math.log(size) for size in member]) for member in members]
     return math.exp(2 * (max(sizes) - min(sizes))) if sizes else 1.0
 
 
 def log_probability(pairs: Sequence[ErrorPair]) -> float:
-    """Compute the natural logarithm of a bound of the probability of such a ratio; 0 if ≤ 1.
+    """Return the log of an upper bound on the probability of so large a mean ratio by chance.
 
-    Of kernels that are equally accurate but for ``growth``. Chernoff's bound: for every s > 0 the
-    probability that T ≥ t is at most E[exp(s·T)]·exp(−s·t), and of T, a weighted mean of the
-    logarithms of independent ratios F, that expectation is a product of gamma functions.
+    It holds for kernels that are equally accurate up to ``tiling_growth``, and is 0 for a ratio
+    that this growth explains. Chernoff's bound: for every s > 0 the probability that T ≥ t is at
+    most E[exp(s·T)]·exp(−s·t). T is a weighted mean of the logarithms of independent F-distributed
+    ratios, for which the expectation is a product of gamma functions.
     """
     excess = 2 * math.log(mean_ratio(pairs) / tiling_growth(pairs))
     if excess <= 0:
         return 0.0
-    whole = math.fsum(pair.weight for pair in pairs)
-    shares = [pair.weight / whole for pair in pairs]
+    total_weight = math.fsum(pair.weight for pair in pairs)
+    shares = [pair.weight / total_weight for pair in pairs]
 
     def exponent(s: float) -> float:
-        moments = (_moment(pair, s * w) for pair, w in zip(pairs, shares, strict=True))
+        moments = (_log_moment(pair, s * w) for pair, w in zip(pairs, shares, strict=True))
         return math.fsum(moments) - s * excess
 
-    # Beyond it a moment is infinite. The exponent is convex in s, and 0 at 0.
+    # Beyond ``end`` a moment is infinite. The exponent is convex in s, and 0 at s = 0.
     end = min(pair.freedom_before / (2 * w) for pair, w in zip(pairs, shares, strict=True))
-    return min(0.0, exponent(_minimum(exponent, end)))
+    return min(0.0, exponent(_minimize(exponent, end)))
 
 
-def _mean(pairs: Sequence[ErrorPair], values: Sequence[float]) -> float:
-    whole = math.fsum(pair.weight for pair in pairs)
-    return math.fsum(p.weight / whole * v for p, v in zip(pairs, values, strict=True))
+def _weighted_mean(pairs: Sequence[ErrorPair], values: Sequence[float]) -> float:
+    total_weight = math.fsum(pair.weight for pair in pairs)
+    return math.fsum(p.weight / total_weight * v for p, v in zip(pairs, values, strict=True))
 
 
-def _moment(pair: ErrorPair, u: float) -> float:
-    """Compute ln E[F^u] for (after, before) degrees of freedom; u < freedom before ÷ 2."""
+def _log_moment(pair: ErrorPair, u: float) -> float:
+    """Return ln E[F^u] of an F of (after, before) degrees of freedom; u < freedom_before / 2."""
     above, below = pair.freedom_after / 2, pair.freedom_before / 2
     gammas = math.lgamma(above + u) - math.lgamma(above)
     gammas += math.lgamma(below - u) - math.lgamma(below)
     return u * math.log(below / above) + gammas
 
 
-def _minimum(function: Callable[[float], float], end: float) -> float:
-    """Find where a convex function is least between 0 and ``end``, which it does not reach."""
+def _minimize(function: Callable[[float], float], end: float) -> float:
+    """Return the argument in [0, end) at which a convex function is smallest."""
     low, high = 0.0, end * (1 - 2.0**-20)
     for _ in range(_STEPS):
         first, second = low + (high - low) / 3, high - (high - low) / 3
@@ -139,34 +140,34 @@ STATUS_ORDER: dict[Status, int] = {
     "timeout": 7,
     "crash": 8,
 }
-"""What is said of a kernel, from the best to the worst."""
+"""Rank of each status, from best (0) to worst; equal ranks are no change."""
 
 
 KEPT_STATUSES: frozenset[Status] = frozenset({"pass", "warn", "inconclusive", "unsupported"})
-"""What a baseline may keep: a wrong answer is wrong whatever was before."""
+"""Statuses that a baseline may store: wrong answers are never accepted as a baseline."""
 
 STAGES: frozenset[Stage] = frozenset({"baseline"})
-"""Parts of a gate that ask the same Cases every time, and measure errors beside ideal kernels'.
+"""Gate stages that ask the same Cases in every run and measure errors relative to ideal kernels.
 
-The bounds, which ask most, say only whether an error is one of rounding.
+The stage ``bounds`` asks most Cases, but decides only whether errors are due to rounding.
 """
 
 _JUDGED = frozenset({"pass", "warn", "inconclusive"})
 
 
 def measurements(answers: Iterable[Answer]) -> Iterator[Record]:
-    """Yield the Records of answers that may be held against a baseline."""
-    # What is smaller than a Case of the plan is another Case each time that something fails.
+    """Yield the Records of the answers that can be compared with a baseline."""
+    # Shrinking a failure gives another small Case in each run.
     return (a.record for a in answers if a.stage in STAGES and not a.smallest_of)
 
 
 def comparable_entries(
     records: Iterable[Record], environments: Mapping[str, Environment]
 ) -> dict[Key, tuple[Entry, bool]]:
-    """Return by key the entry to compare, and whether its roundings are independent.
+    """Return, by key, the entry to compare and whether its rounding errors are independent.
 
-    Left out are questions other than ``compare``, verdicts on numbers without an ``accuracy``, and
-    Cases of which the exact result is in doubt. Of what was asked twice the worse answer counts.
+    Leaves out questions other than ``compare``, judged Records without an ``accuracy``, and Cases
+    whose oracles disagree. If a Case was asked twice, the worse answer counts.
     """
     by_key: dict[Key, tuple[Entry, bool]] = {}
     for record in records:
@@ -177,16 +178,16 @@ def comparable_entries(
         for entry in baseline_entries([record], environments):
             other = by_key.get(entry.key)
             if other is None or STATUS_ORDER[other[0].status] < STATUS_ORDER[entry.status]:
-                by_key[entry.key] = entry, _independent(record)
+                by_key[entry.key] = entry, _has_independent_errors(record)
     return by_key
 
 
-def _independent(record: Record) -> bool:
-    """Return whether inputs have no structure: else one rounding may decide all rows."""
+def _has_independent_errors(record: Record) -> bool:
+    """Return whether the inputs are unstructured, so that rounding errors are independent."""
     name = record.case.get("problem", {}).get("distribution", "normal")
     try:
         return distribution_named(name).generic
-    except AttncheckError:  # of another version
+    except AttncheckError:  # a distribution of another version of attncheck
         return False
 
 
@@ -194,38 +195,38 @@ _ORDER: tuple[BaselineStanding, ...] = (
     *("worse", "better", "gone"),
     *("new", "within rounding", "identical"),
 )
-# Of a case beside several: what fails first, and what was compared before what was not.
-_TELLING: tuple[BaselineStanding, ...] = (
+# Which change of a case to report for several baselines: cases without a counterpart come last.
+_RANK: tuple[BaselineStanding, ...] = (
     *("worse", "better", "within rounding", "identical"),
     *("gone", "new"),
 )
 
 
 def sort_changes(changes: Iterable[Change]) -> tuple[Change, ...]:
-    """Return changes with the worst first, then by kernel and case."""
+    """Return the changes sorted from worst to harmless, then by kernel and case."""
     return tuple(sorted(changes, key=lambda c: (_ORDER.index(c.standing), c.kernel, c.case_id)))
 
 
 def merge_changes(names: Sequence[str], of: Sequence[Iterable[Change]]) -> tuple[Change, ...]:
-    """Return changes against several sides as one: of each case what tells most.
+    """Merge the changes against several baselines: the most serious change of each case.
 
     Args:
-        names: What each is beside: where there are several, reasons begin with it.
-        of: Changes beside each.
+        names: Name of each baseline; if there are several, reasons begin with it.
+        of: The changes against each baseline.
     """
     by_case: dict[tuple[str, str], Change] = {}
     for name, group in zip(names, of, strict=True):
-        for one in group:
-            reason = f"{name}: {one.reason}" if one.reason and len(names) > 1 else one.reason
-            key = (one.kernel, one.case_id)
+        for each in group:
+            reason = f"{name}: {each.reason}" if each.reason and len(names) > 1 else each.reason
+            key = (each.kernel, each.case_id)
             other = by_case.get(key)
-            if other is None or _TELLING.index(one.standing) < _TELLING.index(other.standing):
-                by_case[key] = replace(one, reason=reason)
+            if other is None or _RANK.index(each.standing) < _RANK.index(other.standing):
+                by_case[key] = replace(each, reason=reason)
     return sort_changes(by_case.values())
 
 
 FALSE_ALARM = 1e-4
-"""Most that is allowed for the probability that a run calls any right kernel worse by chance."""
+"""Largest allowed probability that a run calls any correct kernel worse by chance."""
 
 
 def compare_runs(
@@ -238,23 +239,21 @@ def compare_runs(
     """Compare each case that was measured with its entry in ``baseline``.
 
     Args:
-        baseline: What the kernels could do; entries of other kernels and of other architectures
-            than those that answer are no part of the comparison.
-        answers: Of all stages. What counts is what ``verify.accuracy`` measured in those of
-            ``STAGES``.
-        environments: Of the answers, by the ids that their Records have.
-        complete: Whether everything was asked; of a shard, or of a run that was stopped, nothing
-            can be said to be gone.
+        baseline: Entries of kernels and architectures that ``answers`` lacks are ignored.
+        answers: Answers of all stages; only the accuracies measured in ``STAGES`` are compared.
+        environments: Environments of the answers, by the ids in their Records.
+        complete: Whether the whole plan was asked. In a shard, or in a run that was stopped, a
+            missing case does not count as gone.
 
     Returns:
-        The worst first, then by kernel and case.
+        The changes, sorted as by ``sort_changes``.
     """
     after = comparable_entries(measurements(answers), environments)
-    # A file may hold other kernels and machines, of which this run says nothing.
+    # The file may hold kernels and machines that are not part of this run.
     measured = {(entry.kernel, entry.device) for entry, _ in after.values()}
     before = {e.key: e for e in baseline.entries if (e.kernel, e.device) in measured}
-    known = baseline.environments | {one.id: one for one in environments.values()}
-    return _compare_entries(before, after, known, complete=complete)
+    by_id = baseline.environments | {one.id: one for one in environments.values()}
+    return _compare_entries(before, after, by_id, complete=complete)
 
 
 def compare_answers(
@@ -264,29 +263,30 @@ def compare_answers(
     *,
     complete: bool = True,
 ) -> tuple[Change, ...]:
-    """Compare each case that was measured on two sides, both of which were asked now.
+    """Compare two versions of kernels case by case, both measured in this run.
 
     Args:
-        before: Of the earlier kernels; their names are those of the later ones.
-        environments: Of both, by the ids that their Records have.
-        complete: As of ``compare_runs``.
+        before: Answers of the earlier kernels, under the names of the later ones.
+        after: Answers of the later kernels.
+        environments: Environments of both, by the ids in their Records.
+        complete: See ``compare_runs``.
     """
     old = comparable_entries(measurements(before), environments)
     new = comparable_entries(measurements(after), environments)
-    known = {one.id: one for one in environments.values()}
-    return _compare_entries({k: e for k, (e, _) in old.items()}, new, known, complete=complete)
+    by_id = {one.id: one for one in environments.values()}
+    return _compare_entries({k: e for k, (e, _) in old.items()}, new, by_id, complete=complete)
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One case that is on both sides."""
+    """One case that was measured before and after."""
 
     before: Entry
     after: Entry
     independent: bool
 
     def pairs(self) -> dict[TensorName, ErrorPair]:
-        """Return errors that are 0 on neither side, and where ideal kernels have some too."""
+        """Return the ErrorPair of each tensor whose error is nonzero both before and after."""
         pairs = {}
         for name, old in self.before.tensors.items():
             new = self.after.tensors.get(name)
@@ -295,26 +295,26 @@ class _Case:
         return pairs
 
 
-def _pair(old: BaselineTensor, new: BaselineTensor, least: float) -> ErrorPair:
+def _pair(old: BaselineTensor, new: BaselineTensor, smallest: float) -> ErrorPair:
     return ErrorPair(
-        before=max(old.relative, least),
-        after=max(new.relative, least),
+        before=max(old.relative, smallest),
+        after=max(new.relative, smallest),
         freedom_before=old.freedom,
         freedom_after=new.freedom,
         ensemble=new.ensemble if all(new.ensemble) else (),
     )
 
 
-def _smallest_error(held: BaselineTensor, *, independent: bool) -> float:
-    """Return what errors are not told apart below.
+def _smallest_error(tensor: BaselineTensor, *, independent: bool) -> float:
+    """Return the error below which differences are not significant.
 
-    Where an ideal kernel is exact, or one rounding falls the same way in all rows, what the largest
-    of the ensemble has is a matter of luck; and then one rounding, which no unit is less than.
+    If an ideal kernel is exact, or all rows round alike, then the ensemble's largest error is a
+    matter of luck. For dependent roundings the result is at least one rounding, 1 unit.
     """
-    largest = max(held.ensemble, default=0.0)
+    largest = max(tensor.ensemble, default=0.0)
     if not independent:
         return max(largest, 1.0)
-    return 0.0 if all(held.ensemble) else largest
+    return 0.0 if all(tensor.ensemble) else largest
 
 
 def _compare_entries(
@@ -324,10 +324,10 @@ def _compare_entries(
     *,
     complete: bool,
 ) -> tuple[Change, ...]:
-    both = {k: _Case(before[k], *after[k]) for k in after if k in before}
-    standings = _standings(both)
+    common = {k: _Case(before[k], *after[k]) for k in after if k in before}
+    standings = _standings(common)
     changes = []
-    for key, case in both.items():
+    for key, case in common.items():
         standing, reason = standings[key]
         versions = _other_versions(case, environments)
         reason = "; ".join(part for part in (reason, versions) if part)
@@ -339,30 +339,32 @@ def _compare_entries(
 
 
 def _missing_changes(before: Mapping[Key, Entry], after: Mapping[Key, object]) -> Iterator[Change]:
-    """Yield what was not asked; a kernel of which nothing was asked counts as worse."""
+    """Yield the cases that were not asked; they count as worse if their kernel was not asked."""
     measured = {before[key].kernel for key in after if key in before}
     for key, entry in before.items():
         if key not in after:
-            # A kernel that is not asked at all would pass otherwise.
-            lost = entry.kernel not in measured
-            reason = "of all that the baseline has of this kernel nothing was asked" if lost else ""
-            yield _change(entry, None, "worse" if lost else "gone", reason)
+            # Otherwise a kernel that was not asked at all would pass.
+            absent = entry.kernel not in measured
+            reason = (
+                "of all that the baseline has of this kernel nothing was asked" if absent else ""
+            )
+            yield _change(entry, None, "worse" if absent else "gone", reason)
 
 
 def _standings(both: Mapping[Key, _Case]) -> dict[Key, tuple[BaselineStanding, str]]:
-    """Return how every case stands, and why: by itself, else together with others of its kind."""
+    """Return each case's standing and its reason, tested alone and then with similar cases."""
     groups: dict[tuple[str, str, TensorName, int], dict[Key, ErrorPair]] = defaultdict(dict)
-    unequal = {k: c for k, c in both.items() if not _equal(c)}
+    unequal = {k: c for k, c in both.items() if not _has_equal_bits(c)}
     for key, case in unequal.items():
         for name, pair in case.pairs().items():
             if case.independent:
-                # Like with like: errors of other dtypes and tensors are sums of other roundings.
+                # Errors of different dtypes or tensors are sums of different roundings.
                 kind = (case.after.kernel, case.after.dtype, name, len(pair.ensemble))
                 groups[kind][key] = pair
-    # One pair alone is what its own case is tested by.
+    # A single pair has been tested with its own case.
     several = {kind: of for kind, of in groups.items() if len(of) > 1}
     tests = len(several) + sum(len(case.before.tensors) for case in unequal.values())
-    # Bonferroni: every test gets an equal part of the run's probability of a false alarm.
+    # Bonferroni correction: each test gets an equal share of the run's false alarm probability.
     limit = math.log(FALSE_ALARM / max(tests, 1))
     standings = {key: _judge_alone(case, limit) for key, case in both.items()}
     for (_, dtype, name, _), of in several.items():
@@ -370,29 +372,29 @@ def _standings(both: Mapping[Key, _Case]) -> dict[Key, tuple[BaselineStanding, s
     return standings
 
 
-def _equal(case: _Case) -> bool:
+def _has_equal_bits(case: _Case) -> bool:
     return bool(case.after.digest) and case.after.digest == case.before.digest
 
 
 def _judge_alone(case: _Case, limit: float) -> tuple[BaselineStanding, str]:
     old, new = case.before, case.after
     step = STATUS_ORDER[new.status] - STATUS_ORDER[old.status]
-    bits = "the same bits" if _equal(case) else ""
+    bits = "the same bits" if _has_equal_bits(case) else ""
     if step:
         message = f"{old.status} before, {new.status} now"
         message += "; the same bits: the judge is another" if bits else ""
         message += ": it took this before" if new.status == "unsupported" and step > 0 else ""
         return ("worse" if step > 0 else "better"), message
-    # Neither gave numbers, or gave the very same: no error needs to be compared.
+    # Neither run gave numbers, or both gave equal ones: there are no errors to compare.
     if bits or not (old.tensors or new.tensors):
         return "identical", bits or f"{new.status} before and now"
-    lost = [name for name in old.tensors if name not in new.tensors]
-    if lost:
-        return "worse", f"gives no {lost[0]} any more, or one that is not finite"
+    missing = [name for name in old.tensors if name not in new.tensors]
+    if missing:
+        return "worse", f"gives no {missing[0]} any more, or one that is not finite"
     by_tensor = [_judge_tensor(name, case, limit) for name in old.tensors]
     # One tensor that is worse outweighs another that is better.
     for standing in _ORDER[:2]:
-        reasons = [reason for how, reason in by_tensor if how == standing]
+        reasons = [reason for each, reason in by_tensor if each == standing]
         if reasons:
             return standing, "; ".join(reasons)
     return "within rounding", ", ".join(reason for _, reason in by_tensor)
@@ -404,36 +406,36 @@ def _judge_tensor(name: TensorName, case: _Case, limit: float) -> tuple[Baseline
         return _judge_exact(name, case, limit)
     if log_probability([pair]) < limit:
         return "worse", f"{name}'s error is {_describe_growth([pair])}"
-    # The same test with the sides exchanged: better is as improbable as worse.
+    # The test is symmetric: an improvement must be as improbable as a loss.
     if log_probability([pair.reversed()]) < limit:
         return "better", f"{name}'s error is {mean_ratio([pair]):.3g} × what it was"
     return "within rounding", f"{name} {mean_ratio([pair]):.3g} ×"
 
 
 def _judge_exact(name: TensorName, case: _Case, limit: float) -> tuple[BaselineStanding, str]:
-    """Compare a tensor that is exact on one side or both: ideal kernels stand in for the other."""
+    """Judge a tensor that is exact before or after; ideal kernels replace the exact side."""
     old, new = case.before.tensors[name], case.after.tensors[name]
     if not old.relative and not new.relative:
         return "within rounding", f"{name} exact before and now"
-    held = new if new.relative else old
+    inexact = new if new.relative else old
     standing: BaselineStanding = "worse" if new.relative else "better"
     reason = f"{name} {'was' if new.relative else 'is'} exact, and "
     reason += "is not" if new.relative else "was not"
-    largest = max([*held.ensemble, _smallest_error(held, independent=case.independent)])
+    largest = max([*inexact.ensemble, _smallest_error(inexact, independent=case.independent)])
     if not largest:
-        return standing, f"{reason}: RMSE {held.rmse:.3g}, and ideal kernels are exact"
-    # An ideal kernel that is exact here says nothing of how far tilings are apart.
-    spread = held.ensemble if all(held.ensemble) else ()
+        return standing, f"{reason}: RMSE {inexact.rmse:.3g}, and ideal kernels are exact"
+    # If an ideal kernel is exact here, the ensemble does not show how much tilings differ.
+    spread = inexact.ensemble if all(inexact.ensemble) else ()
     pair = ErrorPair(
         before=largest,
-        after=held.relative,
-        freedom_before=held.freedom,
-        freedom_after=held.freedom,
+        after=inexact.relative,
+        freedom_before=inexact.freedom,
+        freedom_after=inexact.freedom,
         ensemble=spread,
     )
     if log_probability([pair]) < limit:
         times = f"{mean_ratio([pair]):.3g} × the largest of ideal kernels'"
-        return standing, f"{reason}: RMSE {held.rmse:.3g}, {times}"
+        return standing, f"{reason}: RMSE {inexact.rmse:.3g}, {times}"
     return "within rounding", f"{reason}: no more than ideal kernels may err by"
 
 
@@ -444,14 +446,14 @@ def _judge_together(
     limit: float,
     standings: dict[Key, tuple[BaselineStanding, str]],
 ) -> None:
-    """Find a loss that no case shows by itself, and all of them do."""
+    """Change the standings of cases that are significant only when taken together."""
     rest = {key: pair for key, pair in of.items() if standings[key][0] == "within rounding"}
     pairs = list(rest.values())
-    if len(pairs) < 2:  # what is said of a case by itself is no reason to accuse others
+    if len(pairs) < 2:  # a case that is significant alone does not incriminate others
         return
-    both: dict[BaselineStanding, list[ErrorPair]] = {"worse": pairs}
-    both["better"] = [pair.reversed() for pair in pairs]
-    for standing, turned in both.items():
+    directions: dict[BaselineStanding, list[ErrorPair]] = {"worse": pairs}
+    directions["better"] = [pair.reversed() for pair in pairs]
+    for standing, turned in directions.items():
         if log_probability(turned) >= limit:
             continue
         sentence = (
@@ -460,7 +462,7 @@ def _judge_together(
             else f"{mean_ratio(pairs):.3g} × what it was"
         )
         for key, pair in zip(rest, turned, strict=True):
-            # All cases together prove it; only those that moved that way are blamed.
+            # Only the cases that moved in this direction are reported.
             if pair.after > pair.before:
                 own = standings[key][1]
                 cases = f"{len(rest)} {dtype} cases together"
@@ -475,7 +477,7 @@ def _describe_growth(pairs: Sequence[ErrorPair]) -> str:
 
 
 def _other_versions(case: _Case, environments: Mapping[str, Environment]) -> str:
-    """Return what else is not as it was."""
+    """Return a note on the versions that differ before and after; empty if none does."""
     old, new = (environments[entry.versions] for entry in (case.before, case.after))
     fields = [f for f in old.__struct_fields__ if getattr(old, f) != getattr(new, f)]
     named = [f"{f} {_as_word(getattr(old, f))} → {_as_word(getattr(new, f))}" for f in fields]

@@ -1,7 +1,7 @@
-"""The baseline: a file of what kernels could do, which later runs are compared with.
+"""The baseline: a file of kernels' measured accuracies, which later runs are compared with.
 
-One entry a line, sorted, so that two branches change different lines and a diff reads well. Each
-line has a checksum of its own, for the same reason.
+Each entry is a line with a checksum of its own, and lines are sorted, so that two branches change
+different lines and diffs are readable.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from attncheck.records.record import Environment, Record, Status
 
 _SCHEMA = 1
 
-BASELINE_FILE = "attncheck-baseline.json"  # name of the file, in the folder of the project
+BASELINE_FILE = "attncheck-baseline.json"  # Name of the file in the project's folder.
 
-LARGEST_BASELINE = 2**26  # bytes of the largest baseline that is read: some 100,000 entries
+LARGEST_BASELINE = 2**26  # Bytes of the largest baseline that is read: some 100,000 entries.
 
 Key: TypeAlias = tuple[str, str, str]  # kernel, Case, architecture
 
-_DIGITS = 6  # significant, of every number: a ten-thousandth of what chance moves, and short lines
-# Empty too: a kernel whose bits change from call to call has no digest to keep.
+_DIGITS = 6  # Significant digits of stored numbers: 10,000 times finer than random variation.
+# A kernel whose bits change from call to call has an empty digest.
 _DIGEST = re.compile(r"(?:[0-9a-f]{32})?")
 _PAIR: TypeAlias = tuple[str, Any]
 
 
 class BaselineTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Kept numbers of one tensor; those of ``record.Accuracy``, and two measured."""
+    """Stored accuracy of one tensor, as in ``record.Accuracy``, and two reference errors."""
 
     rmse: float  # root mean square error
-    # ideal, floor: of the ideal kernel, and of the exact result rounded; None of LSE.
+    # ideal, floor: RMSE of the ideal kernel, and of the rounded exact result; None for LSE.
     ideal: float | None = None
     floor: float | None = None
-    # relative, freedom, ensemble: as of ``record.Accuracy``.
+    # relative, freedom, ensemble: see ``record.Accuracy``.
     relative: float
     freedom: float
     ensemble: tuple[float, ...]
@@ -53,37 +53,37 @@ class BaselineTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kernel on one Case on one architecture."""
 
-    kernel: str  # the kernel
-    # variant, dtype: what the Case is, for who reads the file.
+    kernel: str
+    # variant, dtype: those of the Case, for human readers of the file.
     variant: str
     dtype: str
     case: str  # id of the Case
-    # Kept whole: a plan that has changed must not silently drop a case that got worse.
-    asked: dict[str, Any] = {}  # the Case: it is asked again where a plan has it no longer
+    # Stored so that a change of the plan does not silently drop a case that got worse.
+    asked: dict[str, Any] = {}  # the Case, which is asked again even if the plan lacks it now
     device: str  # see ``architecture``
     status: Status
-    digest: str = ""  # of the bits; empty where they were not the same each time
-    # What is kept of each tensor; none of a kernel that does not take the Case.
+    digest: str = ""  # digest of the outputs' bits; empty where they vary from call to call
+    # Accuracy of each tensor; empty where the kernel does not take the Case.
     tensors: dict[TensorName, BaselineTensor] = {}
     over_bound: float | None = None  # largest |error| ÷ deterministic bound of out
     versions: str  # key into the baseline's environments
-    reason: str = ""  # why somebody accepted it in place of a better one; empty where nobody had to
-    # Of a line, not of the file: two branches that add cases merge without a conflict.
+    reason: str = ""  # why a worse result was accepted in place of a better one; empty otherwise
+    # A checksum of each line, so that two branches that add cases merge without a conflict.
     check: str = ""  # first 16 hexadecimal digits of the SHA-256 of all of the above
 
     @property
     def key(self) -> Key:
-        """Key that it is looked up by."""
+        """Kernel, Case and architecture that identify the entry."""
         return self.kernel, self.case, self.device
 
     def checked(self) -> Entry:
-        """This entry with its own checksum."""
+        """Return the entry with its checksum filled in."""
         line = _line(replace(self, check=""))
         return replace(self, check=hashlib.sha256(line.encode()).hexdigest()[:16])
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Results of a project's kernels at an earlier time."""
+    """Accuracies of a project's kernels in an earlier run."""
 
     schema: int = _SCHEMA
     attncheck: str
@@ -92,20 +92,20 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def architecture(environment: Environment) -> str:
-    """Kind of device that numbers are compared on: a GPU's compute capability, or the processor."""
+    """Return the GPU's compute capability, or the processor's name; both decide about rounding."""
     return f"sm {environment.capability}" if environment.capability else environment.machine
 
 
 def baseline_entries(
     records: Iterable[Record], environments: Mapping[str, Environment]
 ) -> tuple[Entry, ...]:
-    """Return the entries of ``records``, whether right or wrong, in their order.
+    """Return an entry for each Record that answers ``compare``, right or wrong, in order.
 
     Args:
-        records: Answers to the question ``compare``; others are left out.
-        environments: By the ids that the Records have.
+        records: Records; those of other questions are left out.
+        environments: Environments by the ids in the Records.
     """
-    # Probes and relations are right or wrong: only comparisons have an accuracy to keep.
+    # Probes and relations are right or wrong; only comparisons have an accuracy to store.
     compared = (record for record in records if record.case.get("question") == "compare")
     return tuple(_entry(record, environments[record.environment]) for record in compared)
 
@@ -113,14 +113,14 @@ def baseline_entries(
 def make_baseline(
     kept: Iterable[Entry], environments: Mapping[str, Environment], attncheck: str
 ) -> Baseline:
-    """The Baseline of these entries, sorted, each with its checksum.
+    """Return the Baseline of some entries, sorted, each with its checksum.
 
     Args:
-        kept: Each key once.
-        environments: By ``Environment.id``; those that no entry names are left out.
+        kept: Entries with distinct keys.
+        environments: Environments by id; those that no entry refers to are left out.
     """
     ordered = tuple(entry.checked() for entry in sorted(kept, key=lambda entry: entry.key))
-    # Entries that were replaced leave their environments behind.
+    # Environments of replaced entries are no longer needed.
     named = sorted({entry.versions for entry in ordered})
     return Baseline(
         attncheck=attncheck,
@@ -130,8 +130,8 @@ def make_baseline(
 
 
 def baseline_text(baseline: Baseline) -> str:
-    """``baseline`` as JSON, one entry and one environment a line."""
-    # Not json.dumps with an indent: version control merges line by line.
+    """Return ``baseline`` as JSON, with one entry or one environment per line."""
+    # Version control merges line by line, which json.dumps with an indent would spoil.
     environments = [
         f"{json.dumps(name)}: {_line(one)}" for name, one in baseline.environments.items()
     ]
@@ -143,20 +143,20 @@ def baseline_text(baseline: Baseline) -> str:
 
 
 def read_baseline(source: Path | str) -> Baseline:
-    """The Baseline that ``baseline_text`` wrote.
+    """Read a Baseline that ``baseline_text`` wrote.
 
     Args:
-        source: A Path is read, a str is the JSON itself.
+        source: A Path to read, or the JSON itself as a str.
 
     Raises:
-        UsageError: for anything else, ``baseline invalid: …``: unreadable, cut off, another
-            version, a key twice, a number that cannot be, a line that somebody changed.
+        UsageError: ``baseline invalid: …`` if it is unreadable, truncated or of another version,
+            has a duplicate key or an impossible number, or a line was changed by hand.
     """
     try:
         data = json_numbers.read_json(source, "baseline", LARGEST_BASELINE)
         raw = source if isinstance(source, str) else source.read_text(encoding="utf-8")
-        # msgspec takes the last of two equal keys; a merge by hand makes such files.
-        json.loads(raw, object_pairs_hook=_each_once)
+        # msgspec would take the last of two equal keys, which a merge by hand can produce.
+        json.loads(raw, object_pairs_hook=_unique_fields)
         if other := json_numbers.other_schema(data, _SCHEMA):
             raise UsageError(other)  # noqa: TRY301
         baseline = msgspec.convert(data, Baseline)
@@ -180,14 +180,14 @@ def _entry(record: Record, environment: Environment) -> Entry:
         device=architecture(environment),
         status=record.status,
         digest=record.digest if isinstance(record.digest, str) else "",
-        tensors=_held(record),
-        # Infinite where nothing is allowed, and then no number to compare with later.
-        over_bound=None if over is None or not math.isfinite(over) else _short(over),
+        tensors=_baseline_tensors(record),
+        # An infinite share, for an allowance of 0, cannot be compared later.
+        over_bound=None if over is None or not math.isfinite(over) else _round(over),
         versions=environment.id,
     ).checked()
 
 
-def _held(record: Record) -> dict[TensorName, BaselineTensor]:
+def _baseline_tensors(record: Record) -> dict[TensorName, BaselineTensor]:
     if not isinstance(record.accuracy, dict):
         return {}
     gradients = record.gradients if isinstance(record.gradients, dict) else {}
@@ -196,23 +196,23 @@ def _held(record: Record) -> dict[TensorName, BaselineTensor]:
     for name, one in record.accuracy.items():
         measured = errors.get(name)
         tensors[name] = BaselineTensor(
-            rmse=_short(one.rmse),
-            ideal=_short(measured.ideal_rmse) if measured else None,
-            floor=_short(measured.floor_rmse) if measured else None,
-            relative=_short(one.relative),
-            freedom=_short(one.freedom),
-            ensemble=tuple(map(_short, one.ensemble)),
+            rmse=_round(one.rmse),
+            ideal=_round(measured.ideal_rmse) if measured else None,
+            floor=_round(measured.floor_rmse) if measured else None,
+            relative=_round(one.relative),
+            freedom=_round(one.freedom),
+            ensemble=tuple(map(_round, one.ensemble)),
         )
     return tensors
 
 
-def _short(number: float) -> float:
-    # Through text: what is read back is the very number that was kept.
+def _round(number: float) -> float:
+    # Rounded through text, so that reading the file gives exactly this number.
     return float(f"{number:.{_DIGITS}g}")
 
 
 def _line(struct: msgspec.Struct) -> str:
-    # A lone surrogate of a foreign name is no Unicode text: its escape is.
+    # A lone surrogate in a foreign name cannot be encoded, but its escape can.
     return json.dumps(json_numbers.to_plain_data(struct), ensure_ascii=False)
 
 
@@ -220,38 +220,38 @@ def _lines(lines: list[str]) -> str:
     return "\n" + ",\n".join(lines) + "\n" if lines else ""
 
 
-def _each_once(pairs: list[_PAIR]) -> dict[str, Any]:
+def _unique_fields(pairs: list[_PAIR]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} is there twice")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{duplicate!r} is there twice")
     return fields
 
 
 def _check(baseline: Baseline) -> None:
-    """Raises ValueError for what the layout alone does not refuse."""
-    seen: set[Key] = set()
+    """Raise ValueError for faults that the types of the fields cannot exclude."""
+    keys: set[Key] = set()
     for name, environment in baseline.environments.items():
         if environment.id != name:
             raise ValueError(f"environment {name!r} has been changed by hand, or is damaged")
     for entry in baseline.entries:
         subject = f"the entry of kernel {entry.kernel!r}, case {entry.case!r}, {entry.device!r}"
-        if entry.key in seen:
+        if entry.key in keys:
             raise ValueError(f"{subject} is there twice: delete one of the two lines")
-        seen.add(entry.key)
+        keys.add(entry.key)
         if entry.checked().check != entry.check:
             raise ValueError(f"{subject} has been changed by hand, or is damaged")
         if entry.versions not in baseline.environments:
             raise ValueError(f"{subject} names an environment that is not there")
-        if entry.asked and not _is_asked(entry):
+        if entry.asked and not _has_own_case(entry):
             raise ValueError(f"{subject} has another Case than its id says")
-        if not _possible(entry):
+        if not _has_valid_numbers(entry):
             raise ValueError(f"{subject} has a number or digest that cannot be")
 
 
-def _is_asked(entry: Entry) -> bool:
-    """Return whether its Case is one, and the one whose id it has."""
+def _has_own_case(entry: Entry) -> bool:
+    """Return whether the entry's Case is valid and has the entry's id."""
     from attncheck.inputs.problem import Case
 
     try:
@@ -260,11 +260,11 @@ def _is_asked(entry: Entry) -> bool:
         return False
 
 
-def _possible(entry: Entry) -> bool:
+def _has_valid_numbers(entry: Entry) -> bool:
     numbers = [entry.over_bound or 0.0]
-    for held in entry.tensors.values():
-        # 0.0 for None: what is not there cannot be wrong.
-        numbers += [held.rmse, held.ideal or 0.0, held.floor or 0.0]
-        numbers += [held.relative, held.freedom, *held.ensemble]
+    for tensor in entry.tensors.values():
+        # A number that is None counts as 0.0, which is valid.
+        numbers += [tensor.rmse, tensor.ideal or 0.0, tensor.floor or 0.0]
+        numbers += [tensor.relative, tensor.freedom, *tensor.ensemble]
     finite = all(math.isfinite(number) and number >= 0 for number in numbers)
     return finite and _DIGEST.fullmatch(entry.digest) is not None

@@ -1,4 +1,4 @@
-"""Failures by their cause: what one mistake explains is told once."""
+"""Group failures by their cause, so that a report names each mistake once."""
 
 from __future__ import annotations
 
@@ -15,56 +15,56 @@ from attncheck.core.tensor_names import GRADIENTS
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record
 
 Key = tuple[str, ...]
-_MOST_NAMED = 3  # of several causes that explain all of a group
+_MOST_NAMED = 3  # Causes listed for a group that several causes explain equally well.
 
-# Of the call and not of numbers: what the judge says of it is the cause already.
+# Rules about the call rather than about numbers: the judge's reason is already the cause.
 _CALL_RULES: frozenset[Rule] = frozenset(
     {"contract", "alias", "mutation", "memory", "state", "leak"}
 )
-# Here the question says what is wrong: one relation may hold where another does not.
+# For these rules the symptom includes the question, since one relation may fail without others.
 _QUESTION_RULES: frozenset[Rule] = frozenset({"relation", "determinism"})
 _BEYOND = "beyond its claims"
-# Of a process that died: what it said then, and of which signal, differs from call to call.
+# The signal and last words of a process that died vary from call to call; this part does not.
 _HEAP = ": its heap is broken"
-# Of several calls which one, and the shape and dtype of a tensor: they go with the problem.
+# The number of a call, and the shape and dtype of a tensor: they differ from Case to Case.
 _PROBLEM = re.compile(r"^call \d+ of \d+: | \([\d, ]*\) of \w+")
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(?:e[-+]?\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CauseGroup:
-    """Failures of one kernel that have one cause, as far as is known."""
+    """Failures of one kernel that seem to have a common cause."""
 
-    kernel: str  # whose
-    cause: str  # in plain words; of an unknown one the rule that is broken
-    # Whether a fault model was shown to explain each of them, or each says by itself what is
-    # wrong: it raised, died, or wrote to its inputs, for example.
+    kernel: str
+    cause: str  # The cause in plain words; the broken rule if the cause is unknown.
+    # Whether a fault model explains each member, or the failure itself states the cause: the
+    # kernel raised, died, or wrote to its inputs, for example.
     known: bool
-    model: str = ""  # id of the fault model or sign; empty where there is none
-    members: tuple[int, ...]  # places of the failures among those that were grouped
-    keys: frozenset[Key]  # of which each of them has one
+    model: str = ""  # Id of the fault model or sign; empty if there is none.
+    members: tuple[int, ...]  # Indices of the failures in the sequence that was grouped.
+    keys: frozenset[Key]  # Models or symptoms; each member has at least one of them.
 
     def has(self, record: Record) -> bool:
-        """Return whether ``record`` fails in the same way, such as a smaller Case of a member."""
-        # What a model explains is no failure of unknown cause, be its symptom the same.
+        """Return whether ``record``, for example a member's smaller Case, fails for this cause."""
+        # A failure that a model explains is not matched by its symptom.
         own = set(_certain_models(record)) or {symptom(record)}
         return record.kernel == self.kernel and bool(self.keys & own)
 
 
 def certain_explanations(record: Record) -> tuple[Explanation, ...]:
-    """Return the faults of which each explains all of a failure; none where nobody knows one."""
+    """Return the confirmed faults that each explain all of a failure; empty if there are none."""
     diagnosis = record.diagnosis
     if not isinstance(diagnosis, Diagnosis) or not diagnosis.ranked:
         return ()
     if diagnosis.level != "named":
         return ()
-    if not diagnosis.tried:  # the failure says it by itself
+    if not diagnosis.tried:  # the failure itself states its cause
         return diagnosis.ranked[:1]
     return diagnosis.ranked[: max(1, diagnosis.tied)] if diagnosis.ranked[0].explains_all else ()
 
 
 def _doubtful_explanations(record: Record) -> tuple[Explanation, ...]:
-    """Return the faults of which each would explain all of a failure, and none was confirmed."""
+    """Return the unconfirmed faults that would each explain all of a failure."""
     diagnosis = record.diagnosis
     if not isinstance(diagnosis, Diagnosis) or diagnosis.level == "named":
         return ()
@@ -72,7 +72,7 @@ def _doubtful_explanations(record: Record) -> tuple[Explanation, ...]:
 
 
 def fault_text(explanation: Explanation) -> str:
-    """``the last tile of keys is never visited [tile 64]``."""
+    """Return an explanation as text: ``the last tile of keys is never visited [tile 64]``."""
     form = ", ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in explanation.parameters.items()
@@ -80,7 +80,7 @@ def fault_text(explanation: Explanation) -> str:
     return f"{explanation.sentence}{f' [{form}]' if form else ''}"
 
 
-# Aspects of what lies beyond a kernel's claims, as its author would say them.
+# How the aspects of ``Unclaimed`` are named in a report.
 _ASPECTS = {
     "dtypes": "dtype ",
     "head_dims": "head_dim ",
@@ -95,13 +95,13 @@ _ASPECTS = {
 
 
 def unclaimed_findings(records: Iterable[Record]) -> list[str]:
-    """Return what a kernel does beyond its claims and must not, a line for each way of it."""
+    """Return a line for each way in which a kernel fails beyond its claims instead of refusing."""
     ways: dict[str, dict[str, dict[str, None]]] = {}
     for record in records:
-        which = record.unclaimed
-        if which is msgspec.UNSET or record.status not in FAILED_STATUSES:
+        claim = record.unclaimed
+        if claim is msgspec.UNSET or record.status not in FAILED_STATUSES:
             continue
-        ways.setdefault(_unclaimed_way(record), {}).setdefault(which.aspect, {})[which.what] = None
+        ways.setdefault(_unclaimed_way(record), {}).setdefault(claim.aspect, {})[claim.what] = None
     lines = []
     for way, aspects in ways.items():
         parts = [f"{_ASPECTS.get(name, name)}{', '.join(each)}" for name, each in aspects.items()]
@@ -118,18 +118,12 @@ def _unclaimed_way(record: Record) -> str:
 
 
 def without_numbers(reason: str) -> str:
-    """Return ``reason`` with a sign in place of each size and place: it differs from Case to Case.
-
-    What remains is alike where the same thing is wrong.
-    """
+    """Return ``reason`` with ``#`` for each number, so that equal mistakes have equal texts."""
     return _NUMBER.sub("#", reason)
 
 
 def symptom(record: Record) -> Key:
-    """Return how a Record fails: its status and rule, and what of the numbers or the call is wrong.
-
-    Sizes and places in a message are left out: they differ from Case to Case.
-    """
+    """Return how a Record fails: its status, its rule, and a detail without sizes and places."""
     judgement = record.judgement
     if record.unclaimed is not msgspec.UNSET:
         return record.status, _unclaimed_way(record), _BEYOND
@@ -138,7 +132,7 @@ def symptom(record: Record) -> Key:
         return record.status, "", broken or without_numbers(what)
     rule = judgement.rule
     if rule in _CALL_RULES:
-        # Behind it how the process died as well, which differs from call to call.
+        # Only up to the semicolon: how the process died varies from call to call.
         what = _PROBLEM.sub("", judgement.reason.partition("; ")[0])
         return record.status, rule, without_numbers(what)
     if rule in _QUESTION_RULES:
@@ -152,13 +146,13 @@ def group_by_cause(
 ) -> tuple[CauseGroup, ...]:
     """Group failures by the fewest causes that explain them, kernel by kernel.
 
-    A Record that several fault models explain equally belongs to the one that explains the most
-    others. Where no model is known to explain all of a Record, those of one rule and symptom are
-    alike, and of several rules those that one model would explain.
+    A Record that several fault models explain joins the model that explains the most Records.
+    Records that no confirmed model explains are grouped by symptom, and several symptoms are joined
+    if one unconfirmed model would explain them all.
 
     Args:
-        smaller: Smaller Cases that a failure was shrunk to, by its place: what explains it has to
-            explain these, too.
+        smaller: The smaller Cases that a failure was shrunk to, by its index: a model has to
+            explain these as well.
     """
     kernels: dict[str, list[int]] = {}
     for i, record in enumerate(failures):
@@ -171,18 +165,18 @@ def group_by_cause(
 
 
 def _groups_of_kernel(
-    failures: Sequence[Record], places: list[int], smaller: Mapping[int, Sequence[Record]]
+    failures: Sequence[Record], indices: list[int], smaller: Mapping[int, Sequence[Record]]
 ) -> Iterator[CauseGroup]:
-    kernel = failures[places[0]].kernel
-    models = dict(zip(places, _with_alike_signs([failures[i] for i in places]), strict=True))
-    for i in places:
+    kernel = failures[indices[0]].kernel
+    models = dict(zip(indices, _with_alike_signs([failures[i] for i in indices]), strict=True))
+    for i in indices:
         for record in smaller.get(i, ()):
-            both = {k: one for k, one in models[i].items() if k in _certain_models(record)}
-            models[i] = both or models[i]
-    known = {key for each in models.values() for key in each}
-    for i in places:  # what was confirmed of one failure, and would explain all of another
-        doubts = _models(_doubtful_explanations(failures[i]))
-        models[i] = models[i] or {key: one for key, one in doubts.items() if key in known}
+            common = {k: one for k, one in models[i].items() if k in _certain_models(record)}
+            models[i] = common or models[i]
+    confirmed = {key for each in models.values() for key in each}
+    for i in indices:  # a model that is confirmed for one failure may explain others
+        doubtful = _models(_doubtful_explanations(failures[i]))
+        models[i] = models[i] or {key: one for key, one in doubtful.items() if key in confirmed}
     for members, key, cause in _fewest_causes(models):
         yield CauseGroup(
             kernel=kernel,
@@ -192,13 +186,13 @@ def _groups_of_kernel(
             members=members,
             keys=frozenset([key]),
         )
-    yield from _groups_of_symptoms(failures, [i for i in places if not models[i]])
+    yield from _groups_of_symptoms(failures, [i for i in indices if not models[i]])
 
 
-def _groups_of_symptoms(failures: Sequence[Record], places: list[int]) -> Iterator[CauseGroup]:
-    """Failures that no model is known to explain."""
+def _groups_of_symptoms(failures: Sequence[Record], indices: list[int]) -> Iterator[CauseGroup]:
+    """Yield groups of failures that no confirmed model explains."""
     alike: dict[Key, list[int]] = {}
-    for i in places:
+    for i in indices:
         alike.setdefault(symptom(failures[i]), []).append(i)
     symptoms = [key for key in alike if key[-1] != _BEYOND]
     shared = {n: _shared_doubts([failures[i] for i in alike[k]]) for n, k in enumerate(symptoms)}
@@ -213,16 +207,16 @@ def _groups_of_symptoms(failures: Sequence[Record], places: list[int]) -> Iterat
                 members=members,
                 keys=frozenset([key, *keys]),
             )
-    for symptom_key, left in alike.items():
+    for symptom_key, rest in alike.items():
         if symptom_key[-1] == _BEYOND:
-            (cause,), known = unclaimed_findings(failures[i] for i in left), True
+            (cause,), known = unclaimed_findings(failures[i] for i in rest), True
         else:
-            cause, known = _plain_cause(failures[left[0]])
+            cause, known = _plain_cause(failures[rest[0]])
         yield CauseGroup(
-            kernel=failures[left[0]].kernel,
+            kernel=failures[rest[0]].kernel,
             cause=cause,
             known=known,
-            members=tuple(left),
+            members=tuple(rest),
             keys=frozenset([symptom_key]),
         )
 
@@ -230,25 +224,25 @@ def _groups_of_symptoms(failures: Sequence[Record], places: list[int]) -> Iterat
 def _fewest_causes(
     models: Mapping[int, Mapping[Key, Explanation]],
 ) -> Iterator[tuple[tuple[int, ...], Key, str]]:
-    """Yield the places that one model explains, its key and its text; the most at once first."""
-    left = [i for i in models if models[i]]
-    while left:
-        counts = Counter(key for i in left for key in models[i])
-        best = max(counts, key=counts.__getitem__)  # of equals the first
-        members = tuple(i for i in left if best in models[i])
-        left = [i for i in left if best not in models[i]]
-        # Others may explain each of them as well: then nobody can tell which one it is.
+    """Yield (indices of failures, model key, text) for the fewest models, largest group first."""
+    unexplained = [i for i in models if models[i]]
+    while unexplained:
+        counts = Counter(key for i in unexplained for key in models[i])
+        best = max(counts, key=counts.__getitem__)  # the first if several are equal
+        members = tuple(i for i in unexplained if best in models[i])
+        unexplained = [i for i in unexplained if best not in models[i]]
+        # The text names all models that explain every member: they cannot be told apart.
         equals = [key for key in counts if all(key in models[i] for i in members)]
         texts = [_common_text([models[i][key] for i in members]) for key in (best, *equals)]
-        several = list(dict.fromkeys(texts))
-        more = [f"{len(several) - _MOST_NAMED} more"] if several[_MOST_NAMED:] else []
-        yield members, best, ", or ".join(several[:_MOST_NAMED] + more)
+        distinct = list(dict.fromkeys(texts))
+        more = [f"{len(distinct) - _MOST_NAMED} more"] if distinct[_MOST_NAMED:] else []
+        yield members, best, ", or ".join(distinct[:_MOST_NAMED] + more)
 
 
 def _shared_doubts(records: Iterable[Record]) -> dict[Key, Explanation]:
-    """Models that would explain all of each of these that somebody looked into."""
-    looked = [one for one in records if isinstance(one.diagnosis, Diagnosis)]
-    each = [_models(_doubtful_explanations(record)) for record in looked]
+    """Return the unconfirmed models that would explain every Record that has a diagnosis."""
+    diagnosed = [one for one in records if isinstance(one.diagnosis, Diagnosis)]
+    each = [_models(_doubtful_explanations(record)) for record in diagnosed]
     return {k: one for k, one in each[0].items() if all(k in o for o in each)} if each else {}
 
 
@@ -257,24 +251,24 @@ def _certain_models(record: Record) -> dict[Key, Explanation]:
 
 
 def _models(explanations: Iterable[Explanation]) -> dict[Key, Explanation]:
-    """Explanations by model and by what tells one fault of it from another."""
+    """Return explanations by fault: the model's id and its textual parameters."""
     models = {}
     for one in explanations:
-        # Which tensor it is of tells faults apart. Numbers go with the sizes of the Problem, and so
-        # do those in brackets, of a mask that is named.
+        # A tensor's name distinguishes faults. Numbers, and the arguments in brackets after the
+        # name of a mask, only depend on the size of the Problem.
         words = (v.partition("(")[0] for v in one.parameters.values() if isinstance(v, str))
         models[(one.model, *words)] = one
     return models
 
 
 def _with_alike_signs(records: list[Record]) -> list[dict[Key, Explanation]]:
-    """Return the models of each; of one that nobody looked into the sign that others show.
+    """Return the confirmed models of each Record; undiagnosed Records inherit a proven sign.
 
-    A sign takes many calls to prove. It is taken over only where question, rule and symptom are
-    the same, and no other cause is known of such.
+    Proving a sign takes many calls. A Record inherits it only from Records of the same question,
+    parameters and symptom, and only if these have no other cause.
     """
     models = [_certain_models(record) for record in records]
-    # With its parameters: they say which tensor a relation is about.
+    # Parameters are included because they name the tensor that a relation is about.
     keys = [
         (*(str(record.case.get(name)) for name in ("question", "parameters")), *symptom(record))
         for record in records
@@ -294,23 +288,25 @@ def _with_alike_signs(records: list[Record]) -> list[dict[Key, Explanation]]:
 
 
 def _common_text(forms: list[Explanation]) -> str:
-    """The fault, and those of its parameters that are the same in every form."""
+    """Return a fault's text with only those parameters that all ``forms`` share."""
     first = forms[0]
-    same = {
+    shared = {
         name: value
         for name, value in first.parameters.items()
         if all(one.parameters.get(name) == value for one in forms)
     }
-    return fault_text(replace(first, parameters=same))
+    return fault_text(replace(first, parameters=shared))
 
 
 def _plain_cause(record: Record) -> tuple[str, bool]:
-    """Return the cause of failures that no model explains, and whether it is one."""
+    """Return a text for a failure that no model explains, and whether it is the actual cause."""
     judgement = record.judgement
     if judgement is None:
-        known = record.status in FAILED_STATUSES
-        says = "it raises " if record.status == "error" else "" if known else f"{record.status}, "
-        return f"{says}{record.reason or record.status}", known
+        is_failure = record.status in FAILED_STATUSES
+        prefix = (
+            "it raises " if record.status == "error" else "" if is_failure else f"{record.status}, "
+        )
+        return f"{prefix}{record.reason or record.status}", is_failure
     if judgement.rule in _CALL_RULES:
         return judgement.reason, record.status in FAILED_STATUSES
     _, rule, what = symptom(record)

@@ -1,4 +1,4 @@
-"""Failures on disk: kept one by one, and found again by their id, in reports too."""
+"""Store failures as files, and find them again by their id, also in reports."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from attncheck.records.json_reports import LARGEST_REPORT, load_report
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, Environment, Record, Report
 
-FAILURE_FOLDER = "failures"  # name of the folder of failures, in that of the reports
-MOST_KEPT = 200  # failures that a folder keeps; the oldest goes when one more comes
+FAILURE_FOLDER = "failures"  # Name of the folder of failures within the folder of reports.
+MAX_STORED = 200  # Failures stored in a folder; beyond this number the oldest are removed.
 
 _SCHEMA = 1
-_LARGEST = 2**22  # bytes of one failure, case or problem
-_MOST_FILES = 2000  # that are looked through for an id
-# The alphabet of base 32, as short ids have it: no path looks like one.
+_LARGEST = 2**22  # Bytes of the largest failure, case or problem that is read.
+_MOST_FILES = 2000  # Files that are searched for an id.
+# Ids consist of ten base32 characters, unlike the path of any JSON file.
 _ID = re.compile(r"[a-z2-7]{10}")
 
 
-class KeptFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StoredFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kernel that failed one Case."""
 
     schema: int = _SCHEMA
-    # Ten letters and digits that stand for the kernel, how it is called, the device and the Case:
-    # two kernels that fail the same Case have two.
+    # Ten letters and digits derived from the kernel, its calling convention, the device and the
+    # Case, so that two kernels that fail one Case have different ids.
     id: str
-    kernel: str  # as it was asked for: a name, ``file.py::name`` or ``package.module:name``
-    convention: str = ""  # a name of a calling convention; empty for the first that fits
+    kernel: str  # as the user named it: a name, ``file.py::name`` or ``package.module:name``
+    convention: str = ""  # name of the calling convention; empty for the first that fits
     device: str
-    question: str = ""  # what the Case asks, in one line
+    question: str = ""  # the Case's question, in one line
     test: str = ""  # the property's test; empty where there is none
-    record: Record  # what the kernel answered
+    record: Record
     environment: Environment
 
 
@@ -50,50 +50,51 @@ class Reproduction:
     """A failure to reproduce."""
 
     case: dict[str, Any] = field(default_factory=dict)
-    kernel: str = ""  # as it was asked for; empty where nothing says so, as the next two
+    # kernel, convention, device: as the user gave them; empty if not recorded.
+    kernel: str = ""
     convention: str = ""
     device: str = ""
     test: str = ""
-    source: Path = Path()  # the file that says so
+    source: Path = Path()  # The file that these data are from.
 
 
 def is_id(text: str) -> bool:
-    """Return whether ``text`` is an id of a Case or of a failure, and not a file."""
+    """Return whether ``text`` has the form of an id of a Case or failure, rather than a path."""
     return _ID.fullmatch(text) is not None
 
 
 def keep_failure(
-    failed: KeptFailure, directory: Path | str = Path("reports") / FAILURE_FOLDER
+    failed: StoredFailure, directory: Path | str = Path("reports") / FAILURE_FOLDER
 ) -> Path:
-    """Write ``failed`` to ``directory``/ID.json, whole or not at all, in place of an older one.
+    """Write ``failed`` to ``directory``/ID.json atomically, replacing an older file.
 
-    Of more than ``MOST_KEPT`` failures the oldest are removed.
+    The oldest failures beyond ``MAX_STORED`` are removed.
 
     Raises:
-        UsageError: where the directory cannot be written to, or for an id that is none.
+        UsageError: if the directory cannot be written to, or the id is malformed.
     """
-    # It becomes the name of a file, which must not lead out of the folder.
+    # The id becomes a file name, which must not lead out of the folder.
     if not is_id(failed.id):
         raise UsageError(f"{one_line(failed.id)!r} is no id: it has ten letters and digits.")
     text = json_numbers.to_json_text(failed)
     (path,) = write_texts({f"{failed.id}.json": text}, directory, what="failures", instead="folder")
-    # A loop over a broken kernel keeps thousands: without a limit they fill the disk.
-    for old in _by_age(path.parent)[MOST_KEPT:]:
+    # Without a limit, tests of a broken kernel would fill the disk.
+    for old in _by_age(path.parent)[MAX_STORED:]:
         if old != path:
             old.unlink(missing_ok=True)
     return path
 
 
-def load_failure(source: Path | str) -> KeptFailure:
-    """The failure that ``keep_failure`` wrote.
+def load_failure(source: Path | str) -> StoredFailure:
+    """Read a failure that ``keep_failure`` wrote.
 
     Args:
-        source: A Path is read, a str is the JSON itself.
+        source: A Path to read, or the JSON itself as a str.
 
     Raises:
-        UsageError: for anything else, another schema too.
+        UsageError: for anything else, including another schema.
     """
-    return _failed(
+    return _parse_failure(
         json_numbers.read_json(source, "failure", _LARGEST), json_numbers.source_name(source)
     )
 
@@ -101,17 +102,16 @@ def load_failure(source: Path | str) -> KeptFailure:
 def find_reproduction(
     wanted: str, reports: Path | str = "reports", kernel: str = ""
 ) -> Reproduction:
-    """Return the failure that an id or a file names.
+    """Return the failure that an id or a file refers to.
 
     Args:
-        wanted: The id of a failure or of a Case, which is looked for in ``reports``/failures and
-            in every report of the folder; else a file: a failure, a Case, or a Problem, which is
-            to be compared.
-        kernel: Of several that were asked the same Case, this one; one that was not is asked it
-            now.
+        wanted: The id of a failure or of a Case, which is searched in ``reports``/failures and in
+            every report of the folder; or else a file with a failure, a Case, or a Problem, of
+            which the question is ``compare``.
+        kernel: The kernel to select if several were asked the Case, or another one to ask it.
 
     Raises:
-        UsageError: where there is none, or several kernels and none is meant; in one line.
+        UsageError: in one line, if there is none, or if several kernels match and none is chosen.
     """
     if not is_id(wanted):
         if not Path(wanted).exists() or Path(wanted).is_dir():
@@ -119,15 +119,15 @@ def find_reproduction(
                 f"{one_line(wanted)!r} is neither a file nor an id: reports show the ids of "
                 "failures, of ten letters and digits."
             )
-        return _of_file(Path(wanted))
+        return _read_reproduction(Path(wanted))
     reports = Path(reports)
     files = sorted(reports.rglob("*.json"))[:_MOST_FILES] if reports.is_dir() else []
     broken: list[str] = []
-    candidates = [one for path in files for one in _mentioned(path, wanted, broken)]
+    candidates = [one for path in files for one in _matches_in(path, wanted, broken)]
     if not candidates:
-        raise UsageError(_unknown(wanted, reports, files, broken))
+        raise UsageError(_unknown_id_message(wanted, reports, files, broken))
     named = [one for one in candidates if one.kernel == kernel]
-    # A kernel that never failed the Case may be asked it too, to compare the two.
+    # The Case may also be asked of a kernel that never failed it, for comparison.
     if kernel:
         return (
             named[0]
@@ -142,37 +142,37 @@ def find_reproduction(
 
 
 def _by_age(folder: Path) -> list[Path]:
-    """Failures in ``folder``, the newest first."""
+    """Return the failures in ``folder``, newest first."""
 
     def written_at(path: Path) -> float:
         try:
             return path.stat().st_mtime
-        except OSError:  # another process was faster
+        except OSError:  # another process has removed it
             return 0.0
 
     return sorted((p for p in folder.glob("*.json") if is_id(p.stem)), key=written_at, reverse=True)
 
 
-def _failed(data: Any, name: str) -> KeptFailure:
+def _parse_failure(data: Any, name: str) -> StoredFailure:
     if other := json_numbers.other_schema(data, _SCHEMA):
         raise UsageError(json_numbers.refusal_message(name, "failure", other))
     try:
         record = json_numbers.words_to_record_numbers(data.get("record"))
-        failed = msgspec.convert(data | {"record": record}, KeptFailure)
+        failed = msgspec.convert(data | {"record": record}, StoredFailure)
     except (msgspec.ValidationError, RecursionError) as error:
         raise UsageError(json_numbers.refusal_message(name, "failure", str(error))) from None
-    # Raises for a Case without a problem, here and not where it is shown later.
+    # A Case without a problem raises here and not later, when it is rendered.
     problem_of(failed.record)
     return failed
 
 
-def _of_file(path: Path) -> Reproduction:
-    """Read the failure in a file, by what the file holds."""
+def _read_reproduction(path: Path) -> Reproduction:
+    """Read a failure, Case or Problem from a file, whichever its keys show it to be."""
     data = json_numbers.read_json(path, "failure, case or problem", _LARGEST)
     name = json_numbers.source_name(path)
     keys = set(data) if isinstance(data, dict) else set()
     if "record" in keys:
-        return _of_failure(_failed(data, name), path)
+        return _of_failure(_parse_failure(data, name), path)
     if "records" in keys:
         raise UsageError(f"{name} is a report: give the id of one of its records (case_id).")
     if "problem" in keys:
@@ -183,7 +183,7 @@ def _of_file(path: Path) -> Reproduction:
     raise UsageError(json_numbers.refusal_message(name, "failure, case or problem", fact))
 
 
-def _of_failure(failed: KeptFailure, path: Path) -> Reproduction:
+def _of_failure(failed: StoredFailure, path: Path) -> Reproduction:
     return Reproduction(
         case=failed.record.case,
         kernel=failed.kernel,
@@ -194,12 +194,12 @@ def _of_failure(failed: KeptFailure, path: Path) -> Reproduction:
     )
 
 
-def _mentioned(path: Path, wanted: str, broken: list[str]) -> Iterator[Reproduction]:
-    """Yield what one file holds under an id; why it cannot be read goes to ``broken``."""
+def _matches_in(path: Path, wanted: str, broken: list[str]) -> Iterator[Reproduction]:
+    """Yield a file's Reproductions with the id; append to ``broken`` if it cannot be read."""
     try:
         with path.open("rb") as file:
             text = file.read(LARGEST_REPORT + 1)
-        # Parsing every report of a folder takes seconds; looking for ten letters does not.
+        # Searching the text for the id is much faster than parsing every report of the folder.
         if wanted.encode() not in text and path.stem != wanted:
             return
         if path.parent.name == FAILURE_FOLDER:
@@ -218,26 +218,26 @@ def _mentioned(path: Path, wanted: str, broken: list[str]) -> Iterator[Reproduct
 
 def _of_report(report: Report, wanted: str, path: Path) -> Iterator[Reproduction]:
     records = [record for record in report.records if record.case_id == wanted]
-    # Of a Case that several kernels were asked, those that failed are meant.
+    # If several kernels were asked the Case, only those that failed count.
     failed = [record for record in records if record.status in FAILED_STATUSES]
     convention = _option(report.command, "--convention")
     for record in failed or records:
         yield Reproduction(
             case=record.case,
             kernel=record.kernel,
-            # A built-in kernel has one convention, whatever was typed for others beside it.
+            # The option applies to user kernels; a built-in kernel has a single convention.
             convention=convention if ":" in record.kernel else "",
-            # The failure is of the device that it was seen on, whatever is here now.
+            # The device on which it failed, even if this machine lacks it.
             device="cpu" if report.environments[record.environment].device == "cpu" else "cuda",
             source=path,
         )
 
 
 def _option(typed: str, name: str) -> str:
-    """Return the value of an option in a command line; empty where it is not there."""
+    """Return the value of an option in a command line; empty if it is not given."""
     try:
         words = shlex.split(typed)
-    # Unbalanced quotes: a file that somebody edited may hold anything.
+    # Unbalanced quotes, since a file may have been edited by hand.
     except ValueError:
         return ""
     for word, following in zip(words, [*words[1:], ""], strict=True):
@@ -247,10 +247,10 @@ def _option(typed: str, name: str) -> str:
     return ""
 
 
-def _unknown(wanted: str, reports: Path, files: list[Path], broken: list[str]) -> str:
-    kept = sum(path.parent.name == FAILURE_FOLDER for path in files)
+def _unknown_id_message(wanted: str, reports: Path, files: list[Path], broken: list[str]) -> str:
+    count = sum(path.parent.name == FAILURE_FOLDER for path in files)
     where = f"{one_line(str(reports))!r}"
-    looked = f"{where} holds {kept} kept failures and {len(files) - kept} other JSON files"
+    looked = f"{where} holds {count} kept failures and {len(files) - count} other JSON files"
     if not reports.is_dir():
         looked = f"there is no folder {where}"
     reason = f"; {broken[0].rstrip('.')}" if broken else ""

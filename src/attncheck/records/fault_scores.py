@@ -1,4 +1,4 @@
-"""Scores of a test suite on planted faults, and the smallest faults that it still sees."""
+"""Scores of a test suite on planted faults, and the smallest faults that it still detects."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ FaultOutcome = Literal[
     "not asked (needs cuda)",
     "harness",
 ]
-"""``equivalent``: the changed kernel gives the bits of a right one; ``unplanted``: no change of a
-kernel of ours makes the fault; ``harness``: what was planted does not run, or was asked nothing, so
-that nothing was scored."""
+"""``equivalent``: the changed kernel gives the same bits as a correct one; ``unplanted``: no change
+to one of attncheck's kernels produces the fault; ``harness``: the planted kernel does not run or
+was asked nothing, so that there is no score."""
 
-# What was not asked, or changes no bit, nobody can catch: it counts for neither side.
+# Faults that were not asked about, or that change no bit, cannot be caught and do not count.
 SCORED: frozenset[FaultOutcome] = frozenset({"caught", "missed"})
-"""Those of faults that a suite was asked about."""
+"""Outcomes that count in a suite's score."""
 
 
 class WrongAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One wrong answer."""
 
-    stage: str  # which part of the gate asked
+    stage: str  # stage of the gate that asked
     question: str  # ``compare``, or the name of a probe, relation or check
-    status: Status  # ``fail`` where the judge says so; else what became of the call
-    rule: str = ""  # of the judge; empty where it did not come to that
+    status: Status  # ``fail`` for a verdict of the judge; else how the call ended
+    rule: str = ""  # the judge's rule that is broken; empty without a verdict
     reason: str = ""  # in one line
-    variant: str = ""  # what the gate calls the problem
+    variant: str = ""  # the gate's name for the problem
     problem: str  # the problem, in one line
     case: dict[str, Any]  # the whole reproducer
 
 
 class PeerVerdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Verdicts of another project's rule on the problems."""
+    """Summary of the verdicts of another project's rule on the problems."""
 
     rule: str  # its name
-    problems: int = 0  # of which it says something, up to the one where it caught the fault
-    # Whether it did: it refuses the faulty kernel there, and not the right one.
+    problems: int = 0  # problems on which the rule decides, up to the one that caught the fault
+    # Whether the rule rejects the faulty kernel on some problem where it accepts the correct one.
     caught: bool = False
-    # Problems where it refuses the right kernel too, and so says nothing of the fault.
-    # A rule that refuses right kernels too would catch everything, and tell nothing.
+    # False alarms: problems where the rule rejects the correct kernel too, which say nothing about
+    # the fault.
     alarms: int = 0
 
 
@@ -54,175 +54,175 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The way in which a fault was caught."""
 
     first: WrongAnswer  # the first wrong answer
-    # That of the smallest problem found that fails alike; None where none is smaller.
+    # Wrong answer to the smallest similar problem that was found; None where none is smaller.
     shrunk: WrongAnswer | None = None
-    # Apart from the seconds of the score: the fault is caught by then.
-    shrinking: float = 0.0  # seconds that the search for it took
+    # Not part of the score's seconds, since the fault is already caught.
+    shrinking: float = 0.0  # seconds that the search for ``shrunk`` took
 
 
 class FaultScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One fault in one host."""
+    """The score of one fault in one host, the kernel that it is planted in."""
 
     fault: str
-    category: str  # what it is about
+    category: str  # category of the fault in the catalogue
     summary: str = ""
-    # In which it is planted; empty of one that is planted nowhere, ``file`` of one that
-    # somebody's file has.
+    # Host that the fault is planted in; empty for an unplanted fault, ``file`` for one in a user's
+    # file.
     host: str = ""
     kernel: str = ""  # the kernel that was changed
     device: str = ""
-    dtype: str = ""  # in which it was asked; empty for all that it takes
+    dtype: str = ""  # dtype of the questions; empty for all that the kernel takes
     tier: str = ""
     outcome: FaultOutcome  # see ``FaultOutcome``
     reason: str = ""  # why there is no score, in one line
-    problems: int = 0  # questions asked until it was caught, that one counted; all where it was not
-    # That these took, with describing the kernel and drawing them, without shrinking.
+    problems: int = 0  # questions up to and including the one that caught it, or else all
+    # Time of these questions, including describing the kernel and drawing, without shrinking.
     seconds: float = 0.0
-    caught: Detection | None = None  # how; None where it was not
-    # What other projects' rules said of the plain ones of these problems.
+    caught: Detection | None = None  # how it was caught; None where it was not
+    # Verdicts of other projects' rules on those problems that are plain comparisons.
     peers: tuple[PeerVerdict, ...] = ()
-    # Of a fault with a size, such as a scale that is off, no diagnosis can name the very one.
-    discrete: bool = True  # whether a diagnosis may be expected to name it
-    diagnosis: tuple[Explanation, ...] = ()  # what the failure's diagnosis named, the best first
+    # A diagnosis cannot name the exact size of a continuous fault, such as a wrong scale.
+    discrete: bool = True  # whether a diagnosis may be expected to name the fault
+    diagnosis: tuple[Explanation, ...] = ()  # explanations in the failure's diagnosis, best first
     tied: int = 0  # how many of these, from the first on, explain it equally well
-    rank: int = 0  # at which of these the first stands that names this fault; 0 where none does
+    rank: int = 0  # position, from 1, of the first explanation that names this fault; 0 for none
     environment: str = ""  # key into the report's environments
 
 
-# A suite that flags every kernel catches every fault: controls tell it from a good one.
+# Controls expose a suite that catches every fault because it flags every kernel.
 class ControlScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A change that leaves a kernel right: whether something flagged it."""
+    """Whether the suite flagged a change that leaves the kernel correct."""
 
     control: str
-    summary: str = ""  # what the kernel does otherwise, in one line
+    summary: str = ""  # how the kernel is changed, in one line
     # host, kernel, device, dtype, tier: see ``FaultScore``.
     host: str = ""
     kernel: str = ""
     device: str = ""
     dtype: str = ""
     tier: str = ""
-    # ``clean`` where all of the gate passed.
+    # ``clean`` where the whole gate passed.
     outcome: Literal["clean", "flagged", "not asked (needs cuda)", "harness"]
     reason: str = ""  # why there is no score, in one line
     problems: int = 0
-    seconds: float = 0.0  # that they took
-    flagged: tuple[WrongAnswer, ...] = ()  # the wrong answers, each kind once
+    seconds: float = 0.0  # time of these problems
+    flagged: tuple[WrongAnswer, ...] = ()  # the wrong answers, one of each kind
     environment: str = ""  # key into the report's environments
 
 
 class Total(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The score of one category in one host."""
 
-    host: str  # in which its faults are planted
-    category: str = ""  # which; empty for all of the host
-    # caught, missed: faults; together, those that were scored.
+    host: str  # kernel that the faults are planted in
+    category: str = ""  # category of the faults; empty for all of the host
+    # caught, missed: numbers of faults; together the number of scored faults.
     caught: int = 0
     missed: int = 0
-    equivalent: int = 0  # faults that give the bits of a right kernel in this host
-    unscored: int = 0  # faults that were not asked, or could not be
-    # Medians: one fault that takes all questions would hide the rest in a mean.
-    seconds: float | None = None  # median of those that were caught; None without any
-    problems: float | None = None  # likewise, of the questions asked
-    # named_first, named_third: of the caught ones that are discrete, those that the diagnosis
-    # names first, and among its first three.
+    equivalent: int = 0  # faults that change no bit of this host's results
+    unscored: int = 0  # faults that were not asked about, or could not be
+    # Medians, since one fault that takes all questions would dominate a mean.
+    seconds: float | None = None  # median seconds of the caught faults; None for none
+    problems: float | None = None  # median number of questions of the caught faults; None for none
+    # named_first, named_third: caught discrete faults that the diagnosis names in the first place,
+    # and among the first three.
     named_first: int = 0
     named_third: int = 0
-    diagnosed: int = 0  # how many are caught and discrete, with a diagnosis or without
-    peers: dict[str, int] = {}  # caught by each of the other projects' rules, by its name
+    diagnosed: int = 0  # number of caught discrete faults, with a diagnosis or without
+    peers: dict[str, int] = {}  # number of faults that each other project's rule caught, by rule
 
 
 class FaultReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that a run found."""
+    """Scores of a run on planted faults and controls."""
 
     schema: int = 1
     command: str
     tier: str  # ``smoke``, ``pr`` or ``nightly``
     device: str
-    started: str = ""  # when, UTC, as ``2026-11-22T17:30:00Z``
-    seconds: float = 0.0  # from then to the end, of all parts of a run that was resumed
+    started: str = ""  # start, UTC, as ``2026-11-22T17:30:00Z``
+    seconds: float = 0.0  # from start to end, summed over the parts of a run that was resumed
     environments: dict[str, Environment] = {}
-    # An interrupted run writes its scores too: they must not look like all of them.
-    unfinished: int = 0  # faults and controls that were chosen and have no score
-    unfinished_because: str = ""  # why; empty where none is
+    # An interrupted run writes its scores too, which must not look complete.
+    unfinished: int = 0  # faults and controls that were selected and have no score
+    unfinished_because: str = ""  # why they have no score; empty where all have one
     scores: tuple[FaultScore, ...] = ()  # in the order of the catalogue, host by host
-    controls: tuple[ControlScore, ...] = ()  # likewise
-    totals: tuple[Total, ...] = ()  # of each host, and of each of its categories
+    controls: tuple[ControlScore, ...] = ()  # in the order of the catalogue, host by host
+    totals: tuple[Total, ...] = ()  # one for each host, and for each of its categories
 
 
 class OwnTestsScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Score of somebody's own tests on one fault."""
+    """Score of a user's own tests on one fault."""
 
-    # fault, category: which.
+    # fault, category: as in ``FaultScore``.
     fault: str
     category: str
-    host: str  # in which kernel of ours it is planted
-    # ``caught``; ``missed``; ``not shown`` where no call's result was another than without the
-    # fault; ``not reached`` where the faulty kernel was never called; ``not scored``.
+    host: str  # attncheck's kernel that it is planted in
+    # ``caught``; ``missed``; ``not shown`` where the fault changed no result; ``not reached`` where
+    # the faulty kernel was never called; ``not scored``.
     status: Literal["caught", "missed", "not shown", "not reached", "not scored"]
-    reason: str = ""  # of what is neither caught nor missed: why, in a line
-    tests: tuple[str, ...] = ()  # the first that failed
-    # A call that went to the suite's own function says nothing of the planted kernel.
+    reason: str = ""  # why it was neither caught nor missed, in a line
+    tests: tuple[str, ...] = ()  # the first tests that failed
+    # Calls that went to the suite's own function do not test the planted kernel.
     left: tuple[str, ...] = ()  # why calls went to the suite's own function
-    seconds: float = 0.0  # of the run
+    seconds: float = 0.0  # duration of the test run
 
 
 class OwnTestsReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Score of somebody's own tests on the planted faults."""
+    """Score of a user's own tests on the planted faults."""
 
     schema: int = 1
     command: str
-    pytest: str  # what follows ``pytest``
+    pytest: str  # the arguments of ``pytest``
     replace: str  # the function that was replaced, ``package.module:name``
     unfinished: int = 0  # faults that have no score
-    unfinished_because: str = ""  # why; empty where there is none
+    unfinished_because: str = ""  # why they have no score; empty where all have one
     scores: tuple[OwnTestsScore, ...]  # in the order of the catalogue
 
 
 MutantOutcome = Literal["caught", "missed", "stillborn", "equivalent", "harness"]
-"""``stillborn``: it cannot be imported, or raises on the plainest problem; ``equivalent``: by the
-table of its kernel, with the reason."""
+"""``stillborn``: it cannot be imported, or raises on the plainest problem; ``equivalent``: its
+kernel's table lists it as such, with the reason."""
 
 
 NameWorth = Literal["", "right", "proven", "neighbour", "family", "wrong", "none", "unjudged"]
-"""What a diagnosis is worth, given what it is right to say.
+"""How good a diagnosis is, compared with the expected one.
 
-proven: by asking again, in other memory or layouts, whatever was changed. neighbour: a model of a
-family that is right, and none of those that were to be told. wrong: another's name or family, with
-certainty. Empty where there is nothing to name: it raises, or brings its process down.
+proven: the fault was proven by repeating calls in other memory or layouts, whatever was expected.
+neighbour: another model of the expected family. wrong: another model or family, stated with
+certainty. Empty where there is nothing to name: the mutant raises, or its process dies.
 """
 
 
 class MutantScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One mutant of somebody's kernel."""
+    """The score of one mutant of a user's kernel."""
 
     mutant: str  # ``kernel:operator:line:column``
     kernel: str
     operator: str
     line: int
     diff: str
-    tool: str  # who was asked: check, or a gate's tier
+    tool: str  # the tool that was run: check, or a gate's tier
     outcome: MutantOutcome
     reason: str = ""
-    questions: int = 0  # until the first failure, that one counted; all where there was none
-    seconds: float = 0.0  # that these took, with what finds out what it takes
+    questions: int = 0  # questions up to and including the first failure, or else all
+    seconds: float = 0.0  # time of these, including finding out which problems the kernel takes
     first: str = ""  # the first question that failed
     status: str = ""
     shown: str = ""  # how it failed, in one line
-    # Of one that was missed: whether it gives the bits of the kernel on all of a reference set.
+    # Whether a missed mutant gives the same bits as the kernel on a whole reference set.
     identical: bool = False
-    family: str = ""  # what its diagnosis is to say; empty where nobody has decided
-    models: tuple[str, ...] = ()  # that it says, the likeliest first
-    certain: int = 0  # how many of these, from the first on, it is certain of
-    # How sure the diagnosis is; proven: by asking again, in other memory or layouts.
+    family: str = ""  # family that the diagnosis should name; empty where undecided
+    models: tuple[str, ...] = ()  # fault models in the diagnosis, the likeliest first
+    certain: int = 0  # how many of these, from the first on, the diagnosis is certain of
+    # Certainty of the diagnosis; proven: by repeating calls in other memory or layouts.
     level: Literal["", "named", "proven", "family", "unknown"] = ""
-    kind: str = ""  # the family of fault models that it tells
+    kind: str = ""  # family of fault models in the diagnosis
     named: NameWorth = ""
     naming: float = 0.0  # seconds of the diagnosis
-    peers: dict[str, bool] = {}  # whether another project's rule catches it on these problems
+    peers: dict[str, bool] = {}  # whether each other project's rule catches it on these problems
 
 
 class MutantReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that a run found."""
+    """Scores of a run on the mutants of a kernel."""
 
     schema: int = 1  # version of this layout
     command: str  # the command line that made it, without paths
@@ -230,46 +230,46 @@ class MutantReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     started: str = ""  # UTC, as ``2026-11-22T17:30:00Z``
     seconds: float = 0.0
     environments: dict[str, Environment] = {}
-    unfinished: int = 0  # mutants that were chosen and have no score
+    unfinished: int = 0  # mutants that were selected and have no score
     unfinished_because: str = ""
     scores: tuple[MutantScore, ...] = ()
-    curve: tuple[int, ...] = ()  # of those caught: how many within the first 1, 2, 3, … questions
+    curve: tuple[int, ...] = ()  # number of mutants caught within the first 1, 2, 3, … questions
 
 
-ATTNCHECK_RULE = "attncheck"  # in place of a rule's name: the gate
+ATTNCHECK_RULE = "attncheck"  # Stands for the gate among the names of other projects' rules.
 
 
 class SmallestFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The smallest size of a fault that somebody sees."""
+    """The smallest size of a fault that one rule detects."""
 
-    size: float | None  # it; None where even the largest is not seen
-    # The next one of the scale, which no question sees; None where there is none.
-    # Sizes are tried on a scale: the least that is seen lies between the two.
+    size: float | None  # the smallest detected size; None where even the largest is missed
+    # The next smaller size on the scale, which no question detects; None where there is none.
+    # The true threshold lies between ``below`` and ``size``.
     below: float | None
-    question: str = ""  # who sees ``size``
-    asked: int = 0  # how many times a question was asked of some size
-    # Questions of which a rule says nothing, since it refuses some right kernel there.
+    question: str = ""  # the question that detects ``size``
+    asked: int = 0  # total number of questions asked, over all sizes
+    # Questions that the rule cannot decide, since it rejects a correct kernel on them.
     unfit: int = 0
 
 
 class FaultSensitivity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Smallest size at which one fault is still seen in one dtype."""
+    """Smallest size at which one fault is still detected in one dtype, by each rule."""
 
     fault: str
     summary: str  # what the kernel does wrong
     unit: Literal["ε", "bits"]  # ``ε`` or ``bits``
-    dtype: str  # in which
-    tier: str  # how hard the gate is
-    device: str  # where
-    questions: int  # how many the gate has, of which the rules are asked ``plain``
-    # Rules of other projects compare tensors: they cannot be asked a relation.
+    dtype: str
+    tier: str  # tier of the gate
+    device: str
+    questions: int  # questions of the gate; other projects' rules are asked ``plain`` of them
+    # Rules of other projects compare tensors, which a relation does not give them.
     plain: int  # comparisons and probes of attention
     rules: dict[str, SmallestFault]  # by rule, ``ATTNCHECK_RULE`` among them
-    seconds: float = 0.0  # that all this took
+    seconds: float = 0.0  # total time
 
 
 class SensitivityReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that a run found."""
+    """Detection thresholds that a run measured."""
 
     schema: int = 1
     command: str

@@ -1,4 +1,4 @@
-"""Reports as JSON, and back: the only format that is read again, and strictly."""
+"""Write and read reports as JSON, the only report format that is read back, and strictly."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from attncheck.records.survey_reports import (
     OracleReport,
 )
 
-LARGEST_REPORT = 2**26  # bytes of the largest report that is read: some 40,000 records
+LARGEST_REPORT = 2**26  # Bytes of the largest report that is read: some 40,000 records.
 
-LARGEST_GATE = 2**28  # bytes of the largest gate's report: some 100,000 answers
+LARGEST_GATE = 2**28  # Bytes of the largest gate report that is read: some 100,000 answers.
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -61,14 +61,14 @@ REPORTS: dict[str, type[msgspec.Struct]] = {
     "fingerprint": FingerprintReport,
     "model": ModelReport,
 }
-"""Every kind of report, by what makes it."""
+"""Report types by the command, or part of it, that makes them."""
 
 
 def report_schema(kind: str) -> dict[str, Any]:
-    """Return the JSON Schema of the reports of a ``kind``; raises UnknownName for another one.
+    """Return the JSON Schema of a ``kind`` of report; raise UnknownName if there is no such kind.
 
-    A number that JSON has no word for is a string: ``"nan"``, ``"inf"`` or ``"-inf"``. What stands
-    beside a field in the source describes its property.
+    Non-finite numbers are strings: ``"nan"``, ``"inf"`` or ``"-inf"``. Properties are described by
+    the comments on the fields in the source.
     """
     require_known("kind of report", [kind], REPORTS)
     words: dict[str, Any] = {"enum": ["nan", "inf", "-inf"]}
@@ -91,7 +91,7 @@ def report_schema(kind: str) -> dict[str, Any]:
 
 
 def _structs(annotation: Any) -> Iterator[type[msgspec.Struct]]:
-    """Yield every Struct of an annotation, and those of its fields."""
+    """Yield every Struct in an annotation, and recursively in its fields."""
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
         yield annotation
         for field in msgspec.structs.fields(annotation):
@@ -101,7 +101,7 @@ def _structs(annotation: Any) -> Iterator[type[msgspec.Struct]]:
 
 
 def _field_descriptions(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the comments of a class's fields: behind each in its line, and above it."""
+    """Return the comments on a class's fields: at the end of the field's line, and above it."""
     described: dict[str, str] = {}
     above: list[str] = []
     for line in inspect.getsource(struct).splitlines():
@@ -111,7 +111,7 @@ def _field_descriptions(struct: type[msgspec.Struct]) -> dict[str, str]:
         if field := re.match(r" {4}(\w+): (?:.*?  # (.*))?", line):
             behind = f"{field[2][0].upper()}{field[2][1:]}." if field[2] else ""
             text = " ".join(filter(None, [behind, *above]))
-            # Several fields that are said together: "batch, heads: …" stands above the first.
+            # A comment "batch, heads: …" above the first of several fields describes each of them.
             names, _, rest = text.partition(": ")
             several = set(names.split(", ")) <= set(struct.__struct_fields__)
             for name in names.split(", ") if several else [field[1]] if text else []:
@@ -124,12 +124,12 @@ def load_report(source: Path | str, kind: type[R]) -> R:
     """Read the report of type ``kind`` that ``report_json`` wrote.
 
     Args:
-        source: A Path is read, a str is the JSON itself.
-        kind: Its type; the default of its field ``schema`` is the version that is read.
+        source: A Path to read, or the JSON itself as a str.
+        kind: Type of the report; the default of its field ``schema`` is the only version accepted.
 
     Raises:
-        UsageError: for anything else: unreadable, too large, no JSON, unknown or missing fields,
-            another schema version, a Record without a problem or environment.
+        UsageError: if it is unreadable, too large or no JSON, or has unknown or missing fields,
+            another schema version, or a Record without a problem or environment.
     """
     what = {Report: "report", GateReport: "gate's report"}.get(kind, kind.__name__)
     data = json_numbers.read_json(
@@ -141,8 +141,8 @@ def load_report(source: Path | str, kind: type[R]) -> R:
             json_numbers.refusal_message(json_numbers.source_name(source), what, fact)
         )
 
-    known = next(f.default for f in msgspec.structs.fields(kind) if f.name == "schema")
-    if other := json_numbers.other_schema(data, known):
+    version = next(f.default for f in msgspec.structs.fields(kind) if f.name == "schema")
+    if other := json_numbers.other_schema(data, version):
         raise refused(other)
     try:
         report = msgspec.convert(_with_numbers(data, kind), kind)
@@ -158,15 +158,15 @@ def load_report(source: Path | str, kind: type[R]) -> R:
             else [answer.record for answer in report.answers]
         )
         for record in records:
-            problem_of(record)  # pages read it later, where an error would come too late
+            problem_of(record)  # raises here rather than while the report is rendered
             if record.environment not in report.environments:
                 raise refused(f"no environment {record.environment!r}")
     return report
 
 
 def _with_numbers(data: dict[str, Any], kind: type) -> dict[str, Any]:
-    """``data`` with numbers for JSON's words (``"nan"``), where a number can stand."""
-    # Only there: a kernel called "nan" keeps its name.
+    """Return ``data`` with strings such as ``"nan"`` converted to floats in numeric fields."""
+    # Only in numeric fields: a kernel called "nan" keeps its name.
     changes: dict[type, dict[str, Callable[[Any], Any]]] = {
         Report: {"records": json_numbers.words_to_record_numbers},
         GateReport: {"answers": _answer, "changes": _change},

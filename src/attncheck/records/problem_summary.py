@@ -1,4 +1,4 @@
-"""The Problem of a Record, read from the Case that it carries: what reports sort by and show."""
+"""The fields of a Record's Problem that reports sort by and show, read from the JSON Case."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> str:
-        """Sizes but the heads, which differ between MHA and GQA: ``B1 Q128 K96 D64``.
+        """All sizes except the heads, which differ between MHA and GQA: ``B1 Q128 K96 D64``.
 
-        Of a softmax all of them: ``B1 H1 R128 C96``, rows and columns.
+        For a softmax the heads are included: ``B1 H1 R128 C96``, with rows and columns.
         """
         if self.operation == "softmax":
             return f"B{self.batch} H{self.heads} R{self.query} C{self.kv}"
@@ -56,7 +56,7 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size(self) -> int:
-        """Scores of all heads, times head_dim: by this the smallest of several is chosen."""
+        """Number of scores times head_dim, by which the smallest of several Problems is chosen."""
         return self.batch * self.heads * self.query * self.kv * self.head_dim
 
     @property
@@ -68,7 +68,7 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def backward_too(self) -> str:
-        """``backward``, with what else there is of it; empty of a forward alone."""
+        """``backward``, with its further gradients; empty for a forward alone."""
         text = "" if not self.backward else "backward of out and LSE" if self.dlse else "backward"
         return f"{text} to captured numbers" if self.dcaptured else text
 
@@ -79,7 +79,7 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mod_names(self) -> tuple[str, ...]:
-        """What is asked beside sizes and numbers, by name: ``causal``, ``alibi``, ``backward``."""
+        """Names of the mask, score mod and other features: ``causal``, ``alibi``, ``backward``."""
         if self.operation == "softmax":
             return ("softmax",)
         mask, score = str(self.mask.get("name", "")), str(self.score.get("name", ""))
@@ -95,7 +95,7 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def full_line(self) -> str:
-        """All of it: ``bf16 causal B1 H4/2 Q128 K96 D64 normal seed 0``."""
+        """All fields in a line: ``bf16 causal B1 H4/2 Q128 K96 D64 normal seed 0``."""
         softmax = self.operation == "softmax"
         mods = [self.operation if softmax else str(Spec.from_json(self.mask))]
         if self.score.get("name") != "none":
@@ -110,17 +110,17 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_usual_scale(self) -> bool:
-        """Return whether the scale is 1/√head_dim in fp32; of a softmax there is none."""
+        """Return whether the scale is 1/√head_dim in fp32; True for a softmax, which has none."""
         if self.operation == "softmax":
             return True
-        # Without numpy: reports are read where it need not be loaded.
+        # Rounded by struct, so that reading a report need not load NumPy.
         (usual,) = struct.unpack("<f", struct.pack("<f", self.head_dim**-0.5))
         return bool(self.scale == usual)
 
 
 def problem_of(record: Record | OracleRecord | Certificate | BenchCell) -> ProblemSummary:
-    """Return the Problem of ``record``; raises UsageError when its Case holds none."""
-    # msgspec ignores what it does not know: a Problem of a later version is still listed.
+    """Return the Problem of ``record``; raise UsageError if its Case has none."""
+    # msgspec ignores unknown fields, so that a later version's Problem can still be listed.
     try:
         return msgspec.convert(record.case.get("problem"), ProblemSummary)
     except msgspec.ValidationError as error:

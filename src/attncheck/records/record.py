@@ -29,42 +29,42 @@ Status = Literal[
     "oom",
     "oracle disagrees",
 ]
-"""The judge's four, which mean that there is a judgement below; ``flaky``: failed, and did not when
-it was asked once more alone; ``unsupported``: said beforehand; ``error``: raised; ``crash``,
-``timeout``, ``oom``: its process died, did not come back in time, or had no memory left; ``oracle
-disagrees``: the truth itself is in doubt, and nothing is said of the kernel."""
+"""``pass`` to ``fail``: the judge's verdicts, with a judgement; ``flaky``: failed, but not when
+asked again alone; ``unsupported``: the kernel refused the Case beforehand; ``error``: it raised;
+``crash``, ``timeout``, ``oom``: its process died, exceeded its deadline, or ran out of memory;
+``oracle disagrees``: the exact result itself is in doubt, so that the kernel is not judged."""
 
-# Not "oracle disagrees": that tells of the truth, and nothing of the kernel.
+# Without "oracle disagrees", which concerns the exact result and not the kernel.
 FAILED_STATUSES: frozenset[Status] = frozenset({"fail", "error", "crash", "timeout", "oom"})
-"""Those that fail a kernel."""
+"""Statuses that count as a failure of the kernel."""
 
 UNTRUSTED_STATUSES: frozenset[Status] = FAILED_STATUSES | {"flaky", "oracle disagrees"}
-"""Those after which nobody may say that what was asked holds."""
+"""Statuses after which the question may not be counted as answered correctly."""
 
 
-# Here and below unknown fields are refused: a later version must not be read by half.
+# All structs refuse unknown fields, so that a later version's report is not half understood.
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings that the numbers depend on besides the Case."""
+    """Machine and versions, on which the numbers depend besides the Case."""
 
-    device: str  # ``cpu`` or the GPU's own name
+    device: str  # ``cpu`` or the GPU's name
     capability: str = ""  # CUDA compute capability such as ``9.0``; empty on a CPU
-    # Other architectures have other vector instructions, and so other bits on a CPU.
+    # On a CPU the vector instructions of the architecture decide about the last bits.
     machine: str  # processor architecture
-    # python, torch, triton, numpy, attncheck: versions; triton is empty where it is missing.
+    # python, torch, triton, numpy, attncheck: versions; triton is empty if not installed.
     python: str
     torch: str
     triton: str = ""
     numpy: str
     attncheck: str
-    cuda: str = ""  # the CUDA version torch was built for; empty without
-    # Repairs of Triton's interpreter that were on; empty when kernels were compiled.
-    # A repair changes what the interpreter computes: results belong to it.
+    cuda: str = ""  # the CUDA version torch was built for; empty for a CPU build
+    # Repairs of Triton's interpreter that were active; empty when kernels were compiled.
+    # Repairs change what the interpreter computes, and so the results.
     interpreter: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
-        """Eight hexadecimal digits that stand for it, by which Records name it."""
-        # Eight are enough to tell the few environments of one file apart.
+        """Eight hexadecimal digits by which Records refer to this environment."""
+        # Eight digits are enough for the few environments of one file.
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:8]
 
 
@@ -72,21 +72,21 @@ class OutErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Errors of out against the fp64 truth, over rows that see a key."""
 
     rmse: float
-    # No kernel whose output has this format can do better.
-    floor_rmse: float  # the same for the truth correctly rounded to the output format
-    # The same for the ideal kernel at the kernel's own tiling, or the default one.
+    # No kernel with this output format can have a smaller RMSE.
+    floor_rmse: float  # RMSE of the truth correctly rounded to the output format
+    # RMSE of the ideal kernel at the kernel's declared tile sizes, or else the default ones.
     ideal_rmse: float
     max_error: float  # largest absolute error; infinite when an element is not finite
-    max_at: Place | None  # where; None when there is no element
+    max_at: Place | None  # element of ``max_error``; None when there is no element
     bias: float
-    # RMSE between the exact results on the inputs as stored and as drawn: what rounding the
-    # inputs costs, whatever the kernel. Not part of any error above.
+    # RMSE between the exact results on the inputs as stored and as drawn: the effect of rounding
+    # the inputs, which is not part of the errors above.
     input_rmse: float
     elements: int
     nonfinite: int = 0  # elements that are NaN or infinite while the truth is finite
-    # Out is 0 there by definition: anything else is a mistake, and no rounding.
+    # Their out is 0 by definition: any other value is a fault and not a rounding error.
     dead_rows: int = 0  # rows that see no key
-    dead_rows_wrong: int = 0  # those whose out is not exactly 0
+    dead_rows_wrong: int = 0  # dead rows whose out is not exactly 0
 
 
 class LseErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,86 +105,86 @@ class LseErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class GradientErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Errors of one gradient against the fp64 truth.
 
-    Of dq over rows that see a key, of dk and dv over keys that some row sees; elsewhere the exact
+    For dq over rows that see a key, for dk and dv over keys that some row sees; elsewhere the exact
     gradient is 0.
     """
 
     rmse: float
-    floor_rmse: float  # the same for the truth correctly rounded to the gradient's format
-    # The same for the ideal kernel's backward, after its own forward, at the kernel's own tiling,
-    # or the default one.
+    floor_rmse: float  # RMSE of the truth correctly rounded to the gradient's format
+    # RMSE of the ideal kernel's backward after its own forward, at the kernel's declared tile
+    # sizes, or else the default ones.
     ideal_rmse: float
     max_error: float  # largest absolute error; infinite when an element is not finite
-    max_at: Place | None  # where; None when there is no element
+    max_at: Place | None  # element of ``max_error``; None when there is no element
     bias: float
     elements: int
     nonfinite: int = 0  # elements that are NaN or infinite while the truth is finite
 
 
 class ErrorMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Map of the errors in out: the largest |error| ÷ allowance of each part of it."""
+    """Map of the errors in out: the largest |error| ÷ allowance of each group of rows and heads."""
 
-    rows: int  # query rows of one cell, the last one's may be fewer
-    heads: int  # query heads of one cell, likewise
-    # A line for each group of heads, of a number for each group of rows; over all batches and
-    # elements of the head's vectors. Infinite where out is not finite, or wrong where nothing is
-    # allowed.
+    rows: int  # query rows of one cell; the last cell may have fewer
+    heads: int  # query heads of one cell; the last cell may have fewer
+    # One tuple for each group of heads, with one number for each group of rows: the maximum over
+    # batches and head dimensions. Infinite where out is not finite, or wrong with an allowance of
+    # 0.
     values: tuple[tuple[float, ...], ...]
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A fault that a kernel may have."""
 
-    model: str  # its id among the fault models
-    sentence: str  # what it is
-    share: float  # of the squared error that it explains, 0–1
-    explains_all: bool  # whether what is left is within what rounding allows
-    # In which form: tile sizes, heads, or a number that was fitted.
-    # msgspec makes a new one for each Struct: the default is not shared.
+    model: str  # id of the fault model
+    sentence: str  # the fault in a sentence
+    share: float  # share of the squared error that it explains, 0–1
+    explains_all: bool  # whether the remaining error is within the bounds of rounding
+    # Parameters of the fault: tile sizes, heads, or a fitted number.
+    # msgspec copies the default for each Struct.
     parameters: dict[str, int | float | str] = {}
 
 
 class TileMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tiles of rows and keys that the error is from, as far as out and LSE tell."""
+    """Tiles of rows and keys that contribute to the error, as reconstructed from out and LSE."""
 
-    rows: int  # query rows of one cell, the last one's may be fewer
-    keys: int  # keys of one cell, likewise
-    # A line for each group of rows, of a number for each group of keys: by how much the weights
-    # of those keys are off, as a share of the largest such cell.
+    rows: int  # query rows of one cell; the last cell may have fewer
+    keys: int  # keys of one cell; the last cell may have fewer
+    # One tuple for each group of rows, with one number for each group of keys: the error of those
+    # keys' weights, as a share of the largest cell.
     values: tuple[tuple[float, ...], ...]
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fault models that explain the error of a kernel."""
 
-    # The best first; none where no fault model explains anything to speak of.
+    # The best first; empty where no fault model explains a relevant part of the error.
     ranked: tuple[Explanation, ...]
-    # Models may coincide on these problems: then the first is no better than the next.
-    tied: int  # how many of them, from the first on, explain it equally well
-    # How many fault models were tried; 0 where the failure says by itself what is wrong: that is
-    # first then, and models that explain its error come behind it.
+    # Several models may coincide on these problems.
+    tied: int  # how many of them, from the first on, explain the error equally well
+    # How many fault models were tried; 0 where the failure itself states the cause: then that is
+    # the first of ``ranked``, followed by models that explain the error.
     tried: int
-    problems: int = 1  # on how many problems each had to explain what the kernel gave
-    # ``named``: one of them was confirmed on independent problems, or is proven by asking again;
-    # ``family``: no more than the kind of fault is known.
+    problems: int = 1  # number of problems on which each model had to explain the output
+    # ``named``: a model was confirmed on independent problems, or proven by repeating the call;
+    # ``family``: only the kind of fault is known.
     level: Literal["named", "family", "unknown"] = "named"
     family: str = ""  # the kind of fault, in plain words
-    # What was seen where nothing is named: where it is wrong, since when, without what it is right.
+    # Observations if no model is named: wrong elements, shortest failing lengths, needed features.
     facts: tuple[str, ...] = ()
-    # Where the error is by tiles; left out where that cannot be told.
+    # Map of the error by tiles; left out where it cannot be determined.
     tiles: TileMap | msgspec.UnsetType = msgspec.UNSET
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Size of the errors of one tensor, and how much of it is chance."""
+    """Size of the errors of one tensor, and how much of it may be chance."""
 
     rmse: float
-    # The same in units of what ideal kernels of several tilings err by, each row in its own where
-    # roundings are independent.
+    # RMSE in units of the errors of ideal kernels of several tilings; each row has its own unit
+    # where roundings are independent.
     relative: float
-    freedom: float  # degrees of freedom of its square: as how many independent errors they count
-    # Other tilings are as right: how far these lie apart is chance.
-    ensemble: tuple[float, ...]  # ``relative`` of each of those ideal kernels
+    freedom: float  # degrees of freedom of its square: the effective number of independent errors
+    # All tilings are equally valid: the differences between them are chance.
+    ensemble: tuple[float, ...]  # ``relative`` of each of these ideal kernels
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -196,27 +196,27 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         variant: The plan's name for the mask and score mod (``causal``, ``alibi``).
         heads: ``MHA``, ``GQA`` or ``MQA``; empty for softmax.
         status: See ``Status``.
-        reason: Why unsupported, or what was raised, in one line; a verdict's is its judgement's.
+        reason: Why unsupported, or what was raised, in one line; the judgement has a verdict's.
         out, lse: Errors; None where there is nothing to compare.
         gradients: Errors of each gradient by its name; left out without a backward.
-        judgement: Whether these are rounding; None where the kernel was not judged.
+        judgement: Whether the errors are due to rounding; None where the kernel was not judged.
         seconds: Median time of one call, ended by a device synchronisation, of forward and backward
             where there is one; None when not run.
-        interpreted: Whether the kernel ran in Triton's interpreter: its time says nothing of a GPU.
-        tiling: Tile sizes the ideal kernel was given, as ``128×64``.
+        interpreted: Whether Triton's interpreter ran the kernel: its time says nothing of a GPU.
+        tiling: Tile sizes of the ideal kernel, such as ``128×64``.
         environment: Key into the Report's environments.
-        digest: SHA-256 of the bits of what the kernel gave, in 32 hexadecimal digits: equal ones
-            are equal bit for bit; left out where there is nothing, or nobody asked.
-        accuracy: Of each tensor that it gave, by its name: what a later run is compared with. Left
-            out where nobody asked.
+        digest: First 32 hexadecimal digits of the SHA-256 of the outputs' bits; left out without
+            outputs, or where it was not computed.
+        accuracy: Accuracy of each output tensor, by its name, with which a later run is compared.
+            Left out where it was not measured.
         error_map: Where the errors of out are; left out where nothing failed.
-        diagnosis: What may be wrong; left out where nothing failed, or nobody looked.
-        unclaimed: Of a problem beyond what the kernel was found to take, what it has of that; left
-            out of any other.
+        diagnosis: What may be wrong; left out where nothing failed or no cause was looked for.
+        unclaimed: The feature of the problem that exceeds the kernel's claims; left out where the
+            problem is within them.
     """
 
     case_id: str
-    # As JSON, not as a Case: a report is read where neither torch nor the mods of its file are.
+    # JSON instead of a Case: reports are also read without torch or the file of a user's mods.
     case: dict[str, Any]
     kernel: str
     variant: str
@@ -225,13 +225,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reason: str = ""
     out: OutErrors | None = None
     lse: LseErrors | None = None
-    # Unset, not None: the JSON of a forward alone has no word on gradients.
+    # Unset instead of None: the JSON of a forward has no field for gradients.
     gradients: dict[TensorName, GradientErrors] | msgspec.UnsetType = msgspec.UNSET
     judgement: Judgement | None = None
     seconds: float | None = None
     interpreted: bool = False
     tiling: str = ""
-    # A key: thousands of records share a handful of environments.
+    # Only a key, since thousands of records share a handful of environments.
     environment: str
     digest: str | msgspec.UnsetType = msgspec.UNSET
     accuracy: dict[TensorName, Accuracy] | msgspec.UnsetType = msgspec.UNSET
@@ -240,7 +240,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     unclaimed: Unclaimed | msgspec.UnsetType = msgspec.UNSET
 
     def __str__(self) -> str:
-        """``mine.py::f causal: fail: bound: out[0, 3] = 0.41, but …``."""
+        """Return a line: ``mine.py::f causal: fail: bound: out[0, 3] = 0.41, but …``."""
         verdict = self.judgement or ": ".join(filter(None, (self.status, self.reason)))
         return one_line(f"{' '.join(filter(None, (self.kernel, self.variant)))}: {verdict}")
 
@@ -249,30 +249,30 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def reason_of(record: Record) -> str:
-    """Return what was raised, or why it was refused; else its verdict's reason."""
+    """Return what was raised or why the Case was refused, or else the judgement's reason."""
     return record.reason or (record.judgement.reason if record.judgement else "")
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Records with what they share."""
+    """Records of a run, with the data that they share."""
 
-    # Readers refuse every other number: a field may have changed its meaning.
+    # Readers refuse any other number, since fields may have changed their meaning.
     schema: int = 3
-    # Without paths, since a report is passed on: it must not tell of somebody's disk.
+    # Without paths, since a report is passed on to others.
     command: str
     environments: dict[str, Environment]
     kernels: dict[str, str]  # name of each kernel asked for → its one-line summary
-    # Here and not among the records: no Case was asked, so there is none to name.
+    # Not among the records, which need a Case: these kernels were asked none.
     absent: dict[str, str]  # kernels that can run nothing here → why (one line each)
-    # Kernels that nobody has declared anything of → what was found that they take, a line each;
-    # left out where they take all that was tried.
+    # Kernels without declared capabilities → a line for each finding about the problems that they
+    # take; left out where they take all that was tried.
     claims: dict[str, tuple[str, ...]] | msgspec.UnsetType = msgspec.UNSET
-    # Why it ends early, and how far it came; left out where it does not.
+    # Why the run ended early, and how far it came; left out where it was complete.
     incomplete: str | msgspec.UnsetType = msgspec.UNSET
     records: tuple[Record, ...]
 
     def __str__(self) -> str:
-        """A line for each Record."""
+        """Return a line for each Record."""
         return "\n".join(map(str, self.records))
 
     def _repr_html_(self) -> str:
@@ -282,7 +282,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def join_reports(reports: Sequence[Report]) -> Report:
     """Join the parts of a run into one Report: records in the order given, commands in a row.
 
-    A kernel is absent where it is in every report that asked for it.
+    A kernel is absent if it is absent in every report that asked for it.
 
     Raises:
         UsageError: where two reports measured the same kernel on the same Case and machine.
@@ -292,7 +292,7 @@ def join_reports(reports: Sequence[Report]) -> Report:
     records = tuple(record for report in reports for record in report.records)
     seen: set[tuple[str, str, str]] = set()
     for record in records:
-        # The variant too: two of a plan may ask the same Case under two names.
+        # With the variant, since a plan may ask one Case under two names.
         place = record.kernel, record.environment, f"{record.variant} {record.case}"
         if place in seen:
             raise UsageError(
@@ -300,7 +300,7 @@ def join_reports(reports: Sequence[Report]) -> Report:
                 "give each part of a run once."
             )
         seen.add(place)
-    # A kernel that some part could run is not absent, whatever the other machines lack.
+    # A kernel that ran in some part is not absent, even if other machines cannot run it.
     present = {name for report in reports for name in set(report.kernels) - set(report.absent)}
     return Report(
         command="; ".join(dict.fromkeys(report.command for report in reports)),

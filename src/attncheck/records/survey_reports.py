@@ -9,28 +9,28 @@ import msgspec
 from attncheck.core.judgement import Place
 from attncheck.records.record import Environment
 
-TRUTH = "truth"  # the oracle that kernels are compared with, in certificates
+TRUTH = "truth"  # Name in certificates of the oracle that kernels are compared with.
 
 
 class Distance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The largest error among those that are finite, as multiples of a unit of their own."""
+    """The largest finite error, where each error is measured in a unit of its own."""
 
     # Largest |error| ÷ unit, at most the largest float; None where no number was compared.
     units: float | None
-    at: Place | None  # where; None where no number was compared
-    compared: int  # numbers that are finite, as are the exact one and the unit
-    nonfinite: int = 0  # the others, of rows that see a key
+    at: Place | None  # element of the largest error; None where no number was compared
+    compared: int  # numbers that are finite together with their exact values and units
+    nonfinite: int = 0  # all other numbers in rows that see a key
 
 
 class Rows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Results in the rows that see a key."""
 
-    total: int  # how many there are
-    nonfinite: int = 0  # those where LSE or an element of out, or the exact one, is NaN or infinite
-    # Apart from other NaNs: some oracles must overflow, by their definition.
-    overflowed: int = 0  # of those, where the sum of exponentials or a product with it is infinite
-    vanished: int = 0  # of those, where the sum of exponentials is 0, and out 0/0
-    # Rows that see no key, and whose out is not exactly 0 or whose LSE is not −∞.
+    total: int  # number of rows that see a key
+    nonfinite: int = 0  # rows where LSE or an element of out, computed or exact, is not finite
+    # Counted apart from other NaNs, since some oracles overflow by definition.
+    overflowed: int = 0  # nonfinite rows whose sum of exponentials or a product with it overflows
+    vanished: int = 0  # nonfinite rows whose sum of exponentials is 0, so that out is 0/0
+    # Rows that see no key and whose out is not exactly 0 or whose LSE is not −∞.
     dead_wrong: int = 0
 
 
@@ -42,28 +42,28 @@ class OracleRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     case: dict[str, Any]
     variant: str  # the plan's name for the mask and score mod; ``softmax`` for that operation
     distribution: str  # of the inputs, as in the Case
-    oracle: str  # its name; ``streaming`` is the one that kernels are compared with
-    # In units of 2^-53 Σ_j p_j |v_j| of each element; of 2^-53 p_j for softmax. The sum counts as
-    # 2^-1022, the smallest normal number, where it is smaller.
+    oracle: str  # name of the oracle; kernels are compared with ``streaming``
+    # In units of 2^-53 Σ_j p_j |v_j| of each element, or of 2^-53 p_j for softmax. A sum below the
+    # smallest normal number counts as this, 2^-1022.
     out: Distance
     lse: Distance  # in units of 2^-53 max(1, |LSE|)
-    rows: Rows  # where it is not finite
+    rows: Rows  # counts of rows that are not finite
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The recurrences on one Case among themselves, all at the same number of digits."""
+    """Agreement of the recurrences on one Case, all computed to the same number of digits."""
 
-    case_id: str  # the Case
-    # variant, distribution: as in its OracleRecords.
+    case_id: str  # id of the Case
+    # variant, distribution: as in the Case's OracleRecords.
     variant: str
     distribution: str
-    oracles: tuple[str, ...]  # which recurrences
-    # Decimal logarithm of the largest finite distance from the reference: of out relative to Σ_j
-    # p_j |v_j| (p_j for softmax), of LSE to max(1, |LSE|). None where there is none.
-    # A logarithm, since the distance at many digits is below the smallest float.
+    oracles: tuple[str, ...]  # names of the recurrences
+    # Decimal logarithm of the largest finite distance from the reference: for out relative to Σ_j
+    # p_j |v_j| (p_j for softmax), for LSE to max(1, |LSE|). None where all distances are 0.
+    # A logarithm, since at many digits the distance is below the smallest float.
     log10: float | None
-    # Numbers, over all recurrences, whose distance is not finite: either is NaN or infinite and
-    # not the very same, or they differ where what they are relative to is 0.
+    # Numbers, over all recurrences, without a finite distance: one side is NaN or infinite and the
+    # other is different, or they differ and the scale of the distance is 0.
     infinite: int = 0
     # The recurrence with the largest distance; None where all are equal.
     furthest: str | None = None
@@ -75,41 +75,40 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class OracleReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Records with what they share."""
+    """Records on float64 oracles, with the data that they share."""
 
     schema: int = 1
     command: str
     environment: Environment
     mpmath: str
-    # With either the digits are the same; gmpy2 takes less time.
-    backend: str  # what multiplies its whole numbers: ``gmpy2 2.1.5``, or ``python``
-    digits: int  # decimal digits of the exact side
-    # Fewer than ``digits``: the last ones are rounding of the many digits themselves.
-    must_agree: int  # to how many digits the recurrences must agree there
+    # Both give the same digits; gmpy2 is faster.
+    backend: str  # integer arithmetic of mpmath: ``gmpy2 2.1.5``, or ``python``
+    digits: int  # decimal digits of the exact results
+    # Fewer than ``digits``, the last of which have rounding errors themselves.
+    must_agree: int  # number of digits to which the recurrences must agree
     reference: str  # name of the recurrence that is the exact result: the safe softmax, dense
-    may_overflow: tuple[str, ...]  # oracles that cannot be finite everywhere, by their definition
-    oracles: dict[str, str]  # name of each float64 oracle → what it is, in a line
-    records: tuple[OracleRecord, ...]  # one a Case and oracle
-    agreements: tuple[Agreement, ...]  # one a Case
+    may_overflow: tuple[str, ...]  # oracles that are not finite everywhere by definition
+    oracles: dict[str, str]  # name of each float64 oracle → one-line description
+    records: tuple[OracleRecord, ...]  # one for each Case and oracle
+    agreements: tuple[Agreement, ...]  # one for each Case
 
 
 class ProvenError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Upper bounds of an oracle's error in one tensor, beside what a kernel is allowed there."""
+    """Upper bounds of an oracle's error in one tensor, relative to a kernel's allowance."""
 
-    # Largest proven error ÷ allowance, at most the largest float; None where nothing was proven
-    # beside an allowance.
+    # Largest proven error ÷ allowance, at most the largest float; None where no element has both.
     share: float | None
-    error: float | None  # the proven error there
-    # The allowance there; 0 in a row that sees no key, of an error that is not 0.
+    error: float | None  # the proven error at ``at``
+    # The allowance at ``at``; 0 for a nonzero error in a row that sees no key.
     allowance: float | None
     at: Place | None
-    # Largest proven error ÷ what the judge assumes of the oracle without a proof, its own bound
-    # for float64; None where that was not asked, or is infinite throughout.
+    # Largest proven error ÷ the a-priori bound for float64, which the judge assumes of the oracle
+    # without a proof; None where it was not computed, or is infinite throughout.
     a_priori: float | None = None
     elements: int  # numbers with a proven error and a finite allowance
-    # Numbers of which nothing is proven: balls say nothing, or the oracle's or the exact one is
-    # not finite.
-    # Counted, not left out: a Certificate with one of them does not hold.
+    # Numbers without a proven error: the balls are unbounded, or the oracle's or the exact number
+    # is not finite.
+    # A Certificate with any of them does not hold.
     unproven: int = 0
     unbounded: int = 0  # numbers with a proven error and without an allowance
 
@@ -122,17 +121,17 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     case: dict[str, Any]
     variant: str  # the plan's name for the mask and score mod; ``softmax`` for that operation
     distribution: str  # of the inputs, as in the Case
-    oracle: str  # its name; ``truth`` is the one that kernels are compared with
+    oracle: str  # name of the oracle; kernels are compared with ``truth``
     # out, lse: see ``ProvenError``.
     out: ProvenError
     lse: ProvenError
     rows: int
-    # Balls take far longer than floats: of a large Problem a sample must do.
-    proven_rows: int  # those that were enclosed: all of a small Problem, a sample of a large one's
+    # Balls take far longer than floats, so that a large Problem is sampled.
+    proven_rows: int  # rows that were enclosed: all of a small Problem, a sample of a large one
 
     def holds(self, limit: float) -> bool:
-        """Return whether all of it is proven to be at most this part of its allowance."""
-        # What is not proven may be anything, so it counts against the oracle.
+        """Return whether every error is proven to be at most ``limit`` times its allowance."""
+        # A number without a proof may be arbitrarily wrong.
         return all(
             not part.unproven and (part.share is None or part.share <= limit)
             for part in (self.out, self.lse)
@@ -140,36 +139,36 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def within_a_priori(self) -> bool:
-        """Return whether no proven error is beyond what is assumed without a proof."""
+        """Return whether no proven error exceeds the a-priori bound."""
         parts = (self.out.a_priori, self.lse.a_priori)
         return all(part is None or part <= 1 for part in parts)
 
 
 class CertificateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Certificates with what they share."""
+    """Certificates of oracles, with the data that they share."""
 
     schema: int = 1
     command: str
     environment: Environment
     flint: str
-    bits: int  # of the midpoints of the balls
-    limit: float  # part of an allowance that the truth's error may be for the judge to decide
-    arithmetics: dict[str, str]  # dtype → the profile that its allowances are of, in a line
-    oracles: dict[str, str]  # name of each float64 oracle → what it is, in a line
-    records: tuple[Certificate, ...]  # one a Case and oracle
+    bits: int  # precision of the midpoints of the balls
+    limit: float  # largest error of the truth, as a share of the allowance, that permits a verdict
+    arithmetics: dict[str, str]  # dtype → the arithmetic that its allowances assume, in a line
+    oracles: dict[str, str]  # name of each float64 oracle → one-line description
+    records: tuple[Certificate, ...]  # one for each Case and oracle
 
     @property
     def truths(self) -> tuple[Certificate, ...]:
-        """Those of the oracle that kernels are compared with."""
+        """Certificates of the oracle that kernels are compared with."""
         return tuple(record for record in self.records if record.oracle == TRUTH)
 
 
 class ModAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Result of one backend on a mod, compared with that of the callable itself."""
 
-    # ``equal``; ``different``; ``unknown`` where it differs nowhere, but somewhere nothing can be
-    # said; ``unsupported``; ``error`` where it raised.
-    # Backends that enclose may abstain, which is neither right nor wrong.
+    # ``equal``; ``different``; ``unknown`` where no difference was found but some places are
+    # undecided; ``unsupported``; ``error`` where it raised.
+    # Backends that enclose results in intervals may leave places undecided.
     status: Literal["equal", "different", "unknown", "unsupported", "error"]
     # The first difference, why it is unsupported or unknown, or what was raised; in one line.
     detail: str = ""
@@ -178,28 +177,28 @@ class ModAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class ModRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One mod of a file."""
 
-    name: str  # its name in the file
+    name: str  # the mod's name in the file
     kind: Literal["mask", "score mod"]  # ``mask`` or ``score mod``
-    line: int | None  # where it is defined; None where nothing says so
+    line: int | None  # line of its definition; None where unknown
     expression: str  # as traced
     answers: dict[str, ModAnswer]  # by backend
 
 
 class ModReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Records with what they share."""
+    """Records on mods, with the data that they share."""
 
-    schema: int = 2  # 1 said worlds for backends
+    schema: int = 2  # schema 1 called the backends worlds
     command: str
     environment: Environment
     mpmath: str
-    # Without its folder: a report is passed on.
+    # The folder is private, and reports are passed on.
     file: str  # name of the file, without its folder
-    shape: str  # the index ranges, such as ``B2 H2 Q40 K48``: every place in them is compared
-    backends: dict[str, str]  # name of each backend → what it is, in a line
-    records: tuple[ModRecord, ...]  # one a mod, in the order of the file
+    shape: str  # the index ranges, such as ``B2 H2 Q40 K48``, all of which are compared
+    backends: dict[str, str]  # name of each backend → one-line description
+    records: tuple[ModRecord, ...]  # one for each mod, in the order of the file
 
 
-# One character each, so that a row of tiles is a text that reads as a picture.
+# One character each, so that a row of tiles is a readable string.
 EMPTY, PARTIAL, FULL = "0", "1", "2"  # kinds of tile in a map
 
 
@@ -209,21 +208,21 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     block_query: int
     block_kv: int
     total: int
-    empty: int  # those of which the mask hides every element
-    # At a ragged edge a kernel has to mask even what the mask shows whole.
-    partial: int  # those of which it shows some, and those at a ragged edge that it shows whole
-    full: int  # those that are whole and of which it shows every element
+    empty: int  # tiles of which the mask hides every element
+    # A kernel has to mask a tile at a ragged edge even if the mask hides none of its elements.
+    partial: int  # tiles of which some elements are visible, and visible tiles at a ragged edge
+    full: int  # whole tiles of which every element is visible
     sparsity: float
-    # total ÷ tiles that are not empty: how much faster a kernel would be whose time is that of
-    # the tiles it visits; None where all are empty.
+    # total ÷ tiles that are not empty: the speedup of a kernel whose time is proportional to the
+    # tiles that it visits; None where all are empty.
     speedup: float | None
-    # The kinds of the first sequence's and head's tiles, a text for each query block with a digit
-    # for each key block; nothing where it was not asked for.
+    # Kinds of the tiles of the first sequence and head: a string for each query block with a digit
+    # for each key block; empty unless requested.
     map: tuple[str, ...] = ()
 
 
 class BlockReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Records with what they share."""
+    """Records on block masks, with the data that they share."""
 
     schema: int = 1
     command: str
@@ -235,7 +234,7 @@ class BlockReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     heads: int
     query: int
     kv: int
-    records: tuple[BlockRecord, ...]  # one a size of tile, in the order asked for
+    records: tuple[BlockRecord, ...]  # one for each tile size, in the order requested
 
 
 FIELDS: dict[str, str] = {
@@ -251,38 +250,38 @@ FIELDS: dict[str, str] = {
     "sentinel": "score of a hidden key",
     "subnormals": "what becomes of numbers below the smallest normal one",
 }
-"""Parts that are read, in this order, and what each is."""
+"""Fields of an arithmetic that a fingerprint reads, in this order, with a description each."""
 
 ReadingVerdict = Literal["agrees", "finer", "differs", "not declared", "not seen"]
-"""A reading beside the declaration: the same; less error than is declared; another thing, or more
-error; there is nothing to compare it with; nothing was read."""
+"""A reading compared with the declaration: equal; less error than declared; different, or more
+error than declared; no declaration to compare with; no reading."""
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One field."""
+    """The reading of one field."""
 
     field: str  # a name in ``FIELDS``
     standing: ReadingVerdict  # see ``ReadingVerdict``
-    read: str = ""  # what was read; empty where nothing was
-    declared: str = ""  # what the kernel declares; empty for nothing
-    reason: str = ""  # why nothing was read, or what is to be said of it
+    read: str = ""  # the value that was read; empty for none
+    declared: str = ""  # the value that the kernel declares; empty for none
+    reason: str = ""  # why nothing was read, or a remark
 
 
 class DtypeFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A kernel in one dtype."""
+    """The arithmetic of a kernel in one dtype, as read from its answers."""
 
     dtype: str  # a name of ``formats.DTYPES``
-    calls: int  # questions that it answered
-    arithmetic: str = ""  # what it declares, in a line; empty where it answered nothing
-    readings: tuple[Reading, ...]  # one a field
+    calls: int  # questions that the kernel answered
+    arithmetic: str = ""  # the declared arithmetic, in a line; empty where it answered nothing
+    readings: tuple[Reading, ...]  # one for each field
 
 
 class FingerprintReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Records with what they share."""
+    """Records on a kernel's arithmetic, with the data that they share."""
 
     schema: int = 1
     command: str
     kernel: str
     device: str
     environment: Environment
-    records: tuple[DtypeFingerprint, ...]  # one a dtype, in the order asked for
+    records: tuple[DtypeFingerprint, ...]  # one for each dtype, in the order requested

@@ -1,4 +1,4 @@
-"""The property suite as pytest runs it: what each property asks, of which kernel, how much."""
+"""The property suite under pytest: properties, kernels under test, and options."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PropertySpec", "UnderTest", "asks", "cases"]
 
-# Imported when they are asked for: pytest's plugin reads its options from this room, and must not
-# make every pytest of the environment load torch and Hypothesis.
+# Imported lazily: pytest's plugin reads its options from this room, and must not make every pytest
+# in the environment load torch and Hypothesis.
 _MODULES = {
     "PropertySpec": "attncheck.suite.property_spec",
     "UnderTest": "attncheck.suite.under_test",

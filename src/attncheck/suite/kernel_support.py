@@ -1,4 +1,4 @@
-"""Capabilities of a kernel, asked of it once for each problem and each mask family."""
+"""Find out which problems and mask families a kernel takes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ NOT_APPLICABLE = "such problems do not concern it"
 
 
 class KernelSupport:
-    """Problems that one kernel takes on one device.
+    """Which problems one kernel takes on one device.
 
-    A kernel that raises when it is asked counts as one that takes the problem: it is then called,
-    and its answer says what it raised.
+    A kernel that raises when it is asked counts as taking the problem; the later call then reports
+    the error.
     """
 
     def __init__(self, subject: Subject, device: str, executor: Executor | None = None) -> None:
         self.subject, self.device = subject, device
         self.executor = executor or executor_of(subject)
-        # Why it did not take the last Problem that it did not take; empty if it took all.
+        # Reason of the last refusal; empty if there was none.
         self.reason = ""
         self._refusals: dict[tuple[str, str, ProblemKind], str] = {}
 
@@ -41,9 +41,9 @@ class KernelSupport:
         return not isinstance(answer, str)
 
     def refusal(self, family: str, dtype: str, kind: ProblemKind = PLAIN_KIND) -> str:
-        """Return why it takes no sample of a mask family, nor one near; empty if it takes one.
+        """Return why the kernel takes no problem near a mask family's samples; empty if it does.
 
-        ``NOT_APPLICABLE`` where such problems do not concern it.
+        ``NOT_APPLICABLE`` if such problems do not concern the kernel.
         """
         key = (family, dtype, kind)
         if key not in self._refusals:
@@ -55,7 +55,7 @@ class KernelSupport:
 
         def takes(problem: Problem) -> bool:
             answer = self.executor.refusal(self.subject, problem, self.device)
-            # A Failure is no refusal: the kernel is called later, and its answer tells.
+            # A Failure is no refusal: the later call reports it.
             if answer is None or isinstance(answer, Failure):
                 return True
             reasons[answer] += 1
@@ -65,11 +65,11 @@ class KernelSupport:
             concerns = self.executor.concerns(self.subject, problem)
             if concerns and nearest_supported(problem, takes, (dtype,)) is not None:
                 return ""
-        # Shapes were moved until they fit: the rarest reason is not about them.
+        # Reasons about shapes are frequent, since shapes are varied: the rarest is more specific.
         return min(reasons, key=lambda reason: reasons[reason], default=NOT_APPLICABLE)
 
     def refusals(self, dtype: str, kinds: Iterable[ProblemKind]) -> list[str] | None:
-        """Return why it takes nothing of a dtype in any family; None if it takes something."""
+        """Return why the kernel takes nothing in a dtype; None if it takes some problem."""
         reasons = []
         for kind in kinds:
             for family in (*MASK_FAMILIES, SOFTMAX):
@@ -80,17 +80,16 @@ class KernelSupport:
         return reasons
 
     def has_launches(self, problem: Problem) -> bool:
-        """Return whether the kernel has another launch of ``problem``."""
+        """Return whether the kernel has further launches of ``problem``."""
         try:
             return bool(self.subject.launches(problem, self.device))
-        except Exception:  # noqa: BLE001  # foreign code may raise anything: it is asked, and says so
+        except Exception:  # noqa: BLE001  # foreign code; the later call reports it
             return True
 
 
 def is_askable(subject: Subject, questions: Iterable[str]) -> bool:
-    """Return whether a kernel has what ``questions`` compare, as far as launches go.
+    """Return whether ``questions`` can be asked: those that compare launches need several.
 
-    A kernel that says nothing of other launches is not asked about them.
+    This does not depend on a Problem, since there is none before tests are collected.
     """
-    # No Problem is needed: before tests are collected there is none.
     return not compares_launches(questions) or subject.has_launches

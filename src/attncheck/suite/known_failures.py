@@ -1,4 +1,4 @@
-"""Known failures: read from a file, matched with tests, and asked again every time."""
+"""Known failures, which are read from a file, matched with tests, and asked in every run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attncheck.suite.pytest_options import MARK
 from attncheck.suite.session import NO_KERNEL, Param, Session, covering
 from attncheck.suite.under_test import UnderTest
 
-FILE = "known_failures.toml"  # its name, beside the properties
+FILE = "known_failures.toml"  # Name of the file in the folder of the properties.
 
 _NEEDED = ("test", "kernel", "reason", "case")
 _FIELDS = (*_NEEDED, "dtypes", "families", "device", "depends_on")
@@ -37,25 +37,25 @@ class KnownFailure:
 
     test: str  # ``test_causal.py::test_attention_is_exact``
     kernel: str
-    reason: str  # whose fault it is, in one line
-    case: Case  # the smallest Case that fails
+    reason: str  # Whose fault it is, in one line.
+    case: Case  # The smallest Case that fails.
     # dtypes, families: only these; empty for all. In a test of another dtype the Case is asked in
-    # that.
+    # that dtype.
     dtypes: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
-    device: str = ""  # ``cpu`` or ``cuda``; empty for both
-    # What of the machine makes it fail, where not every machine shows it; empty where every one
-    # does. Where the Case of such an entry holds, the test searches.
+    device: str = ""  # ``cpu`` or ``cuda``; empty for both.
+    # Property of the machine that makes the Case fail; empty if it fails everywhere. If the Case of
+    # an entry with such a property passes, the test searches as usual.
     depends_on: str = ""
-    where: str  # the file and the entry's number in it
+    where: str  # The file and the entry's number in it.
 
     @property
     def file(self) -> str:
-        """Return the part of ``test`` before the function's name."""
+        """The file in ``test``."""
         return self.test.partition("::")[0]
 
     def matches(self, test: str, kernel: str, dtype: str, family: str, device: str) -> bool:
-        """Return whether it is about a part of the test ``test_causal.py::test_x``."""
+        """Return whether the entry is about ``test_causal.py::test_x`` with these parameters."""
         return (
             fnmatchcase(test, self.test)
             and self.concerns(kernel, dtype, device)
@@ -63,7 +63,7 @@ class KnownFailure:
         )
 
     def concerns(self, kernel: str, dtype: str, device: str) -> bool:
-        """Return whether it is about some test of ``kernel`` in a dtype on a device."""
+        """Return whether the entry is about tests of ``kernel`` in a dtype on a device."""
         return (
             self.is_of(kernel)
             and (not self.dtypes or dtype in self.dtypes)
@@ -71,12 +71,12 @@ class KnownFailure:
         )
 
     def is_of(self, kernel: str) -> bool:
-        """Return whether it is about ``kernel``."""
+        """Return whether the entry is about ``kernel``."""
         return fnmatchcase(kernel, self.kernel)
 
     def case_in(self, dtype: str) -> Case:
-        """Return the Case, in the ``dtype`` of the test where the entry is about several."""
-        # The Case of an entry about one dtype is in that dtype already.
+        """Return the Case, in the test's ``dtype`` if the entry is about several dtypes."""
+        # The Case of an entry about a single dtype is already in it.
         several = len(self.dtypes) > 1 and dtype in self.dtypes
         if not dtype or (self.dtypes and not several):
             return self.case
@@ -88,7 +88,7 @@ def read_known_failures(path: Path) -> tuple[KnownFailure, ...]:
     """Return the entries of a file, in order.
 
     Raises:
-        UsageError: for what is no such file, in one line with the entry's number.
+        UsageError: in one line with the entry's number, for an invalid file.
     """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -155,10 +155,10 @@ def applicable_tests(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 def beyond_covering(
     items: Sequence[pytest.Item], known: Collection[pytest.Item]
 ) -> list[pytest.Item]:
-    """Return properties whose kernel, dtype and family other tests have, as ``covering`` says.
+    """Return the properties' tests that are not needed in a covering: see ``covering``.
 
-    A test that is skipped, or known to fail, draws nothing: it is none of them, and stands for
-    none.
+    Tests that are skipped or known to fail draw nothing: they are neither returned nor part of the
+    covering.
     """
     drawing = {
         item: (_name(item), param_of(item))
@@ -174,12 +174,12 @@ def beyond_covering(
 def known_failures(
     session: pytest.Session, items: Sequence[pytest.Item], judged: Session
 ) -> dict[pytest.Item, KnownFailure]:
-    """Return those of ``items`` that are known to fail.
+    """Return those of ``items`` that are known to fail, with their entries.
 
     Raises:
-        pytest.UsageError: for a file that is none, and for an entry that is about no test though
-            all that it could be about were collected: not where the command line names single
-            tests, another kernel or dtype, or the device is another.
+        pytest.UsageError: for an invalid file, and for an entry that matches no test although all
+            tests were collected that it could match, which is not so if the command line selects
+            single tests, or the kernel, dtype or device is a different one.
     """
     properties = [item for item in items if item.get_closest_marker(MARK)]
     known: dict[pytest.Item, KnownFailure] = {}
@@ -204,19 +204,18 @@ def known_failures(
                     "test that was collected: correct or remove it."
                 )
             for item in matches:
-                # Of several entries about one test, the first in the file counts.
+                # If several entries match a test, the first one in the file counts.
                 known.setdefault(item, entry)
     return known
 
 
 def rerun_known_failure(entry: KnownFailure, kernel: UnderTest) -> bool:
-    """Ask the entry's Case: xfail where it fails still, and that is the whole test.
+    """Ask the entry's Case, and xfail the test if it still fails.
 
-    Where it holds, that is a failure; but of an entry that depends on the machine it says that this
-    is another one.
+    If it passes, the test fails, unless the entry depends on the machine.
 
     Returns:
-        Whether the test is done; False where it is to search, as if there were no entry.
+        False if the test has to search, as if there were no entry.
     """
     record = kernel.answer(entry.case_in(kernel.dtype))
     if record.status in FAILED_STATUSES:
@@ -232,7 +231,7 @@ def rerun_known_failure(entry: KnownFailure, kernel: UnderTest) -> bool:
 
 
 def param_of(item: pytest.Item) -> Param:
-    """Return which part of the suite a property's test is."""
+    """Return the Param of a property's test."""
     param: Param = item.callspec.params["kernel"]  # type: ignore[attr-defined]  # a Function's
     return param
 
@@ -257,18 +256,18 @@ def _all_collected(
     """Return whether all tests that the entry could be about have been collected."""
     config = session.config
     single = any("::" in argument for argument in config.args)
-    # Where only some of the tests were to be collected, a missing one says nothing.
+    # If only some tests were to be collected, a missing one is no mistake.
     if single or session.testsfailed or config.getoption("lf", default=False):
         return False
     files = {path.name for path in folder.glob("*.py") if fnmatchcase(path.name, entry.file)}
-    # A name of no file is a mistake, and seen as one where the whole folder was asked for.
+    # An entry for a missing file is a mistake, which is only certain if the folder was collected.
     return files <= {item.path.name for item in here} and (
         bool(files) or session.isinitpath(folder)
     )
 
 
 def _is_about_this_run(entry: KnownFailure, judged: Session) -> bool:
-    """Return whether what was asked for is what the entry is about."""
+    """Return whether this run's device, dtypes and kernels include the entry's."""
     dtypes = judged.options.dtypes
     if entry.device not in {"", judged.device}:
         return False
@@ -276,6 +275,6 @@ def _is_about_this_run(entry: KnownFailure, judged: Session) -> bool:
         return False
     if any(entry.is_of(kernel.name) for kernel in judged.kernels):
         return True
-    # Left out here: a built-in kernel that cannot run on this device. Any other name is a mistake,
-    # where no kernel was asked for by name.
+    # By default all built-in kernels that can run on the device are tested. An entry for one of the
+    # others is no mistake, but one for an unknown name is.
     return not judged.options.kernels and not any(map(entry.is_of, named_kernels.builtin_names()))

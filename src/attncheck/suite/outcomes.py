@@ -1,4 +1,4 @@
-"""Outcomes of a property suite: gathered over processes, summarised, and written."""
+"""Collect outcomes of a property suite from all processes, and summarise and write them."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from attncheck.suite.under_test import UnderTest
 
 WORKER_OUTPUT = "attncheck"
-"""Under which a process of pytest-xdist tells what it found out while it collected."""
+"""Key in a pytest-xdist worker's output for what it learned while it collected tests."""
 
 _ATTACHED = "attncheck"
 
 
 def attach_outcome(report: pytest.TestReport, item: pytest.Item, kernel: UnderTest | None) -> None:
-    """Say in ``report`` what became of a test of a kernel; pytest-xdist takes it along.
+    """Attach the outcome of a kernel's test to ``report``, with which pytest-xdist transfers it.
 
     Args:
-        report: Of one phase of the test.
-        item: The test; nothing is said of one that is about no kernel.
-        kernel: What it got; None where it was not called.
+        report: The report of one phase of the test.
+        item: The test; tests without a kernel are ignored.
+        kernel: The kernel under test; None if the test was not called.
     """
-    # Heavy, but loaded already wherever a test has a kernel.
+    # A slow import, but already loaded wherever a test has a kernel.
     from attncheck.suite.session import Param
 
     param = item.callspec.params.get("kernel") if hasattr(item, "callspec") else None
-    # A test's outcome is that of its call, or of what kept it from being called.
+    # A test's outcome is that of its call, or of a setup that did not pass.
     passing = report.when == "setup" and report.outcome == "passed"
     if not isinstance(param, Param) or report.when == "teardown" or passing:
         return
@@ -54,22 +54,22 @@ def attach_outcome(report: pytest.TestReport, item: pytest.Item, kernel: UnderTe
 
 
 class Outcomes:
-    """A plugin in the process that talks to the user."""
+    """A plugin that collects outcomes in the main process."""
 
     def __init__(self) -> None:
-        self.started = time.perf_counter()  # when the session began, by ``time.perf_counter``
-        self.outcomes: list[PropertyOutcome] = []  # in the order in which they came
-        # Kernel → dtype → why no test was made of it.
+        self.started = time.perf_counter()  # Start of the session.
+        self.outcomes: list[PropertyOutcome] = []  # In the order of their arrival.
+        # Kernel → dtype that it does not take → why.
         self.untaken: dict[str, dict[str, str]] = {}
-        self.claims: dict[str, list[str]] = {}  # kernel → what it was found to take
-        # Why nothing can be tested, found out while tests were collected; empty for nothing.
+        self.claims: dict[str, list[str]] = {}  # Kernel → lines about the problems that it takes.
+        # An error during collection, which prevents all tests; empty for none.
         self.error = ""
-        self.processes = 1  # that shared the work
+        self.processes = 1  # Number of processes that share the work.
         self._others = 0
 
     @property
     def seconds(self) -> float:
-        """Return the time since the session began."""
+        """Seconds since the session began."""
         return time.perf_counter() - self.started
 
     def add_collected(
@@ -89,17 +89,17 @@ class Outcomes:
         return {"untaken": self.untaken, "claims": self.claims, "error": self.error}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take what ``attach_outcome`` left."""
+        """Collect the outcome that ``attach_outcome`` attached."""
         attached: dict[str, Any] | None = getattr(report, _ATTACHED, None)
         if attached is not None:
             self.outcomes.append(msgspec.convert(attached, PropertyOutcome))
-        # Where one of somebody's other tests ran, the session did test something.
+        # Other tests of the user count as well: the session did test something.
         elif report.when == "call" and report.outcome != "skipped":
             self._others += 1
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Take what a process of pytest-xdist learned while it collected."""
+        """Add what a pytest-xdist worker learned while it collected tests."""
         self.processes = max(self.processes, 1 + int(node.gateway.id.removeprefix("gw") or 0))
         output = getattr(node, "workeroutput", {}).get(WORKER_OUTPUT)
         if output:
@@ -107,7 +107,7 @@ class Outcomes:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Exit code 5 where every test was skipped: nothing was tested, so nothing passed."""
+        """Exit with code 5 if every test was skipped, since nothing was tested."""
         if self.error:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
             return
@@ -116,8 +116,8 @@ class Outcomes:
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Problems examined, how fast, and how much of it was compiling."""
-        # A worker of pytest-xdist cannot end the whole run by itself: it is told here.
+        """Print the number of problems, their rate, and the share of compilation."""
+        # A pytest-xdist worker cannot end the run itself, so that its error is printed here.
         if self.error:
             terminalreporter.line(f"ERROR: {self.error}", red=True)
         lines = list(summary_lines(self.outcomes, self.untaken, self.seconds))
@@ -144,11 +144,11 @@ def _reason(report: pytest.TestReport) -> str:
 def summary_lines(
     outcomes: Iterable[PropertyOutcome], untaken: Mapping[str, Mapping[str, str]], seconds: float
 ) -> Iterator[str]:
-    """Return the summary, line by line; none where nothing was asked and nothing refused.
+    """Yield the lines of the summary; none if nothing was asked and nothing refused.
 
     Args:
-        untaken: Kernel → dtype → why no test was made of it.
-        seconds: That the session took.
+        untaken: Kernel → dtype that it does not take → why.
+        seconds: Duration of the session.
     """
     outcomes = [*outcomes]
     tallies = _by_kernel(outcomes)
@@ -195,7 +195,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _by_reason(untaken: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
-    """Group by reason: kernels with their dtypes, ``flex in tf32``."""
+    """Return kernels with dtypes, such as ``flex in tf32``, by the reason of their refusal."""
     kernels: dict[str, list[str]] = {}
     for kernel, reasons in untaken.items():
         for dtype, reason in reasons.items():
@@ -207,10 +207,10 @@ _OPTION = "--attncheck-report"
 
 
 class ReportWriter:
-    """A plugin in the process that talks to the user: writes the report when all is done.
+    """A plugin that writes the report in the main process at the end.
 
     Raises:
-        pytest.UsageError: where the folder cannot be written to.
+        pytest.UsageError: if the folder cannot be written to.
     """
 
     def __init__(self, options: Options, args: Sequence[str], outcomes: Outcomes) -> None:
@@ -221,14 +221,14 @@ class ReportWriter:
         self._command = pytest_command(args)
         self._outcomes = outcomes
         try:
-            # Now, and not after an hour of tests.
+            # Checked now instead of after an hour of tests.
             check_writable(options.report, "properties")
         except UsageError as error:
             raise pytest.UsageError(f"attncheck: {error}") from None
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Write properties.json and properties.md, and say so."""
+        """Write properties.json and properties.md, and print their names."""
         from attncheck.reporting.rendering import write_report
 
         formats = ("json", "md")
@@ -240,7 +240,7 @@ class ReportWriter:
         from attncheck.verify.environment import default_device, environment, prepare
 
         device = self._options.device or default_device()
-        prepare(device)  # where other processes did the work, this one has not been
+        prepare(device)  # not done yet if other processes did the work
         outcomes = self._outcomes
         return PropertyReport(
             command=self._command,
@@ -256,12 +256,12 @@ class ReportWriter:
 
 
 def pytest_command(args: Sequence[str]) -> str:
-    """Return ``pytest`` and its arguments, without the report's folder, paths by last name."""
+    """Return the pytest command line without the report's folder and the folders of paths."""
     words, rest = ["pytest"], list(args)
     while rest:
         arg = rest.pop(0)
         if arg == _OPTION:
-            # The folder is this machine's own; a report's command is typed on others, too.
+            # The folder is private to this machine, but the command may be used on others.
             del rest[:1]
         elif not arg.startswith(f"{_OPTION}="):
             words.append(_shortened(arg))

@@ -1,4 +1,4 @@
-"""``asks``: a property of kernels as a pytest test, and the cases that it draws."""
+"""``asks``, which turns a pytest test into a property of kernels, and the cases it draws."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ from attncheck.verify.question_fit import (
     unfit_reason,
 )
 
-_SEEDS = 1000  # as strategies.problems draws
+_SEEDS = 1000  # Number of seeds, as in strategies.problems.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PropertySpec:
     """Questions of a property, and the problems they are asked about."""
 
-    questions: tuple[str, ...]  # ``compare``, relations or probes; one of them is drawn
-    families: tuple[str, ...]  # mask families, each a test of its own; ``softmax`` for row softmax
-    dtypes: tuple[str, ...] = ()  # only these; empty for all that a kernel takes
-    # Keywords of ``strategies.shapes``; ``longest`` is the tier's unless it is here.
+    questions: tuple[str, ...]  # ``compare``, relations or probes; one of them is drawn.
+    families: tuple[str, ...]  # Mask families, each a separate test; ``softmax`` for row softmax.
+    dtypes: tuple[str, ...] = ()  # Only these; empty for all that a kernel takes.
+    # Keywords of ``strategies.shapes``; the default of ``longest`` is the tier's.
     shapes: dict[str, Any]
-    scores: Callable[[], SearchStrategy[Spec]] | None = None  # score mods; None for none
-    problems: dict[str, Any]  # other keywords of ``strategies.problems``
-    # Which Problems the property is about; the nearest one is derived, not waited for.
+    scores: Callable[[], SearchStrategy[Spec]] | None = None  # Score mods; None for none.
+    problems: dict[str, Any]  # Other keywords of ``strategies.problems``.
+    # Condition on Problems; drawn ones are moved to the nearest that fulfils it.
     where: Callable[[Problem], bool] | None = None
 
     @property
     def kind(self) -> ProblemKind:
-        """Return what all its Problems have."""
+        """Features that all Problems of the property have."""
         return ProblemKind(
             paged="pagings" in self.problems,
             sink=self.problems.get("sinks", False) is True,
@@ -66,7 +66,7 @@ class PropertySpec:
         )
 
     def fits(self, question: str, problem: Problem) -> bool:
-        """Return whether ``question`` of ``problem`` is what the property is about."""
+        """Return whether ``question`` can be asked of ``problem``, and ``where`` holds."""
         problem = question_problem(question, problem)
         if unfit_reason(question, problem) is not None:
             return False
@@ -82,13 +82,13 @@ def asks(
     where: Callable[[Problem], bool] | None = None,
     **more: Any,
 ) -> Callable[[Callable[[UnderTest, Case], None]], Any]:
-    """Make a test a property: it runs once for each kernel × dtype × mask family.
+    """Turn a test into a property, which runs once for each kernel × dtype × mask family.
 
-    Hypothesis draws the rest. The test's signature is ``(kernel, case)``; arguments are those of
-    ``PropertySpec``.
+    The test's signature is ``(kernel, case)``; Hypothesis draws the cases. Arguments are the fields
+    of ``PropertySpec``.
 
     Raises:
-        UnknownName: for a question or a family that there is not.
+        UnknownName: for an unknown question or family.
     """
     for question in questions:
         check_question(question)
@@ -105,16 +105,16 @@ def asks(
         where=where,
     )
 
-    # Checked above, when the file is imported: a wrong name is no failed test.
+    # Names are checked above, during the import, so that a wrong one is no failed test.
     def decorate(test: Callable[[UnderTest, Case], None]) -> Any:
         @functools.wraps(test)
         def of_kernel(kernel: UnderTest) -> None:
             __tracebackhide__ = True
             search_cases(test, kernel, cases(kernel, spec), functools.partial(_more, kernel, spec))
 
-        # What pytest reads: Hypothesis gives the case.
+        # The signature for pytest, without the case, which Hypothesis passes.
         kernel = inspect.signature(test).parameters["kernel"]
-        # Hypothesis' own plugin then prints statistics where it is asked to.
+        # Lets Hypothesis' pytest plugin print statistics on request.
         of_kernel.is_hypothesis_test = True  # type: ignore[attr-defined]  # a function's own
         of_kernel.__signature__ = inspect.Signature([kernel])  # type: ignore[attr-defined]  # PEP 362
         return getattr(pytest.mark, MARK)(spec)(of_kernel)
@@ -124,7 +124,7 @@ def asks(
 
 def cases(kernel: UnderTest, spec: PropertySpec) -> SearchStrategy[Case]:
     """Return cases of a property for one kernel, dtype and family; they shrink to the plainest."""
-    # The same objects for all draws: Hypothesis looks a new strategy through first.
+    # Cached, since Hypothesis analyses every new strategy object.
     by_question = functools.cache(functools.partial(_problems, kernel, spec))
     return _cases(st.sampled_from(spec.questions), by_question)
 
@@ -135,7 +135,7 @@ def _cases(
     questions: SearchStrategy[str],
     by_question: Callable[[str], SearchStrategy[Problem]],
 ) -> Case:
-    # Drawn first: the question decides which Problems fit it.
+    # The question is drawn first, since it restricts the Problems.
     question = draw(questions)
     problem = question_problem(question, draw(by_question(question)))
     chosen = draw(parameters(allowed=allowed_parameters(question, problem)))
@@ -153,7 +153,7 @@ def _problems(kernel: UnderTest, spec: PropertySpec, question: str) -> SearchStr
     if kernel.family == SOFTMAX:
         return softmax_problems(longest=sizes["longest"], **common)
     return problems(
-        # What a property says of its sizes outweighs the tier.
+        # The property's sizes override those of the tier.
         shapes=any_shapes(**(sizes | spec.shapes)),
         masks=family_named(kernel.family),
         scores=spec.scores() if spec.scores else None,
@@ -165,12 +165,12 @@ def _problems(kernel: UnderTest, spec: PropertySpec, question: str) -> SearchStr
 
 
 def _more(kernel: UnderTest, spec: PropertySpec, case: Case) -> Iterator[Case]:
-    """Yield what is asked together with ``case``: on a GPU its kernel is compiled by now."""
+    """Yield cases to ask along with ``case``, for which the kernel is already compiled on a GPU."""
     return variations(
         case,
         kernel.tier.repeats_on(kernel.device) - 1,
         fits=functools.partial(_takes, kernel, spec),
-        # Ours are compiled for any length; what is known of no other kernel.
+        # Built-in kernels are compiled for any length; other kernels may not be.
         lengths=kernel.subject.triton and kernel.name in named_kernels.BUILTIN,
         distributions=spec.problems.get("distributions", ()),
     )
@@ -184,25 +184,25 @@ def variations(
     lengths: bool,
     distributions: Sequence[str] = (),
 ) -> Iterator[Case]:
-    """Yield up to ``count`` cases like ``case``: the same dtype, dims and mods, other numbers.
+    """Yield up to ``count`` variations of ``case`` that need no further compilation.
 
-    A compiled kernel takes them without being compiled again. Each has another seed and
-    distribution, the relation's numbers move on, and with ``lengths`` query and kv shrink towards a
-    half. They follow from ``case`` alone: a failure of one of them shrinks as ``case`` does.
+    They have the same dtype, dims and mods, but another seed and distribution, the next parameters
+    of the relation, and with ``lengths`` query and kv shorter by up to a half. They depend only on
+    ``case``, so that a failure of one of them shrinks along with it.
 
     Args:
         fits: (question, Problem) → whether it may be asked.
-        lengths: Whether lengths may be others, where the mask's numbers allow it.
-        distributions: To choose from (default: all).
+        lengths: Whether to change lengths, if the mask's numbers allow it.
+        distributions: Distributions to choose from (default: all).
     """
     for number in range(1, count + 1):
         values = _other_values(case.problem, number, distributions)
         sizes = _other_lengths(case.problem, number, count) if lengths else {}
-        # Where a mask's numbers do not allow other lengths, the values alone are others.
+        # If the mask's numbers do not allow other lengths, only the values are changed.
         for changes in (values | sizes, values):
             try:
                 problem = question_problem(case.question, case.problem.replace(**changes))
-            except ProblemError:  # documents that must cover a length, padding beyond it
+            except ProblemError:  # for example documents that must cover a length
                 continue
             if fits(case.question, problem):
                 yield _with_next_parameters(case, problem, number)
@@ -217,7 +217,7 @@ def _other_values(problem: Problem, number: int, only: Sequence[str]) -> dict[st
         if DISTRIBUTIONS[name].scores is not None or not softmax
     ]
     if problem.distribution not in names:
-        # A recording's tensors are its own: there is no other distribution to take.
+        # A recording has fixed tensors, and so no other distribution.
         names = [problem.distribution]
     index = names.index(problem.distribution)
     return {
@@ -227,12 +227,12 @@ def _other_values(problem: Problem, number: int, only: Sequence[str]) -> dict[st
 
 
 def _other_lengths(problem: Problem, number: int, count: int) -> dict[str, int]:
-    """Return more than half of each length: 1 stays 1, and 2 stays 2."""
+    """Return shorter lengths, each more than half of the old one: 1 and 2 stay the same."""
 
-    def shorter(length: int) -> int:
+    def shorten(length: int) -> int:
         return -(-length * (2 * (count + 1) - number) // (2 * (count + 1)))
 
-    return {"query": shorter(problem.query), "kv": shorter(problem.kv)}
+    return {"query": shorten(problem.query), "kv": shorten(problem.kv)}
 
 
 def _with_next_parameters(case: Case, problem: Problem, number: int) -> Case:
@@ -245,24 +245,24 @@ def _with_next_parameters(case: Case, problem: Problem, number: int) -> Case:
     return Case(problem=problem, question=case.question, parameters=chosen)
 
 
+# Package name of the imported properties; pytest imports them too, under other names.
 _PACKAGE = "attncheck_properties"
-"""What they are imported as: pytest, which imports them too, has names of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Property:
     """One test of the suite."""
 
-    id: str  # ``test_causal.py::test_attention_is_exact``
-    spec: PropertySpec  # what it asks
-    summary: str  # what must hold, in a line
+    id: str  # ``test_causal.py::test_attention_is_exact``.
+    spec: PropertySpec
+    summary: str  # What must hold, in a line.
 
 
 def properties_folder() -> Path:
-    """Return where the properties are: beside the package that is installed, else of the clone.
+    """Return the folder of the properties, in the installed package or else in the clone.
 
     Raises:
-        AttncheckError: where they are in neither.
+        AttncheckError: if they are in neither.
     """
     package = Path(__file__).parents[1]
     for folder in (package / "properties", package.parents[1] / "properties"):
@@ -273,7 +273,7 @@ def properties_folder() -> Path:
 
 @cache
 def properties() -> tuple[Property, ...]:
-    """Return all of them, in the order of files and of tests in each."""
+    """Return all properties, in the order of files and of tests in each."""
     folder = properties_folder()
     _import_package(folder)
     return tuple(
@@ -284,10 +284,10 @@ def properties() -> tuple[Property, ...]:
 
 
 def property_named(name: str) -> Property:
-    """Return the property of this id.
+    """Return the property with an id.
 
     Raises:
-        AttncheckError: where there is none: a plan of another version.
+        AttncheckError: if this version has none.
     """
     match = next((each for each in properties() if each.id == name), None)
     if match is None:
@@ -296,7 +296,7 @@ def property_named(name: str) -> Property:
 
 
 def _import_package(folder: Path) -> None:
-    """Import the package itself, from wherever it is."""
+    """Import the package of the properties from its folder."""
     if _PACKAGE in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(
@@ -305,7 +305,7 @@ def _import_package(folder: Path) -> None:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Before it is executed: its files import one another from the package.
+    # Registered before it is executed, since its files import each other from the package.
     sys.modules[_PACKAGE] = module
     spec.loader.exec_module(module)
 

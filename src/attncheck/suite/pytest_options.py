@@ -1,4 +1,4 @@
-"""The plugin's options, marks, Hypothesis profiles, and the GPU of each process."""
+"""The plugin's options, marks and Hypothesis profiles, and the choice of a process's GPU."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
     from hypothesis import settings
 
-MARK = "attncheck_asks"  # the marker of a test that ``asks`` made
+MARK = "attncheck_asks"  # Marker of tests that ``asks`` has turned into properties.
 
 
 PROFILES = ("attncheck-dev", "attncheck-ci", "attncheck-nightly")
-"""dev: random, and failures of before are tried first. ci: the same examples every time. nightly:
-random, and a failure prints what draws it again."""
+"""dev: random examples, with earlier failures first. ci: fixed examples. nightly: random examples;
+a failure prints how to reproduce it."""
 
 
 def register() -> None:
-    """Register the profiles; none is made current."""
+    """Register the profiles without activating one."""
     from hypothesis import settings
 
     common = settings_of()
@@ -36,15 +36,15 @@ def register() -> None:
 
 
 def settings_of() -> settings:
-    """Return what all profiles share."""
+    """Return the settings that all profiles share."""
     from hypothesis import HealthCheck, Phase, settings
 
     return settings(
-        deadline=None,  # an interpreted kernel takes as long as it takes
-        # Our own message explains; Hypothesis' needs as many runs again.
+        deadline=None,  # interpreted kernels are slow
+        # Our diagnosis replaces Hypothesis' explanation, which would need many more runs.
         phases=[phase for phase in Phase if phase is not Phase.explain],
         report_multiple_bugs=False,
-        # A kernel that takes few problems leaves few examples; none at all is a failure of ours.
+        # A kernel may take few problems; if it takes none at all, the search itself reports that.
         suppress_health_check=[
             HealthCheck.too_slow,
             HealthCheck.filter_too_much,
@@ -102,18 +102,18 @@ _ALSO_SHORT = ("kernel", "device", "dtype", "tier", "known-failures", "in-proces
 class Options:
     """Options of the command line."""
 
-    kernels: tuple[str, ...] = ()  # as typed, in this order; empty for the default
-    device: str = ""  # ``cpu`` or ``cuda``; empty for the default
-    dtypes: tuple[str, ...] = ()  # only these; empty for all
+    kernels: tuple[str, ...] = ()  # As on the command line; empty for the default.
+    device: str = ""  # ``cpu`` or ``cuda``; empty for the default.
+    dtypes: tuple[str, ...] = ()  # Only these; empty for all.
     tier: Tier = TIERS["smoke"]
-    known_failures: str = ""  # the file; empty for that beside the properties
-    report: str = ""  # folder for a report; empty for none
-    timeout: float = 0.0  # seconds that one call may take; 0 for the usual ones
-    in_process: bool = False  # whether kernels are called in this process
+    known_failures: str = ""  # The file; empty for the one in the folder of the properties.
+    report: str = ""  # Folder for a report; empty for none.
+    timeout: float = 0.0  # Time limit of one call in seconds; 0 for the default.
+    in_process: bool = False  # Whether kernels are called in this process.
 
 
 def add(parser: pytest.Parser) -> None:
-    """Register ``--attncheck-kernel`` and the others: names that nobody else has."""
+    """Register ``--attncheck-kernel`` and the other options under their unique long names."""
     group = parser.getgroup("attncheck", "attncheck: is a kernel right?")
     for name, attributes in _OPTIONS.items():
         short = f"; --{name} too, unless a conftest or plugin has it"
@@ -122,18 +122,18 @@ def add(parser: pytest.Parser) -> None:
 
 
 def spelled_out(parser: pytest.Parser, args: Iterable[str]) -> list[str]:
-    """Return ``args`` with our short names in full, where nobody else has them.
+    """Return ``args`` with short option names replaced by long ones, unless others define them.
 
-    They are never registered: a conftest that registers a name which another has already ends in
-    an error, and ours would be the other for every pytest of the environment, also for a conftest
-    that is found late. Call it when all initial conftests are loaded.
+    Short names are never registered, since a conftest that registers an option of the same name
+    would fail then, in every pytest of the environment. Call this after all initial conftests are
+    loaded.
     """
     free = {f"--{name}": _long(name) for name in _ALSO_SHORT if _is_free(parser, f"--{name}")}
     spelled: list[str] = []
     rest = list(args)
     while rest:
         arg = rest.pop(0)
-        # What follows are paths, whatever they look like.
+        # Only paths follow.
         if arg == "--":
             return [*spelled, arg, *rest]
         name, equals, value = arg.partition("=")
@@ -142,12 +142,12 @@ def spelled_out(parser: pytest.Parser, args: Iterable[str]) -> list[str]:
 
 
 def wants_our_profile(args: Iterable[str]) -> bool:
-    """Return whether Hypothesis is asked for a profile of ours, which must then be registered."""
+    """Return whether ``args`` select one of our profiles, which must then be registered."""
     return any(name in arg for arg in args for name in PROFILES)
 
 
 def options_of(config: pytest.Config) -> Options:
-    """Return what was asked for; raises pytest.UsageError with the valid values."""
+    """Return the options of the command line; raise pytest.UsageError for invalid values."""
     values = {name: config.getoption(_dest(name)) for name in _OPTIONS}
     try:
         return Options(
@@ -167,7 +167,7 @@ def options_of(config: pytest.Config) -> Options:
 
 
 def _tier(config: pytest.Config, name: str) -> Tier:
-    """Return the tier, with the Hypothesis profile that was asked for in place of its own."""
+    """Return the tier, with its Hypothesis profile replaced by one of the command line."""
     profile = config.getoption(_PROFILE, None)
     tier = tier_named(name)
     return replace(tier, profile=profile) if profile else tier
@@ -182,10 +182,10 @@ def _dest(name: str) -> str:
 
 
 def _is_free(parser: pytest.Parser, name: str) -> bool:
-    """Return whether nobody registered ``name``: then it comes back as unknown."""
+    """Return whether ``name`` is not registered, so that it is parsed as unknown."""
     try:
         return name in parser.parse_known_and_unknown_args([name, "value"])[1]
-    except (pytest.UsageError, SystemExit):  # somebody's, and it wants another value
+    except (pytest.UsageError, SystemExit):  # registered, with other values
         return False
 
 
@@ -199,9 +199,9 @@ _PLUGIN = "attncheck.suite.pytest_plugin"
 
 
 def is_ours(metafunc: pytest.Metafunc, name: str) -> bool:
-    """Return whether the argument ``name`` is the plugin's fixture, and nobody has parametrised it.
+    """Return whether the argument ``name`` is the plugin's fixture, and not parametrised.
 
-    A fixture of the same name in a conftest, a class or a module is its author's.
+    A user's fixture of this name in a conftest, a class or a module takes precedence.
     """
     definitions = getattr(metafunc, "_arg2fixturedefs", {}).get(name)
     # pytest uses the last definition: the one nearest to the test.
@@ -214,7 +214,7 @@ def is_ours(metafunc: pytest.Metafunc, name: str) -> bool:
 
 
 def _names(mark: Any) -> list[str]:
-    """Argument names of ``@pytest.mark.parametrize``."""
+    """Return the argument names of ``@pytest.mark.parametrize``."""
     names = mark.args[0] if mark.args else mark.kwargs.get("argnames", ())
     return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
@@ -223,10 +223,10 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def choose_gpu() -> None:
-    """Leave worker N of pytest-xdist the GPU N modulo their number; nothing elsewhere.
+    """Assign GPU N modulo the number of GPUs to pytest-xdist's worker N; do nothing elsewhere.
 
-    Before CUDA is used: kernels then see one device, and need not know which it is. Where
-    somebody's code has used CUDA already, it becomes the current one.
+    Called before CUDA is used, it leaves that GPU as the only visible one. If other code has used
+    CUDA already, the GPU becomes the current device.
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if not worker.startswith("gw"):
@@ -240,6 +240,6 @@ def choose_gpu() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own gap
         torch.cuda.set_device(index)
         return
-    # Our index counts among the devices that are visible, not among all.
+    # The index counts visible devices only.
     visible = [name for name in os.environ.get(_VISIBLE, "").split(",") if name]
     os.environ[_VISIBLE] = visible[index] if visible else str(index)

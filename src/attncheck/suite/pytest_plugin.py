@@ -1,10 +1,10 @@
-"""pytest plugin: which kernels the properties judge, on what, and how hard.
+"""The pytest plugin, which parametrises tests by kernels and Problems.
 
-``--kernel SPEC`` (repeatable) names a kernel: see ``suite.pytest_options`` for this and the
-other options. A test that ``suite.asks`` made runs once for each kernel × dtype × mask family; any
-other test that asks for the fixture ``kernel`` once for each kernel, and one that asks for
-``problem`` once for each of a dozen Problems. Nothing heavy is imported until a test asks for it:
-this module is loaded by every pytest of the environment.
+``--kernel SPEC`` (repeatable) selects a kernel: see ``suite.pytest_options`` for this and the
+other options. A property, made by ``suite.asks``, runs once for each kernel × dtype × mask family;
+any other test with the fixture ``kernel`` runs once for each kernel, and one with ``problem`` once
+for each of a dozen Problems. Slow imports are deferred until a test needs them, since every pytest
+in the environment loads this module.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _OUTCOMES = "attncheck-outcomes"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--attncheck-kernel`` and the others."""
+    """Add the options ``--attncheck-kernel`` and others."""
     pytest_options.add(parser)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Generator[None]:
-    """Read ``--kernel`` and the other short names, where no conftest or plugin has them."""
+    """Accept ``--kernel`` and other short names, unless a conftest or plugin defines them."""
     result = yield
     args[:] = pytest_options.spelled_out(parser, args)
     if pytest_options.wants_our_profile(args):  # Hypothesis loads it before any test is found
@@ -47,13 +47,13 @@ def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Gen
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the kernels that were asked for, so that a wrong name ends pytest at once."""
+    """Load the kernels of the command line, so that a wrong name ends pytest at once."""
     config.addinivalue_line(
         "markers", f"{MARK}(asked): a property of kernels, once for each kernel × dtype × family"
     )
     config.stash[_OPTIONS] = options = pytest_options.options_of(config)
     config.pluginmanager.register(Outcomes(), _OUTCOMES)
-    # Workers of pytest-xdist would write over one another's report.
+    # Only in the main process: pytest-xdist workers would overwrite each other's reports.
     if options.report and not hasattr(config, "workerinput"):
         from attncheck.suite.outcomes import ReportWriter
 
@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test for each kernel × dtype × mask family, or for each kernel, or Problem."""
+    """Parametrise properties by kernel × dtype × mask family, other tests by kernel or Problem."""
     ours = [name for name in ("kernel", "problem") if is_ours(metafunc, name)]
     if not ours:
         return
@@ -82,9 +82,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Take out properties that concern no kernel, look for known failures, and choose a covering.
+    """Remove properties that concern no kernel, match known failures, and choose a covering.
 
-    Of built-in kernels alone, which nobody named, and where no tests were chosen by name.
+    A covering is chosen only for the default kernels on a CPU, if no tests were selected by name.
     """
     if _SESSION not in config.stash:
         return
@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(
     except pytest.UsageError as error:
         if not hasattr(config, "workerinput"):
             raise
-        # A process of pytest-xdist would take all down with it: it tells, and tests nothing.
+        # An error in a pytest-xdist worker would end the whole run; it is reported instead.
         _outcomes(config).error = str(error)
         items.clear()
         return
@@ -113,7 +113,7 @@ def pytest_collection_modifyitems(
 
 @pytest.fixture(scope="session")
 def kernel(request: pytest.FixtureRequest) -> Iterator[UnderTest]:
-    """Return the kernel under test; with one thread of torch where ``few_threads`` says so."""
+    """Return the kernel under test; torch may be limited to one thread, see ``few_threads``."""
     from attncheck.suite.session import few_threads
 
     under_test = _session(request.config).under_test(request.param)
@@ -130,7 +130,7 @@ def problem(request: pytest.FixtureRequest) -> Problem:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
-    """Ask a known failure its Case, in place of a search; None where a search is to follow."""
+    """Ask the Case of a known failure instead of searching; return None to search."""
     __tracebackhide__ = True
     under_test = _under_test(pyfuncitem)
     if under_test is None or _KNOWN not in pyfuncitem.stash:
@@ -142,7 +142,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """Keep what failed, once it is as small as it gets; of a property it is the whole failure."""
+    """Store a failure once it has been shrunk; for a property, fail with its text alone."""
     __tracebackhide__ = True
     under_test = _under_test(item)
     if under_test is not None:
@@ -164,13 +164,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 
 
 def _fail(text: str) -> NoReturn:
-    """Fail in a frame that is not hidden: where all are, pytest says so below the text."""
+    """Fail in a visible frame; if all frames were hidden, pytest would add a note to the text."""
     pytest.fail(text, pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Attach what became of a test of a kernel."""
+    """Attach the outcome of a kernel's test to its report."""
     report = yield
     if _SESSION in item.config.stash:
         attach_outcome(report, item, _under_test(item))
@@ -179,7 +179,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Tell the process that talks to the user what was found out while tests were collected."""
+    """Pass what was learned during collection to the main process."""
     config, outcomes = session.config, _outcomes(session.config)
     if _SESSION in config.stash:
         of_session = config.stash[_SESSION]
@@ -189,13 +189,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _under_test(item: pytest.Item) -> UnderTest | None:
-    """Return what a test got as ``kernel``, where that is ours."""
+    """Return the argument ``kernel`` of a test, if it is the plugin's."""
     argument = getattr(item, "funcargs", {}).get("kernel")
     if argument is None or _SESSION not in item.config.stash:
         return None
     from attncheck.suite.under_test import UnderTest
 
-    # Somebody's own fixture may be called ``kernel``, too.
+    # A user's fixture may be called ``kernel``, too.
     return argument if isinstance(argument, UnderTest) else None
 
 

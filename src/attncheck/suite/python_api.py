@@ -1,4 +1,4 @@
-"""The library's own functions for a kernel author's tests."""
+"""The public functions for a kernel author's tests."""
 
 from __future__ import annotations
 
@@ -47,26 +47,25 @@ def check(
     device: str | None = None,
     question: str = COMPARE,
 ) -> tuple[Record, ...]:
-    """Raise AssertionError unless ``kernel`` answers rightly: each wrong answer with a diagnosis.
+    """Raise AssertionError, with a diagnosis, if ``kernel`` gives wrong answers.
 
     Args:
-        kernel: A function in a known calling convention, a Subject, or what ``--kernel`` takes:
-            ``file.py::name``, ``package.module:name``, a name.
-        problem: What to ask; None for what ``attncheck check`` asks: exact probes, a dozen
-            Problems, and of a Subject crossed ones. Within a Hypothesis test a Problem that the
-            kernel does not take is drawn anew.
-        convention: How a function is called; None for the one that its signature shows.
-        dtypes: In which the dozen is asked.
-        device: ``cpu`` or ``cuda``; None for cuda where torch sees a GPU.
-        question: What is asked of a Problem: ``compare``, a relation or a probe.
+        kernel: A function in a known calling convention, a Subject, or a name as for ``--kernel``:
+            ``file.py::name``, ``package.module:name``, or the name of a kernel.
+        problem: The Problem or Case to ask; None for the questions of ``attncheck check``: exact
+            probes, a dozen Problems, and for a Subject crossed ones. Within a Hypothesis test, a
+            Problem that the kernel does not take is rejected, so that another one is drawn.
+        convention: Calling convention of a function; None to infer it from the signature.
+        dtypes: Dtypes of the questions if ``problem`` is None.
+        device: ``cpu`` or ``cuda``; None for cuda if torch sees a GPU.
+        question: The question to ask of a Problem: ``compare``, a relation or a probe.
 
     Returns:
-        What it answered, one Record for each question; ``unsupported`` where it was not taken.
+        One Record for each question; its status is ``unsupported`` if the kernel does not take it.
 
     Raises:
-        AssertionError: for wrong answers, for a kernel that raises, and where none of several
-            questions was taken.
-        UsageError: for arguments that cannot be; in one line.
+        AssertionError: if an answer is wrong, the kernel raises, or it takes no question at all.
+        UsageError: in one line, for invalid arguments.
     """
     __tracebackhide__ = True
     device = _prepare_device(device)
@@ -74,12 +73,12 @@ def check(
     cases = _cases(problem, question, dtypes)
     name = kernel if isinstance(kernel, str) else _reference(kernel) or subject.name
     claims = None
-    if problem is None or isinstance(kernel, str):  # which keeps what was found
+    if problem is None or isinstance(kernel, str):  # the claims of a named kernel are cached
         claims = find_claims(subject, kernel=name, device=device)
     if claims is not None and not claims.timeout:
         problems = [case.problem for case in cases if problem is not None]
         named = () if problem is not None else _names(dtypes)
-        # The one dtype that is asked where nobody says is claimed only where it is right.
+        # The default dtype is claimed only if the kernel is right in it.
         named = () if named == _USUAL else named
         subject = on_terms(subject, claims.terms(named, problems=problems))
         if problem is None:
@@ -89,7 +88,7 @@ def check(
         able = subject_takes(subject, device)
         cases += [one.case for name in _names(dtypes) for one in crossed_cases(name, (), able)]
     records = tuple(iter_records([subject], cases, device=device))
-    if hypothesis.currently_in_test_context():  # which draws anew what is not taken
+    if hypothesis.currently_in_test_context():  # rejects Problems that are not taken
         hypothesis.assume(any(record.status != "unsupported" for record in records))
     wrong = [
         WrongAnswer(
@@ -105,7 +104,7 @@ def check(
         raise wrong[0]
     if wrong:
         raise WrongAnswers(wrong, len(records))
-    # A kernel that refuses everything must not pass for a right one.
+    # A kernel that refuses everything must not pass.
     if problem is None and all(record.status == "unsupported" for record in records):
         raise AssertionError(
             f"nothing was tested: {name} takes none of {len(records)} questions on {device}: "
@@ -157,7 +156,7 @@ def _cases(problem: Problem | Case | None, question: str, dtypes: Iterable[str])
 
 
 def _names(dtypes: Iterable[str]) -> tuple[str, ...]:
-    # A single name would be read letter by letter.
+    # A single name would be iterated letter by letter.
     names = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
     if not names:
         raise UsageError("dtypes is empty: give at least one, such as 'bf16'.")
@@ -165,10 +164,10 @@ def _names(dtypes: Iterable[str]) -> tuple[str, ...]:
 
 
 def _reference(kernel: object) -> str:
-    """Return ``path/to/file.py::name`` of a module's function; empty of what has no such name."""
+    """Return ``path/to/file.py::name`` for a module's function; empty for any other object."""
     name, module = getattr(kernel, "__qualname__", ""), inspect.getmodule(kernel)
     file = getattr(module, "__file__", None)
-    # A command line can name only what its file's name leads to again.
+    # A command line can only name objects that are attributes of a file's module.
     if not file or getattr(module, name, None) is not kernel:
         return ""
     path = Path(file)
@@ -176,9 +175,9 @@ def _reference(kernel: object) -> str:
     return f"{path.relative_to(Path.cwd()) if inside else path}::{name}"
 
 
-_LOOKED_INTO = 24
-_left = iter(range(_LOOKED_INTO))
-"""Failures of this process that are still looked into: each takes as long as a question."""
+_MOST_DIAGNOSED = 24
+_left = iter(range(_MOST_DIAGNOSED))
+"""Counts the failures of this process that are diagnosed, which takes as long as a question."""
 
 
 def assert_attention_close(  # noqa: PLR0913  # a call of attention has that many
@@ -201,45 +200,42 @@ def assert_attention_close(  # noqa: PLR0913  # a call of attention has that man
 ) -> Judgement:
     """Raise AssertionError unless out, and LSE, are exact attention up to rounding.
 
-    There is no tolerance: how far each element may be from the exact result follows from the
-    tensors and the arithmetic (``docs/explanation/bounds.md``). A kernel need not be there.
+    There is no tolerance: the allowed error of each element follows from the tensors and the
+    arithmetic (``docs/explanation/bounds.md``). No kernel is called.
 
     Args:
-        out: ``(batch, heads, query, value_dim)``, as the kernel gave it. One that was upcast, all
-            of whose numbers are of q's dtype, is judged as of q's dtype.
-        lse: ``(batch, heads, query)``, natural logarithm; the sharper witness, where there is one.
+        out: ``(batch, heads, query, value_dim)``, as returned by the kernel. If it was upcast, so
+            that all of its numbers are representable in q's dtype, it is judged in q's dtype.
+        lse: ``(batch, heads, query)``, natural logarithm; a more sensitive check, if available.
         q: ``(batch, heads, query, head_dim)``, fp32, fp16, bf16 or fp8.
         k: ``(batch, kv_heads, kv, head_dim)``; fewer heads than q's are shared (GQA).
         v: ``(batch, kv_heads, kv, value_dim)``.
         mask: A FlexAttention mask ``(b, h, q_idx, kv_idx) -> bool``, or a bool tensor that
             broadcasts to ``(batch, heads, query, kv)``, True where a row sees a key.
-        attn_mask: In its place what ``F.scaled_dot_product_attention`` takes by this name: such
-            booleans, or fp32, bf16 or fp16 that is added to the scores, finite or −∞.
+        attn_mask: Alternatively the argument of ``F.scaled_dot_product_attention``: booleans as in
+            ``mask``, or fp32, bf16 or fp16 to be added to the scores, finite or −∞.
         is_causal: Row i sees keys up to i, aligned top-left as in torch.
         score_mod: A FlexAttention score mod ``(score, b, h, q_idx, kv_idx) -> score``.
-        scale: Factor of q·k, read as fp32; None for 1/√head_dim.
-        descale: Of fp8: what q, k and v are to be multiplied by, fp32 ``(batch, kv_heads)`` each;
-            None for 1.
-        sink: Each head's logit, ``(heads,)``, fp32, bf16 or fp16, natural: one more key of value 0
-            that every row sees, and that LSE includes; −∞ for none.
-        arithmetic: The kernel's; None for what is usual at these dtypes on this device. One whose
-            products are tf32 says that fp32 tensors are multiplied so.
-        problem: In place of q to sink: Inputs, or a Problem whose Inputs are drawn here.
-        generic: Whether the tensors are random and without structure (``torch.randn``): then what
-            rounding does once in a million times is a failure, not a warning.
+        scale: Factor of q·k, rounded to fp32; None for 1/√head_dim.
+        descale: For fp8, factors of q, k and v, fp32 ``(batch, kv_heads)`` each; None for 1.
+        sink: The logit of each head, ``(heads,)``, fp32, bf16 or fp16, natural, for an additional
+            key of value 0 that every row sees, and that LSE includes; −∞ for none.
+        arithmetic: The kernel's arithmetic; None for the usual one for these dtypes and this
+            device. Products in tf32 mean that fp32 tensors are multiplied in tf32.
+        problem: Instead of q to sink, Inputs, or a Problem whose Inputs are drawn here.
+        generic: Whether the tensors are random and unstructured (``torch.randn``): then errors that
+            rounding causes once in a million times are a failure instead of a warning.
 
     Returns:
-        The judgement, of status ``pass``, ``warn`` or ``inconclusive``. The last two are said by a
-        UserWarning as well: turn it into an error (``warnings.simplefilter("error")``) to be
-        strict.
+        The judgement, of status ``pass``, ``warn`` or ``inconclusive``. The last two also emit a
+        UserWarning: turn it into an error (``warnings.simplefilter("error")``) to be strict.
 
     Raises:
-        AssertionError: ``NotAttention``, with the rule that is broken, what is likely wrong, the
-            worst element, what is allowed there and why, and how small a fault would have been
-            seen.
-        OraclesDisagree: where two oracles are further apart than float64 explains.
-        UsageError: for arguments that are no call of attention, and where NaN or ∞ of theirs
-            reaches the exact result of a row; in one line.
+        AssertionError: ``NotAttention``, with the broken rule, the likely cause, the worst element,
+            its allowance and the terms of this, and the smallest fault that would be detected.
+        OraclesDisagree: if two oracles differ by more than float64 explains.
+        UsageError: in one line, for arguments that are no call of attention, or whose NaN or ∞
+            reaches the exact result of a row.
     """
     __tracebackhide__ = True
     answer = UserOutputs(
@@ -274,11 +270,11 @@ def assert_attention_close(  # noqa: PLR0913  # a call of attention has that man
 class NotAttention(AssertionError):
     """Outputs that are not attention.
 
-    Hypothesis raises one for every example that fails on the way to the smallest; so what may be
-    wrong is looked for when the text is read, in copies of the tensors.
+    Hypothesis raises one for every failing example while it shrinks. Therefore the failure is only
+    diagnosed when the text is read, from copies of the tensors.
 
     Attributes:
-        judgement: What the judge says.
+        judgement: The verdict of the judge.
     """
 
     def __init__(self, judgement: Judgement, answer: UserOutputs) -> None:
@@ -291,18 +287,20 @@ class NotAttention(AssertionError):
         if not self._text:
             first, *rest = _lines(self.judgement)
             likely, tiles = _diagnosis_lines(self._answer)
-            # pytest keeps every exception until the end: the tensors are let go.
+            # The tensors are released, since pytest keeps every exception until the end.
             self._text, self._answer = "\n".join([first, *likely, *rest, *tiles]), None
         return self._text
 
 
 def _diagnosis_lines(answer: UserOutputs | None) -> tuple[list[str], list[str]]:
-    """Return lines of what may be wrong, and of where; none where nobody can say."""
+    """Return the lines of a diagnosis, and of a map of the error; none without a diagnosis."""
     if answer is None:
         return [], []
     if next(_left, None) is None:
-        return [_fact("likely", f"not looked for, as it was of {_LOOKED_INTO} failures before")], []
-    with warnings.catch_warnings():  # of what is tried, not of what was given
+        return [
+            _fact("likely", f"not looked for, as it was of {_MOST_DIAGNOSED} failures before")
+        ], []
+    with warnings.catch_warnings():  # warnings of the trial calls
         warnings.simplefilter("ignore")
         diagnosis = answer.diagnosis()
     if diagnosis is None:
@@ -319,7 +317,7 @@ def _fact(name: str, text: str) -> str:
 
 
 def _lines(judgement: Judgement) -> Iterator[str]:
-    """Yield the judgement for somebody who reads a failed test."""
+    """Yield the lines of a judgement for the message of a failed test."""
     rule = f": {judgement.rule}" if judgement.rule else ""
     yield f"attention: {judgement.status}{rule}: {judgement.reason}"
     yield from (_fact("also", text) for text in judgement.warnings if text != judgement.reason)
@@ -337,12 +335,12 @@ def _worst(worst: Worst) -> Iterator[str]:
     yield _fact("got", f"{worst.got:.9g}")
     yield _fact("should be", f"{worst.exact:.9g}")
     parts = sorted(worst.budget.items(), key=lambda item: -item[1])
-    made = " + ".join(f"{name} {part:.1e}" for name, part in parts if part > 0)
-    yield _fact("allowed", f"{worst.allowance:.2e}{f' = {made}' if made else ''}")
+    terms = " + ".join(f"{name} {part:.1e}" for name, part in parts if part > 0)
+    yield _fact("allowed", f"{worst.allowance:.2e}{f' = {terms}' if terms else ''}")
 
 
 def _visible_faults(spot: BlindSpot) -> str:
-    """Return the smallest faults that these tensors would have shown."""
+    """Return a text on the smallest faults that would be detected with these tensors."""
     facts = {
         f"a scale {100 * spot.scale:.2g} % off": spot.scale < float("inf"),
         f"a key's weight {100 * spot.weight:.2g} % off": spot.weight < float("inf"),
@@ -362,14 +360,14 @@ def given(
 ) -> Callable[[Callable[..., None]], Any]:
     """Decorate a test of kernels as ``hypothesis.given``: ``@attncheck.given(problems())``.
 
-    Without a deadline, since an interpreted kernel takes as long as it takes; one failure at a
-    time; no health check of slow or filtered draws. Everything else is the current profile's.
-    ``@settings`` of your own stand below it, between it and the test, and then are all that holds.
+    There is no deadline, since interpreted kernels are slow; only one failure is reported; and
+    health checks of slow or filtered draws are off. All other settings are those of the current
+    profile. ``@settings`` of your own, between this decorator and the test, replace all of these.
     """
 
     def decorate(test: Callable[..., None]) -> Any:
         wrapped = hypothesis.given(*strategies, **named)(test)
-        # Hypothesis takes one set of settings, and the author's own outweighs ours.
+        # Hypothesis accepts only one set of settings; the author's own takes precedence.
         return wrapped if hasattr(test, _OWN) else settings_of()(wrapped)
 
     return decorate

@@ -1,4 +1,4 @@
-"""The search: Hypothesis draws cases of one property, for one kernel, until one fails."""
+"""Search with Hypothesis for a failing case of one property and one kernel."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from attncheck.suite.pytest_options import settings_of
 from attncheck.suite.under_test import UnderTest
 from attncheck.suite.wrong_answers import WrongAnswer
 
-_TILE = 16  # the smallest that kernels use
+_TILE = 16  # The smallest tile size that kernels use.
 _FLAKY = "It does not fail every time: of the runs of this very case, at least one held."
-_PATIENCE = 1500  # questions without a Case; the nearest that is taken may be the 500th
+_PATIENCE = 1500  # Refusals in a row before giving up; moving one Problem may take 500.
 
 
 def search_cases(
@@ -30,12 +30,12 @@ def search_cases(
     cases: SearchStrategy[Case],
     beside: Callable[[Case], Iterable[Case]] = lambda _: (),
 ) -> None:
-    """Ask ``test`` of as many ``cases`` as the kernel's tier says; the smallest failure raises.
+    """Run ``test`` on as many ``cases`` as the kernel's tier requires, and shrink a failure.
 
-    Skips where the kernel took none of them, and said why.
+    Skips the test, with the reason, if the kernel took none of them.
 
     Args:
-        beside: Other cases that are asked together with a drawn one.
+        beside: Yields further cases to ask along with a drawn one.
 
     Raises:
         WrongAnswer: for the smallest failing Case.
@@ -43,8 +43,8 @@ def search_cases(
     __tracebackhide__ = True
     kernel.begin()
 
-    # Where it is not random Hypothesis seeds itself by this function's source, line by line:
-    # another text draws other cases in every test.
+    # In profiles that are not random, Hypothesis derives its seed from the source text of this
+    # function: any change of it, even of a comment, changes the cases of all tests.
     def holds(case: Case) -> None:
         __tracebackhide__ = True
         kernel.share = 0.0
@@ -56,8 +56,8 @@ def search_cases(
         if kernel.share:
             target(math.log2(kernel.share), label="log2(error / bound)")
 
-    # And by its signature: by this each kernel, dtype and family has problems of its own, and the
-    # same ones next time.
+    # The signature is part of the seed, so that each test, kernel, dtype and family has its own
+    # reproducible cases.
     holds.__annotations__["case"] = f"{test.__name__} {kernel.name} {kernel.dtype} {kernel.family}"
     try:
         _search(holds, kernel, cases)
@@ -66,7 +66,7 @@ def search_cases(
             kernel.skip()
         pytest.fail(f"nothing was tested: no problem of {kernel.family} fits", pytrace=False)
     except Flaky:
-        # Then it was the drawing that differed from run to run, not the kernel.
+        # Without a failure of the kernel, drawing itself was not reproducible.
         if kernel.failed is None:
             raise
         raise WrongAnswer(
@@ -77,17 +77,17 @@ def search_cases(
 
 
 def _search(holds: Callable[[Case], None], kernel: UnderTest, cases: SearchStrategy[Case]) -> None:
-    """Let Hypothesis draw; raises Unsatisfiable where the first few dozen are all refused."""
+    """Run Hypothesis; raise Unsatisfiable if the first few dozen cases are all refused."""
     __tracebackhide__ = True
     profile = settings.get_profile(kernel.tier.profile)
     most = kernel.tier.examples_on(kernel.device, triton=kernel.subject.triton)
     patient = settings(profile, max_examples=most)
-    # This one check ends a search early where everything is refused.
+    # The check filter_too_much ends a search early if everything is refused.
     others = set(patient.suppress_health_check) - {HealthCheck.filter_too_much}
     try:
         settings(patient, suppress_health_check=others)(given(case=cases)(holds))()
     except FailedHealthCheck:
-        # Hundreds more would be drawn until Hypothesis gave up; where some were taken, they are.
+        # Without the check Hypothesis would try hundreds more: only done if some were taken.
         if not kernel.tally.total:
             raise Unsatisfiable from None
         patient(given(case=cases)(holds))()
@@ -102,16 +102,16 @@ def _remainders(case: Case) -> str:
 
 
 class _NothingTakenError(BaseException):
-    """No Exception, which Hypothesis would keep for a failure of the test."""
+    """Ends drawing; no Exception, since Hypothesis would take that for a failure of the test."""
 
 
 class DrawingKernel(UnderTest):
-    """A kernel that is asked what it takes; where it never takes anything, not for ever."""
+    """A kernel that is only asked what it takes, up to a number of refusals in a row."""
 
     waited = 0
 
     def supports(self, problem: Problem) -> bool:
-        """Return what ``UnderTest`` does, and give up after too many refusals in a row."""
+        """See ``UnderTest``; gives up after too many refusals in a row."""
         self.waited += 1
         if self.waited > _PATIENCE:
             raise _NothingTakenError
@@ -121,18 +121,18 @@ class DrawingKernel(UnderTest):
 def draw_cases(
     kernel: DrawingKernel, cases: SearchStrategy[Case], test: str, count: int, *, seed: int = 0
 ) -> list[Case]:
-    """Draw ``count`` cases for the kernel's dtype and family; fewer where it takes fewer.
+    """Draw up to ``count`` cases for the kernel's dtype and family.
 
-    They follow from the arguments and from what the kernel takes: each kernel, dtype and family
-    has cases of its own, and the same ones next time, on any machine.
+    They depend only on the arguments and on what the kernel takes, so that each kernel, dtype and
+    family has its own cases, which are reproducible on any machine.
 
     Args:
-        kernel: Which Problems it takes is asked of it, and nothing else.
-        count: How many at most. Hypothesis' first is the plainest there is, and stands for itself
-            only where it draws no other.
+        kernel: The kernel, which is only asked what it takes.
+        count: Largest number of cases. Hypothesis' first case, the plainest, is left out unless it
+            is the only one.
 
     Returns:
-        None where the kernel takes none; ``kernel.reason`` says why.
+        The cases; empty if the kernel takes none, with the reason in ``kernel.reason``.
     """
     kernel.begin()
     kernel.waited = 0
@@ -145,20 +145,20 @@ def draw_cases(
     patient = settings(
         settings_of(),
         database=None,
-        # Nothing is asked yet: there is no failure to shrink, and none of before to repeat.
+        # Nothing is asked yet, so that there are no failures to shrink or to repeat.
         phases=[Phase.generate],
-        # One more than asked for, since the first, plainest one is left out.
+        # One more than ``count``, since the first, plainest one is left out.
         max_examples=count + 1,
-        # Hundreds more would be drawn until Hypothesis gave up.
+        # This check ends drawing early; otherwise Hypothesis would try hundreds more.
         suppress_health_check=set(HealthCheck) - {HealthCheck.filter_too_much},
     )
-    # ``file.py::function`` wherever the file lies: a draw is the same in every clone.
+    # Without the folder of the file, so that draws are equal in every clone.
     file, mark, function = kernel.name.rpartition("::")
     name = f"{PurePath(file).name}{mark}{function}"
     key = f"{seed} {test} {name} {kernel.dtype} {kernel.family}"
-    # Python's own hash of a text is another in each process.
+    # Unlike hash() of a str, SHA-256 is equal in every process.
     number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
-    # Where of the first few dozen most are refused, those that are not are asked.
+    # If most of the first few dozen are refused, the others are used.
     with suppress(FailedHealthCheck, Unsatisfiable, _NothingTakenError):
         hypothesis.seed(number)(patient(given(case=cases)(collect)))()
     drawn = list(by_id.values())

@@ -1,4 +1,4 @@
-"""One pytest session: its kernels, and the tests that a test function becomes for them."""
+"""The kernels of a pytest session, and the parametrisation of tests by them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from attncheck.verify.kernel_server import Compiling
 from attncheck.verify.remote_kernel import Deadlines
 
 NO_KERNEL = "attncheck-asks-nothing"
-"""Id of a property that concerns none of the kernels; it is taken out when all is collected."""
+"""Id of a property that concerns none of the kernels, which is removed after collection."""
 
 _T = TypeVar("_T")
 _KINDS = (PLAIN_KIND, ProblemKind(paged=True), ProblemKind(sink=True), ProblemKind(backward=True))
@@ -41,42 +41,42 @@ _KINDS = (PLAIN_KIND, ProblemKind(paged=True), ProblemKind(sink=True), ProblemKi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One that is to be judged."""
+    """A kernel to be tested."""
 
-    name: str  # what it was asked for by
+    name: str  # Name as given by the user.
     subject: Subject
 
     @property
     def id(self) -> str:
-        """Return what tests' ids call it: ``wide`` of ``some/file.py`` is ``file.wide``."""
+        """Name in the ids of tests: ``file.wide`` for ``some/file.py::wide``."""
         path, separator, function = self.name.rpartition("::")  # a ``::`` would cut the test's id
         return f"{Path(path).stem}.{function}" if separator else self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
-    """Part of the suite that one test is: what stands in the brackets of its id."""
+    """Parameters of one test, which are in the brackets of its id."""
 
     kernel: Kernel
-    dtype: str = ""  # empty where a test is about none
-    family: str = ""  # the mask family; empty as dtype
-    refused: str = ""  # why the kernel takes no such problem; empty where it takes some
+    dtype: str = ""  # Empty for a test that is not a property.
+    family: str = ""  # The mask family; empty for a test that is not a property.
+    refused: str = ""  # Why the kernel takes no such problem; empty if it takes some.
 
     @property
     def id(self) -> str:
-        """Return ``triton-flash2-bf16-causal``."""
+        """Id such as ``triton-flash2-bf16-causal``."""
         return "-".join(part for part in (self.kernel.id, self.dtype, self.family) if part)
 
 
 @dataclass(slots=False, kw_only=True)
 class Session:
-    """The kernels of a session, and what was asked of each."""
+    """The kernels of a session, and which problems they take."""
 
-    options: Options  # what the command line asks for
-    # Kernel → dtype that it takes not at all → why: no test is made of it.
+    options: Options  # Options of the command line.
+    # Kernel → dtype that it does not take → why; there are no tests of these.
     untaken: dict[str, dict[str, str]] = field(default_factory=dict)
-    lost_by: str = ""  # the test that took the GPU from this process; empty where none did
-    compiling: Compiling = field(default_factory=Compiling)  # the clock of what is compiled
+    lost_by: str = ""  # The test that made the GPU unusable for this process; empty for none.
+    compiling: Compiling = field(default_factory=Compiling)  # Measures the time of compilations.
     _supports: dict[str, KernelSupport] = field(default_factory=dict)
     _takes_dtype: dict[tuple[str, str], bool] = field(default_factory=dict)
     claims: dict[str, list[str]] = field(default_factory=dict)
@@ -84,12 +84,12 @@ class Session:
 
     @cached_property
     def device(self) -> str:
-        """Return ``cpu`` or ``cuda``; this process is made ready for it, before any kernel loads.
+        """``cpu`` or ``cuda``, for which this process is prepared before any kernel is loaded.
 
         Raises:
-            pytest.UsageError: for a device that is not here.
+            pytest.UsageError: if the device is not available.
         """
-        # Before CUDA is initialised: afterwards the choice is too late.
+        # The GPU has to be chosen before CUDA is initialised.
         if self.options.device != "cpu":
             choose_gpu()
         try:
@@ -103,10 +103,10 @@ class Session:
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
-        """Return those asked for; by default the built-in ones that can run on the device.
+        """The kernels of the command line; by default built-in ones that can run on the device.
 
         Raises:
-            pytest.UsageError: for one that was asked for and cannot be loaded, or not run here.
+            pytest.UsageError: if a kernel of the command line cannot be loaded or run here.
         """
         if self.options.kernels:
             return tuple(map(self._load_kernel, self.options.kernels))
@@ -118,11 +118,10 @@ class Session:
 
     @cached_property
     def configured_kernels(self) -> tuple[Kernel, ...]:
-        """Return those of ``[tool.attncheck.kernels]`` of the working directory's project.
+        """The kernels in ``[tool.attncheck.kernels]`` of the working directory's project.
 
         Raises:
-            pytest.UsageError: for a table that cannot be read, a kernel that cannot be loaded or
-                run.
+            pytest.UsageError: if the table cannot be read, or a kernel cannot be loaded or run.
         """
         try:
             names = read_configuration().kernels
@@ -131,15 +130,15 @@ class Session:
         return tuple(map(self._load_kernel, names))
 
     def plain_params(self) -> list[Param]:
-        """Return one for each kernel: the tests of somebody's own file.
+        """Return a Param for each kernel, for tests that are not properties.
 
-        Those that were asked for; else those that the project names; else the built-in ones.
+        The kernels are those of the command line, or else of the project, or else built-in ones.
         """
         own = () if self.options.kernels else self.configured_kernels
         return [Param(kernel=kernel) for kernel in own or self.kernels]
 
     def params(self, spec: PropertySpec) -> list[Param]:
-        """Return the tests that a property becomes, in order."""
+        """Return the Params of a property's tests, in order."""
         wanted = list(MEASURED_DTYPES)
         for only in (spec.dtypes, self.options.dtypes):
             wanted = [name for name in wanted if not only or name in only]
@@ -159,7 +158,7 @@ class Session:
         return params
 
     def under_test(self, param: Param) -> UnderTest:
-        """Return what a test gets as ``kernel``."""
+        """Return the value of the fixture ``kernel`` for a test."""
         self.compiling.listen()
         return UnderTest(
             param.kernel.name,
@@ -172,7 +171,7 @@ class Session:
         )
 
     def skip_without_gpu(self) -> None:
-        """Skip a test of a process that has no GPU any more: it is not to blame."""
+        """Skip the test if an earlier test made the GPU unusable."""
         if self.lost_by:
             pytest.skip(f"this process lost its GPU in {self.lost_by}: run again without that")
 
@@ -184,7 +183,7 @@ class Session:
         isolated = False if self.options.in_process else None
         limits = Deadlines.of(self.options.timeout)
         try:
-            with few_threads(self.device):  # which a process of its own has as many of
+            with few_threads(self.device):  # a separate process uses this number too
                 host = open_kernel(name, device=self.device, isolated=isolated, deadlines=limits)
         except UsageError as error:
             raise pytest.UsageError(f"--kernel: {error}") from None
@@ -212,49 +211,49 @@ class Session:
         return self._supports[kernel.name]
 
     def _takes(self, kernel: Kernel, dtype: str) -> bool:
-        """Return whether the kernel takes some problem of a dtype; if not, the reason is kept."""
+        """Return whether the kernel takes some problem in a dtype; if not, record the reason."""
         key = (kernel.name, dtype)
-        if key not in self._takes_dtype:  # every property asks
+        if key not in self._takes_dtype:  # cached, since every property asks
             reasons = self._support(kernel).refusals(dtype, _KINDS)
             self._takes_dtype[key] = reasons is None
             if reasons is not None and self.options.kernels and self.options.dtypes:
-                reasons = reasons or [NOT_APPLICABLE]  # somebody asked for exactly this
+                reasons = reasons or [NOT_APPLICABLE]  # the user has requested exactly this
             if reasons:
                 self.untaken.setdefault(kernel.name, {})[dtype] = reasons[0]
         return self._takes_dtype[key]
 
 
 def covering(asked: Mapping[_T, tuple[str, Param]]) -> set[_T]:
-    """Return few of properties' tests, each of its property and its part of the suite.
+    """Return a small subset of the properties' tests that covers their parameters.
 
-    Together they ask every kernel each property and every (dtype, family) that all have, and each
-    property every dtype and every family that all have: only the triple of a property, a kernel
-    and a pair is left out, where its parts are asked elsewhere.
+    ``asked`` maps each test to its property and Param. The subset covers every combination of a
+    kernel with a property, of a kernel with a (dtype, family), and of a property with a dtype or
+    with a family that occurs in ``asked``; only higher combinations may be missing.
     """
     pairs = {}
     for test, (name, param) in asked.items():
         kernel, dtype, family = param.kernel.name, param.dtype, param.family
         pairs[test] = {(name, kernel), (name, dtype), (name, "", family), (kernel, dtype, family)}
-    # In no order of the files', and the same in every process.
+    # Ordered by a hash: unrelated to files, and the same in every process.
     tests = sorted(
         asked, key=lambda test: zlib.crc32(f"{asked[test][0]} {asked[test][1].id}".encode())
     )
     chosen: set[_T] = set()
-    seen: set[tuple[str, ...]] = set()
-    for least in (4, 3, 2, 1):  # those first that have most of what is missing
+    covered: set[tuple[str, ...]] = set()
+    for least in (4, 3, 2, 1):  # first the tests with the most new combinations
         for test in tests:
-            if len(pairs[test] - seen) >= least:
+            if len(pairs[test] - covered) >= least:
                 chosen.add(test)
-                seen |= pairs[test]
+                covered |= pairs[test]
     return chosen
 
 
 @contextmanager
 def few_threads(device: str) -> Iterator[None]:
-    """Within, torch has one thread on a CPU, and in a process among several.
+    """Limit torch to one thread on a CPU or in a pytest-xdist worker within the context.
 
-    At these sizes more mostly wait for each other, and where other processes want the cores too
-    they were ten times slower. Other tests of this process get their threads back.
+    At these sizes several threads mostly wait for each other, and were ten times slower when other
+    processes used the cores too. The number of threads is restored for other tests.
     """
     threads = torch.get_num_threads()
     if device == "cpu" or "PYTEST_XDIST_WORKER" in os.environ:
@@ -266,7 +265,7 @@ def few_threads(device: str) -> Iterator[None]:
 
 
 def parametrize_kernels(metafunc: pytest.Metafunc, session: Session) -> None:
-    """Parametrise ``kernel``: one for each part of a property, or for each kernel."""
+    """Parametrise ``kernel`` by the Params of a property, or by the kernels."""
     marker = metafunc.definition.get_closest_marker(MARK)
     if marker is None:
         params = [pytest.param(each, id=each.id) for each in session.plain_params()]
@@ -280,9 +279,9 @@ def parametrize_kernels(metafunc: pytest.Metafunc, session: Session) -> None:
         )
         for each in session.params(marker.args[0])
     ]
-    # By module, so that a file's tests stay together and in order.
+    # Module scope keeps the tests of a file together and in order.
     metafunc.parametrize(
-        # An empty list would show as a skipped test; this one is taken out once all is collected.
+        # An empty list would show as a skipped test; this test is removed after collection.
         "kernel",
         params or [pytest.param(None, id=NO_KERNEL)],
         indirect=True,
@@ -291,7 +290,7 @@ def parametrize_kernels(metafunc: pytest.Metafunc, session: Session) -> None:
 
 
 def parametrize_problems(metafunc: pytest.Metafunc, dtypes: Sequence[str]) -> None:
-    """Parametrise ``problem``: the problems of ``attncheck check``, by their names."""
+    """Parametrise ``problem`` by the named problems of ``attncheck check``."""
     params = [
         pytest.param(each.case.problem, id=each.name if len(dtypes) < 2 else f"{dtype}-{each.name}")
         for dtype in dtypes or ("bf16",)

@@ -1,4 +1,4 @@
-"""A kernel as a property sees it: what it takes, and that its answers hold."""
+"""The fixture ``kernel`` of properties, with which they ask Cases and check the answers."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from attncheck.verify.run_case import run_case
 
 
 class UnderTest(KernelSupport):
-    """A subject on one device, and which part of the suite is asked of it.
+    """A kernel on one device, with the dtype and mask family of a test.
 
     Attributes:
-        name: What it was asked for by: a name, or ``file.py::name``.
-        dtype: The dtype that a test is about; empty where it is about none.
-        family: The mask family that a test is about; empty where it is about none.
-        failed: The last Record that was no pass.
-        lost: The Record of the Case that took the GPU from this process; None where none did.
+        name: Name as given by the user: a name, or ``file.py::name``.
+        dtype: The dtype of the test; empty for a test that is not a property.
+        family: The mask family of the test; empty for a test that is not a property.
+        failed: The last Record that failed the test.
+        lost: The Record of the Case that made the GPU unusable for this process; None for none.
         share: Largest error ÷ bound of the answers since it was last set to 0.
-        odd: First thing that was no failure, because it promises no better; empty for nothing.
+        odd: The first violated relation that the kernel does not promise; empty for none.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class UnderTest(KernelSupport):
         self.name = name
         self.dtype, self.family, self.tier = dtype, family, tier
         self.failed: Record | None = None
-        # Of the failure that a search makes smaller: what explains it, and whether it explains
-        # other Cases, by their ids.
+        # The first failure of a search, its explanation, and whether this also explains the
+        # failures of other Cases, by their ids.
         self._first: Record | None = None
         self._findings: Findings | None = None
         self._alike: dict[str, bool] = {}
@@ -70,15 +70,15 @@ class UnderTest(KernelSupport):
         return f"UnderTest({self.name!r}, device={self.device!r})"
 
     def begin(self) -> None:
-        """Forget what was asked before: another test begins."""
+        """Reset all state at the begin of a test."""
         self.reason, self.failed, self.share, self.tally = "", None, 0.0, Tally()
         self._first, self._findings, self._alike = None, None, {}
         self.odd = ""
 
     def answer(self, case: Case) -> Record:
-        """Return the Record of one Case, and count it."""
+        """Ask one Case, count it, and return its Record."""
         start, compiled = time.perf_counter(), self._compiled()
-        # The verdict alone, which is quick: a diagnosis is made when the text is read.
+        # Only the verdict, which is quick: a diagnosis is made when the text is read.
         how: dict[str, Any] = {"device": self.device, "executor": self.executor, "brief": True}
         record, _ = confirm_death(self.subject, partial(run_case, self.subject, case, **how))
         seconds = time.perf_counter() - start
@@ -91,31 +91,31 @@ class UnderTest(KernelSupport):
         return record
 
     def _compiled(self) -> float:
-        """Seconds that compilers took so far, here and in the kernel's process."""
+        """Return the seconds that compilers took so far, here and in the kernel's process."""
         there = self.executor.compiling if isinstance(self.executor, IsolatedExecutor) else 0.0
         return self._compiling.seconds + there
 
     def must_hold(self, case: Case) -> None:
-        """Raise WrongAnswer, which reads like a diagnosis, unless the kernel answers rightly.
+        """Raise WrongAnswer, with a diagnosis, unless the kernel answers correctly.
 
-        A Case that the kernel does not take is drawn anew, and skips a test without Hypothesis.
+        A Case that the kernel does not take is rejected, or skips a test without Hypothesis.
 
         Raises:
             WrongAnswer: an AssertionError, also for a kernel that raised.
         """
         __tracebackhide__ = True
-        # Once the GPU is lost every call fails alike, so nothing more is asked.
+        # Once the GPU is unusable every call fails, so nothing more is asked.
         record = self.lost or self.answer(case)
         self._guide_search(record)
         if record.status in UNTRUSTED_STATUSES:
-            import hypothesis  # as below
+            import hypothesis  # slow, see below
 
-            # A search makes one failure smaller: another one that it comes upon is no answer.
+            # A search must not shrink one failure to an unrelated one.
             if hypothesis.currently_in_test_context() and self._is_another(record):
                 hypothesis.reject()
             self.failed = record
             if record.status == "error" and self.device == "cuda" and lost_gpu():
-                self.lost = record  # whatever is asked now fails alike: this one did it
+                self.lost = record  # the cause of all later failures
             raise WrongAnswer(record, kernel=self.name, device=self.device, diagnose=self._diagnose)
 
     def _diagnose(self, record: Record) -> Record:
@@ -123,9 +123,9 @@ class UnderTest(KernelSupport):
         return diagnose_failure(record, self.subject, before=self._findings, **how)
 
     def _is_another(self, record: Record) -> bool:
-        """Return whether a failure is unlike the first one: in its rule, its symptom or its cause.
+        """Return whether a failure differs from the first one, by its symptom or its cause.
 
-        Asked of the same Case again it says the same: Hypothesis would call the test flaky.
+        The result for a Case never changes, since Hypothesis would call the test flaky.
         """
         how: dict[str, Any] = {"device": self.device, "executor": self.executor}
         if self._first is None:
@@ -143,16 +143,16 @@ class UnderTest(KernelSupport):
         return not self._alike[record.case_id]
 
     def skip(self) -> NoReturn:
-        """Skip the test, with what the kernel said when it last refused a Problem."""
+        """Skip the test with the reason of the kernel's last refusal."""
         pytest.skip(f"{self.name} takes no such problem on {self.device}: {self.reason}")
 
     def _guide_search(self, record: Record) -> None:
-        """Tell Hypothesis what happened: refusals are drawn anew, what is odd is counted."""
+        """Reject a refused Case, and report the error and suspicious statuses to Hypothesis."""
         share = record.judgement.out_over_bound if record.judgement else None
-        # Hypothesis is steered to where errors come near their bound.
+        # Hypothesis is guided towards errors near their bound.
         if share and math.isfinite(share):
             self.share = max(self.share, share)
-        import hypothesis  # heavy, and not needed by a test without it
+        import hypothesis  # slow, and not needed by tests without Hypothesis
 
         if not hypothesis.currently_in_test_context():
             if record.status == "unsupported":

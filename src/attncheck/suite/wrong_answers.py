@@ -1,4 +1,4 @@
-"""The AssertionError of a kernel that answers wrongly: its text is the diagnosis."""
+"""AssertionErrors for wrong answers of a kernel, with the diagnosis as their text."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from attncheck.verify.question_fit import question_summary
 
 
 class WrongAnswer(AssertionError):
-    """A kernel does not answer a Case rightly.
+    """A kernel gives a wrong answer to a Case.
 
-    Hypothesis raises one for every example that fails on the way to the smallest; so the text is
-    written when it is read, a file when ``keep`` is called, and what may be wrong is looked for by
-    either.
+    Hypothesis raises one for every failing example while it shrinks. Therefore the failure is only
+    diagnosed when the text is read or ``keep`` is called.
 
     Args:
-        diagnose: (Record of a failure) → the same with what may be wrong.
+        diagnose: (Record of a failure) → the Record with a diagnosis.
     """
 
     def __init__(
@@ -34,14 +33,14 @@ class WrongAnswer(AssertionError):
     ) -> None:
         super().__init__(record.case_id)
         self.record = record
-        self.kernel = kernel  # what it was asked for by
+        self.kernel = kernel  # The kernel's name as given by the user.
         self.device = device
-        self.remark = remark  # what is to be said besides; empty for nothing
+        self.remark = remark  # A further line of the text; empty for none.
         self._kept = ""
         self._diagnose = diagnose
 
     def _diagnosis(self) -> Record:
-        """Return the Record, with what may be wrong from now on."""
+        """Return the Record with a diagnosis, which is made on the first call."""
         if self._diagnose is not None:
             self.record, self._diagnose = self._diagnose(self.record), None
         return self.record
@@ -56,14 +55,14 @@ class WrongAnswer(AssertionError):
         return self._with_remark(text)
 
     def keep(self, test: str) -> tuple[str, list[tuple[str, object]]]:
-        """Write it among the failures, where ``attncheck repro`` finds it.
+        """Store the failure for ``attncheck repro``.
 
         Returns:
-            The text with the failure's id, and facts by name, for a JUnit report.
+            The text with the failure's id, and (name, value) properties for a JUnit report.
         """
         kept = new_failure(self._diagnosis(), kernel=self.kernel, device=self.device, test=test)
         keep_failure(kept)
-        # From now on the text names the file: asked again it must not diagnose again.
+        # Cached, since the text must contain the id, and must not be diagnosed again.
         self._kept = self._with_remark(kept_failure_text(kept))
         return self._kept, list(self._facts(kept.id))
 
@@ -83,18 +82,18 @@ class WrongAnswer(AssertionError):
 
 
 class WrongAnswers(AssertionError):
-    """A kernel does not answer some of several Cases rightly."""
+    """A kernel gives wrong answers to some of several Cases."""
 
     def __init__(self, failures: Sequence[WrongAnswer], asked: int) -> None:
         super().__init__(asked)
-        self.failures = tuple(failures)  # of each Case, in the order in which they were asked
-        self.asked = asked  # how many were asked
+        self.failures = tuple(failures)  # In the order of the Cases.
+        self.asked = asked  # Number of Cases that were asked.
 
     def __str__(self) -> str:
         head = f"{len(self.failures)} of {self.asked} questions are answered wrongly"
         return "\n\n".join([head, *map(str, self.failures)])
 
     def keep(self, test: str) -> tuple[str, list[tuple[str, object]]]:
-        """Keep each, as WrongAnswer does; the facts are those of the first."""
+        """Store each failure like WrongAnswer; return the properties of the first."""
         facts = [failure.keep(test)[1] for failure in self.failures]
         return str(self), facts[0]

@@ -1,7 +1,7 @@
-"""The journal of a run: what is done is on the disk before anybody is told, and is done once.
+"""The journal of a run: results are durable before they are announced, and no unit is done twice.
 
-``Journal`` writes it, one process at a time; ``read_journal`` says what it holds, also meanwhile.
-Its lines: ``journal_format``. Everything else that a run leaves behind can be made from it.
+``Journal`` writes it, from one process at a time; ``read_journal`` reads it, also during the run.
+``journal_format`` describes its lines. All other output of a run can be derived from it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from attncheck.workers.journal_format import (
 )
 from attncheck.workers.units import Done, Shard, Unit
 
-MOST_LOST = 2  # a unit that was begun so often without a result is not begun again
+MAX_LOSSES = 2  # A unit is given up after so many attempts without a result.
 
-_A_LINE = 100  # units that are queued by one line
+_UNITS_PER_LINE = 100  # Units in one ``queued`` line.
 
 
 class Disk:
-    """The two calls that make a line durable; a test's disk is full, or fails."""
+    """The two system calls that make a line durable; tests replace them to simulate errors."""
 
     def write(self, descriptor: int, data: bytes) -> int:
         """``os.write``."""
@@ -53,16 +53,16 @@ class Disk:
 
 
 class Journal:
-    """A journal that is open for writing; no other process can open it meanwhile.
+    """A journal that is open for writing, locked against other processes.
 
-    Not for several threads at once. Use it in a ``with``, or call ``close``.
+    Not thread-safe. Use it in a ``with`` statement, or call ``close``.
     """
 
-    path: Path  # where it is
-    content: JournalContent  # what it says, from all sessions
+    path: Path
+    content: JournalContent  # The content written by all sessions so far.
 
     def __init__(self, path: Path, descriptor: int, content: JournalContent, disk: Disk) -> None:
-        """For ``open``."""
+        """Initialize a journal; use ``open`` instead."""
         self.path, self.content = path, content
         self._descriptor, self._disk = descriptor, disk
         self._began, self._broken, self._why = time.monotonic(), "", ""
@@ -71,85 +71,85 @@ class Journal:
     def open(
         cls, path: Path | str, header: Mapping[str, Any], *, resume: bool, disk: Disk | None = None
     ) -> Self:
-        """The journal at ``path``, which is made if need be, its folder too.
+        """Open the journal at ``path``; create it, and its folder, if it does not exist.
 
         Args:
-            header: What makes two runs the same: command (without ``--shard``), tier, kernels, the
-                fingerprint of the environment, …, and ``shard`` (``2/4``, empty for the whole); and
-                ``started`` and ``typed``, the command line, which do not.
-            resume: Go on with one that is there; otherwise it is forgotten.
-            disk: Another than the operating system's, for tests.
+            header: Data that identify a run: command (without ``--shard``), tier, kernels, the
+                fingerprint of the environment, …, and ``shard`` (``2/4``, empty for the whole run);
+                besides ``started`` and ``typed``, the command line, which may differ.
+            resume: Whether to continue an existing journal rather than to erase it.
+            disk: A replacement of the system calls, for tests.
 
         Raises:
-            JournalError: where it cannot be written or locked, is damaged before its last line, or
-                holds a run of another header.
+            JournalError: if it cannot be written or locked, is damaged before its last line, or
+                holds a run with another header.
         """
         path, disk = Path(path), disk or Disk()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Appending, so that no write can land on what is there already.
+            # O_APPEND, so that no write can overwrite existing lines.
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise _write_error(path, error) from None
         try:
             _lock(path, descriptor)
-            content = _resumed_content(path, descriptor, resume=resume)
+            content = _read_or_erase(path, descriptor, resume=resume)
             journal = cls(path, descriptor, content, disk)
             journal._begin(dict(header))
         except BaseException:
-            # Also after an interrupt, because the open descriptor holds the lock.
+            # Also after an interrupt, since the open descriptor holds the lock.
             os.close(descriptor)
             raise
         return journal
 
     @property
     def results(self) -> Mapping[str, Done]:
-        """The result of each unit, by id, in the order of their writing."""
+        """Results by unit id, in the order in which they were written."""
         return self.content.results
 
     def lost(self, unit: Unit) -> int:
-        """Return how often ``unit`` was begun without a result, and without our ending it."""
+        """Return how often ``unit`` was begun but neither finished nor abandoned."""
         return self.content.lost.get(unit.id, 0)
 
     def queued(self, units: Iterable[Unit]) -> None:
-        """``units`` are to be done: those that the journal does not know yet are written."""
+        """Write those of ``units`` that the journal does not contain yet."""
         new = [unit for unit in units if unit.id not in self.content.units]
-        for first in range(0, len(new), _A_LINE):
-            self._write("queued", {"units": new[first : first + _A_LINE]})
+        for first in range(0, len(new), _UNITS_PER_LINE):
+            self._write("queued", {"units": new[first : first + _UNITS_PER_LINE]})
 
     def begun(self, unit: Unit) -> None:
-        """``unit`` is begun now; a process that dies finds this when it is resumed."""
+        """Write that ``unit`` is begun now, so that a resumed run knows of the attempt."""
         self._check_open(unit.id)
-        # Not synced: where the machine loses it, one more attempt is the whole damage.
+        # Not synced: losing this line costs no more than one additional attempt.
         self._write("start", {"unit": unit})
 
     def done(self, done: Done, *, quarantined: bool = False) -> None:
-        """Its result is on the disk when this returns; only then may anybody be told.
+        """Write a unit's result and sync it to the disk before returning.
 
         Args:
-            quarantined: Whether it says only that the unit was lost too often.
+            quarantined: Whether the result only states that the unit was lost too often.
 
         Raises:
-            JournalError: where it is not, or the unit has a result already.
+            JournalError: if it cannot be written, or the unit has a result already.
         """
         self._check_open(done.unit)
         self._write("quarantine" if quarantined else "result", {"done": done}, sync=True)
 
     def abandoned(self, units: Iterable[str]) -> None:
-        """The units of these ids were begun, and we end them before they are done."""
+        """Write that these units were begun, and are ended by us before they are done."""
         if ids := sorted(id_ for id_ in units if self.content.lost.get(id_)):
             self._write("abandoned", {"units": ids}, sync=True)
 
     def end(self, why: str) -> None:
-        """Note why the session ends before everything is done; empty where everything is."""
+        """Set the reason why the session ends early; empty if everything is done."""
         self._why = why
 
     def close(self) -> None:
-        """Write that the session ends, and let others open the file."""
+        """Write the end of the session and unlock the file."""
         if self._descriptor < 0:
             return
         try:
-            # A journal that failed stays as its last whole line left it.
+            # After an error nothing may follow the last whole line.
             if not self._broken:
                 self._write("end", {"seconds": self._seconds(), "why": self._why}, sync=True)
         finally:
@@ -190,7 +190,7 @@ class Journal:
         return time.monotonic() - self._began
 
     def _write(self, kind: str, rest: Mapping[str, Any], *, sync: bool = False) -> None:
-        """One event: a line, by one call; our own content says it when it is written."""
+        """Append one event as a line, in one call if possible, and add it to ``content``."""
         if self._broken or self._descriptor < 0:
             raise JournalError(self._broken or f"{one_line(str(self.path))} is closed.")
         try:
@@ -199,7 +199,7 @@ class Journal:
             raise JournalError(f"{one_line(str(self.path))}: {error}.") from None
         try:
             written = self._disk.write(self._descriptor, raw)
-            while written < len(raw):  # of a disk that is full the next call says it
+            while written < len(raw):  # a full disk makes the next call fail
                 written += self._disk.write(self._descriptor, raw[written:])
             if sync:
                 self._disk.sync(self._descriptor)
@@ -209,17 +209,17 @@ class Journal:
         self.content.size += len(raw)
 
     def _fail(self, error: OSError) -> None:
-        """Write nothing from here on; what was written before is left as it was."""
+        """Raise a JournalError, cut off a partial line, and refuse all further writes."""
         failure = _write_error(self.path, error)
         self._broken = str(failure)
-        with suppress(OSError):  # then the last line is torn, and the next session cuts it
+        with suppress(OSError):  # otherwise the next session cuts off the partial line
             os.ftruncate(self._descriptor, self.content.size)
         raise failure from None
 
 
 def _lock(path: Path, descriptor: int) -> None:
     try:
-        # The kernel drops this lock with the process: no stale one is ever left behind.
+        # The operating system releases the lock when the process ends, so it is never stale.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise JournalError(
@@ -239,8 +239,8 @@ def _writer(path: Path) -> str:
     return f" ({content.pid} on {one_line(content.host)})" if content.pid else ""
 
 
-def _resumed_content(path: Path, descriptor: int, *, resume: bool) -> JournalContent:
-    """Read what is there and cut a torn last line; forget all where nothing is resumed."""
+def _read_or_erase(path: Path, descriptor: int, *, resume: bool) -> JournalContent:
+    """Read the journal and cut off a partial last line; erase the file unless resuming."""
     try:
         if not resume:
             os.ftruncate(descriptor, 0)
@@ -254,7 +254,7 @@ def _resumed_content(path: Path, descriptor: int, *, resume: bool) -> JournalCon
                     f"{error} Start anew with --fresh, or choose another --out."
                 ) from None
         if content.torn:
-            # The next line would be glued to the torn one otherwise.
+            # Otherwise the next line would be appended to the partial one.
             os.ftruncate(descriptor, content.size)
             os.fsync(descriptor)
     except OSError as error:
@@ -263,7 +263,7 @@ def _resumed_content(path: Path, descriptor: int, *, resume: bool) -> JournalCon
 
 
 def _sync_folder(path: Path) -> None:
-    """So that a new file's name is on the disk too."""
+    """Sync the folder, so that the name of a new file is durable too."""
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -285,40 +285,38 @@ def _other_run(path: Path, content: JournalContent, head: Mapping[str, Any]) -> 
     there: dict[str, Any] = {"version": content.version, **content.head}
     here = {"version": VERSION, **head}
     names = [n for n in {**there, **here} if there.get(n) != here.get(n) and n not in VOLATILE]
-    differences = [
-        f"{n} is {_short(there.get(n))} there and {_short(here.get(n))} here" for n in names
-    ]
+    differences = [f"{n} is {_cut(there.get(n))} there and {_cut(here.get(n))} here" for n in names]
     return JournalError(
         f"{one_line(str(path))} holds another run: {'; '.join(differences)}. "
         "Go on with that one, start anew with --fresh, or choose another --out."
     )
 
 
-def _short(value: object) -> str:
+def _cut(value: object) -> str:
     text = one_line(repr(value))
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
-_OF_A_PART = frozenset({"shard", "started", "command", "typed"})
-"""What the headers of two parts may say differently."""
-_OF_A_CLOCK = frozenset({"seconds", "compiling", "attempts"})
-"""What two results of one unit may say differently."""
-_OF_A_FOLDER = frozenset({"files"})
-"""The same: a kernel may lie elsewhere on each machine; what it is, the headers say."""
-_IN_WORDS = frozenset({"absent", "missing"})
-"""Facts that say why: in words of the machine, which may name a process."""
+# Keys in which the headers of two shards may differ.
+_SHARD_KEYS = frozenset({"shard", "started", "command", "typed"})
+# Keys in which two results of one unit may differ: times and attempts, and the files of a kernel,
+# which may lie elsewhere on each machine (the headers identify the kernels).
+_TIMING_KEYS = frozenset({"seconds", "compiling", "attempts"})
+_PATH_KEYS = frozenset({"files"})
+# Facts whose texts depend on the machine, and may name a process.
+_TEXT_FACTS = frozenset({"absent", "missing"})
 _TYPED_SHARD = re.compile(r" --shard[ =]\S+")
 
 
 def merge_journals(journals: Mapping[str, JournalContent]) -> JournalContent:
-    """All results of the parts of one run.
+    """Merge the results of the shards of one run.
 
     Returns:
-        A journal's content, without a shard, whose seconds are those of all of them.
+        The content of an unsharded journal; its seconds are the sum over all shards.
 
     Raises:
-        UsageError: where there is none, or they are parts of different runs.
-        JournalError: where two have different results of one unit.
+        UsageError: if there is no journal, or they belong to different runs.
+        JournalError: if two have different results of one unit.
     """
     if not journals:
         raise UsageError("no journal was named to merge.")
@@ -327,14 +325,14 @@ def merge_journals(journals: Mapping[str, JournalContent]) -> JournalContent:
     head = one.head | {"shard": "", "typed": _TYPED_SHARD.sub("", str(one.head.get("typed", "")))}
     merged = JournalContent(head=head, version=one.version, pid=one.pid, host=one.host)
     merged.plan = plan_fingerprint(head, one.version)
-    # Which journal has each, for the message where two of them differ.
-    results: dict[str, str] = {}
+    # Name of the journal that each result is from, for error messages.
+    origin: dict[str, str] = {}
     for name, content in journals.items():
         for id_, done in content.results.items():
             if id_ in merged.results:
-                _check_equal(content.units.get(id_), merged.results[id_], done, results[id_], name)
+                _check_equal(content.units.get(id_), merged.results[id_], done, origin[id_], name)
                 continue
-            merged.results[id_], results[id_] = done, name
+            merged.results[id_], origin[id_] = done, name
         merged.units |= {i: u for i, u in content.units.items() if i not in merged.units}
         merged.quarantined |= content.quarantined
         merged.earlier += content.seconds
@@ -343,10 +341,10 @@ def merge_journals(journals: Mapping[str, JournalContent]) -> JournalContent:
 
 
 def missing_shards(journals: Sequence[JournalContent]) -> tuple[Shard, ...]:
-    """Parts of the run that none of ``journals`` is.
+    """Return the shards of a run that are missing among ``journals``.
 
     Raises:
-        UsageError: where they count the parts differently.
+        UsageError: if they are shards of different counts.
     """
     shards = {Shard.parse(str(content.head.get("shard", ""))) for content in journals}
     counts = {shard.count for shard in shards}
@@ -358,7 +356,7 @@ def missing_shards(journals: Sequence[JournalContent]) -> tuple[Shard, ...]:
 
 
 def merged_journal_bytes(content: JournalContent) -> bytes:
-    """The file of a merged journal, which can be read and resumed as any other."""
+    """Return the file of a merged journal, which can be read and resumed like any other."""
     results = [
         ("quarantine" if id_ in content.quarantined else "result", {"done": done})
         for id_, done in content.results.items()
@@ -366,7 +364,7 @@ def merged_journal_bytes(content: JournalContent) -> bytes:
     rest = {"schema": SCHEMA, "version": content.version, "plan": content.plan}
     events: list[tuple[str, dict[str, Any]]] = [
         ("header", rest | {"head": content.head}),
-        # No time of day, so that equal parts make equal files.
+        # No time of day, so that merging equal shards gives equal files.
         ("session", {"started": "", "pid": content.pid, "host": content.host}),
         *(("queued", {"units": [unit]}) for unit in content.units.values()),
         *results,
@@ -376,11 +374,11 @@ def merged_journal_bytes(content: JournalContent) -> bytes:
 
 
 def _check_same(first: str, one: JournalContent, others: list[tuple[str, JournalContent]]) -> None:
-    """Raise UsageError unless all are parts of one run."""
+    """Raise UsageError unless all are shards of one run."""
     here = {"version": one.version, **one.head}
     for name, other in others:
         there = {"version": other.version, **other.head}
-        for key in {**here, **there}.keys() - _OF_A_PART:
+        for key in {**here, **there}.keys() - _SHARD_KEYS:
             if here.get(key) != there.get(key):
                 raise UsageError(
                     f"{one_line(first)} and {one_line(name)} are no parts of one run: {key} is "
@@ -398,26 +396,26 @@ def _check_equal(unit: Unit | None, one: Done, other: Done, first: str, name: st
 
 
 def _comparable(unit: Unit | None, done: Done) -> Any:
-    """Return the part of a result in which two of ``unit`` must agree.
+    """Return the part of a result in which two results of ``unit`` must agree.
 
-    Of what every part does: what follows and what was answered, but not why, which can quote what a
-    process said as it died.
+    For a unit that every shard does, these are the units that follow and the answers' statuses, but
+    not the reasons, which may quote the output of a process that died.
     """
-    words = _timeless(msgspec.to_builtins(done))
+    words = _untimed(msgspec.to_builtins(done))
     if unit is None or unit.kind not in {"describe", "draw"}:
         return words
     records = [(answer["stage"], answer["record"]) for answer in words["answers"]]
     return words | {
         "harness": bool(done.harness),
-        "facts": {k: bool(v) if k in _IN_WORDS else v for k, v in words["facts"].items()},
+        "facts": {k: bool(v) if k in _TEXT_FACTS else v for k, v in words["facts"].items()},
         "answers": [(s, r["kernel"], r["variant"], r["case"], r["status"]) for s, r in records],
     }
 
 
-def _timeless(value: Any) -> Any:
-    """``value`` without what a clock says; as text where it is a number, so that NaN is NaN."""
+def _untimed(value: Any) -> Any:
+    """Return ``value`` without times and paths, with floats as text so that NaN equals NaN."""
     if isinstance(value, dict):
-        return {k: _timeless(v) for k, v in value.items() if k not in _OF_A_CLOCK | _OF_A_FOLDER}
+        return {k: _untimed(v) for k, v in value.items() if k not in _TIMING_KEYS | _PATH_KEYS}
     if isinstance(value, list | tuple):
-        return [_timeless(v) for v in value]
+        return [_untimed(v) for v in value]
     return repr(value) if isinstance(value, float) else value

@@ -1,19 +1,19 @@
-"""A journal's lines: one event each, numbered, with a checksum; and what they say together.
+"""The lines of a journal, each a numbered event with a checksum, and their combined content.
 
 A line is a JSON object that begins with its number ``n``, its ``kind`` and ``at``, the seconds
 since the session of its writer began, and ends with ``sum``: the first sixteen hexadecimal digits
 of the SHA-256 of all bytes before it.
 
-| kind | beside these |
+| kind | further fields |
 |---|---|
 | ``header`` | ``schema``, ``version`` (of attncheck), ``plan`` (its fingerprint), ``head`` |
 | ``session`` | ``started``, ``pid``, ``host``, ``typed``: a process begins to write |
 | ``queued`` | ``units``: work that is known from the outset |
-| ``start`` | ``unit``: it is begun now |
-| ``result`` | ``done`` |
-| ``quarantine`` | ``done``: of a unit that is not begun again, since it was lost too often |
+| ``start`` | ``unit``: the unit is begun now |
+| ``result`` | ``done``: the result of a unit |
+| ``quarantine`` | ``done``: stands for the result of a unit that was lost too often |
 | ``abandoned`` | ``units`` (ids): begun, and ended by us before they were done |
-| ``end`` | ``seconds``, ``why``: the session ends; ``why`` is empty where nothing is left |
+| ``end`` | ``seconds``, ``why``: the session ends; ``why`` is empty if all is done |
 """
 
 from __future__ import annotations
@@ -42,36 +42,35 @@ class JournalError(AttncheckError):
 class JournalContent:
     """The content of a journal."""
 
-    head: dict[str, Any] = field(default_factory=dict)  # what its writer says of the plan
-    version: str = ""  # of the attncheck that wrote it
-    plan: str = ""  # fingerprint of ``head`` and ``version``
-    # What came of each unit, by its id, in the order of their writing.
+    head: dict[str, Any] = field(default_factory=dict)  # The header: data that identify the run.
+    version: str = ""  # Version of attncheck that wrote it.
+    plan: str = ""  # Fingerprint of ``head`` and ``version``.
+    # Results by unit id, in the order in which they were written.
     results: dict[str, Done] = field(default_factory=dict)
-    # All work that is known, by id: from the outset, begun, or following from a result.
+    # All known units by id: queued, begun, or following from a result.
     units: dict[str, Unit] = field(default_factory=dict)
-    # How often each unit was begun without a result or an excuse.
+    # How often each unit was begun but neither finished nor abandoned.
     lost: dict[str, int] = field(default_factory=dict)
-    # Ids of those whose result was written without their being done.
+    # Ids of units that were given up: their results only state this.
     quarantined: set[str] = field(default_factory=set)
-    # earlier, latest: seconds that the last session took, up to its last line, and all before it.
-    earlier: float = 0.0
-    latest: float = 0.0
-    why: str = ""  # why the last session ended early; ``killed`` where it did not say so
-    # pid, host: of the last writer.
+    earlier: float = 0.0  # Seconds of all sessions before the last one.
+    latest: float = 0.0  # Seconds of the last session, up to its last line.
+    why: str = ""  # Why the last session ended early; ``killed`` if it has no ``end`` line.
+    # pid, host: process and machine of the last session.
     pid: int = 0
     host: str = ""
-    lines: int = 0  # how many there are
-    size: int = 0  # bytes up to the end of the last whole one
-    torn: bool = False  # whether another follows, which is not whole
+    lines: int = 0  # Number of whole lines.
+    size: int = 0  # Bytes of the whole lines.
+    torn: bool = False  # Whether a partial line follows.
 
     @property
     def seconds(self) -> float:
-        """That all sessions took."""
+        """Seconds of all sessions together."""
         return self.earlier + self.latest
 
     @property
     def unfinished(self) -> tuple[Unit, ...]:
-        """Units that are known, are no other shard's, and have no result."""
+        """Known units of this shard that have no result."""
         shard = Shard.parse(str(self.head.get("shard", "")))
         return tuple(
             unit for id_, unit in self.units.items() if id_ not in self.results and shard.has(unit)
@@ -79,22 +78,19 @@ class JournalContent:
 
     @property
     def unanswered(self) -> tuple[Unit, ...]:
-        """Unfinished units whose want of a result leaves something unsaid.
-
-        A failure that could be smaller is none the less one.
-        """
+        """Unfinished units without those that only shrink a known failure."""
         return tuple(unit for unit in self.unfinished if unit.kind != "shrink")
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Add one event, whose units and results are structs.
 
         Raises:
-            JournalError, LookupError, TypeError: for one that cannot stand there.
+            JournalError, LookupError, TypeError: if the event is invalid at this position.
         """
         kind = event["kind"]
         if (kind == "header") != (self.lines == 0):
             raise JournalError("a header is its first line, and no other")
-        # A session that is killed has no end: its last line says how long it took.
+        # A session that is killed has no end: the time of its last line counts.
         self.latest = max(self.latest, float(event["at"]))
         _TAKES[kind](self, event)
         self.lines += 1
@@ -106,21 +102,21 @@ class JournalContent:
         self.plan = str(event["plan"])
 
     def _take_session(self, event: Mapping[str, Any]) -> None:
-        # Who is killed writes nothing: it holds until an end says otherwise.
+        # The session counts as killed until its end is read.
         self.earlier, self.latest, self.why = self.seconds, 0.0, "killed"
         self.pid, self.host = int(event["pid"]), str(event["host"])
-        if event.get("typed"):  # of a run that goes on, what was typed last
+        if event.get("typed"):  # the command line of the last session
             self.head["typed"] = str(event["typed"])
 
     def _take_queued(self, event: Mapping[str, Any]) -> None:
         for unit in event["units"]:
-            self._know(unit)
+            self._add_unit(unit)
 
     def _take_start(self, event: Mapping[str, Any]) -> None:
         unit: Unit = event["unit"]
         if unit.id in self.results:
             raise JournalError(f"unit {unit.id} is begun after its result")
-        self._know(unit)
+        self._add_unit(unit)
         self.lost[unit.id] = self.lost.get(unit.id, 0) + 1
 
     def _take_result(self, event: Mapping[str, Any]) -> None:
@@ -128,10 +124,10 @@ class JournalContent:
         if done.unit in self.results:
             raise JournalError(f"unit {done.unit} has two results")
         self.results[done.unit] = done
-        # It could be done after all: what was lost before says nothing against it.
+        # The unit could be done after all: earlier lost attempts do not matter.
         self.lost.pop(done.unit, None)
         for unit in done.units:
-            self._know(unit)
+            self._add_unit(unit)
 
     def _take_quarantine(self, event: Mapping[str, Any]) -> None:
         self._take_result(event)
@@ -146,7 +142,7 @@ class JournalContent:
     def _take_end(self, event: Mapping[str, Any]) -> None:
         self.latest, self.why = float(event["seconds"]), str(event["why"])
 
-    def _know(self, unit: Unit) -> None:
+    def _add_unit(self, unit: Unit) -> None:
         self.units.setdefault(unit.id, unit)
 
 
@@ -162,14 +158,13 @@ _TAKES = {
 }
 
 
-LONGEST = 2**26  # bytes of the longest line: one result, with all work that follows from it
-# Far below the depth at which Python itself gives up.
-_DEEPEST = 64
+LONGEST = 2**26  # Bytes of the longest line: one result, with all units that follow from it.
+_DEEPEST = 64  # Deepest nesting of a line; far below Python's recursion limit.
 _SUM = b',"sum":"'
 _TAIL = len(_SUM) + 16 + len(b'"}')
-# By it a torn first line is told from the first line of some other file.
+# Start of every journal, which distinguishes a partial first line from some other file.
 _BEGINNING = b'{"n":0,"kind":"header"'
-# What reading a line of another layout raises.
+# Exceptions raised while a line of another layout is read.
 _MALFORMED = (
     msgspec.MsgspecError,
     AttributeError,
@@ -179,21 +174,21 @@ _MALFORMED = (
     ValueError,
 )
 VOLATILE = frozenset({"started", "typed"})
-"""What two runs of one plan may say differently in their headers."""
+"""Keys in which the headers of two sessions of one run may differ."""
 
 
 class _Torn(Exception):
-    """A line that was not written whole: no error where it is the last."""
+    """A line was not written completely, which is no error if it is the last line."""
 
 
 def journal_line(number: int, kind: str, at: float, rest: Mapping[str, Any]) -> bytes:
-    """The line of one event.
+    """Return the line of one event.
 
     Raises:
-        JournalError: where it is longer than a reader would take, or deeper.
+        JournalError: if it is longer or nested deeper than readers accept.
     """
     data = {"n": number, "kind": kind, "at": round(at, 3), **json_numbers.to_plain_data(rest)}
-    # Also on writing, because a line that no reader takes would end every later session.
+    # Checked on writing too, since a line that readers refuse would break every later session.
     _check_depth(data)
     body = msgspec.json.encode(data)[:-1]
     if len(body) + _TAIL > LONGEST:
@@ -202,17 +197,17 @@ def journal_line(number: int, kind: str, at: float, rest: Mapping[str, Any]) -> 
 
 
 def plan_fingerprint(head: Mapping[str, Any], version: str) -> str:
-    """Return what two headers of one plan have in common."""
+    """Return a digest of the header, except the keys in ``VOLATILE``, and of the version."""
     same = {k: v for k, v in json_numbers.to_plain_data(head).items() if k not in VOLATILE}
     text = msgspec.json.encode([SCHEMA, version, same], order="sorted")
     return hashlib.sha256(text).hexdigest()[:16]
 
 
 def read_journal(path: Path) -> JournalContent:
-    """Return what the journal ``path`` says now; another process may be writing it.
+    """Return the present content of the journal ``path``, which another process may be writing.
 
     Raises:
-        JournalError: where it cannot be read, is no journal, or is damaged before its last line.
+        JournalError: if it cannot be read, is no journal, or is damaged before its last line.
     """
     try:
         with path.open("rb") as file:
@@ -226,10 +221,10 @@ def read_journal(path: Path) -> JournalContent:
 
 
 def read_journal_file(file: BinaryIO, name: str) -> JournalContent:
-    """Read an open journal from its beginning; empty where not even its header is whole.
+    """Read an open journal from its beginning; the content is empty if its header is incomplete.
 
     Raises:
-        JournalError: where it is no journal, or is damaged before its last line.
+        JournalError: if it is no journal, or is damaged before its last line.
     """
     content, place = JournalContent(), one_line(name)
     # One byte more, for the newline of the longest line.
@@ -237,7 +232,7 @@ def read_journal_file(file: BinaryIO, name: str) -> JournalContent:
         try:
             content.take(_event(raw, content.lines))
         except _Torn as torn:
-            # Only a last line can be torn: a broken one before others is damage.
+            # Only the last line may be incomplete: any other broken line is damage.
             if file.read(1) or not _may_be_torn(raw, content):
                 raise JournalError(f"{place}, line {content.lines + 1}: {torn}.") from None
             content.torn = True
@@ -250,13 +245,13 @@ def read_journal_file(file: BinaryIO, name: str) -> JournalContent:
 
 
 def _may_be_torn(raw: bytes, content: JournalContent) -> bool:
-    """Not where it is the first line of some other file, which nobody may cut."""
+    """Return False for the first line of a file that is no journal and must not be cut."""
     begins = raw[: len(_BEGINNING)]
     return content.lines > 0 or begins == _BEGINNING[: len(raw)] or not raw.strip(b"\0")
 
 
 def _event(raw: bytes, number: int) -> dict[str, Any]:
-    """The event of a line, which must be the one of that number."""
+    """Parse a line and return its event, which must have the given number."""
     body = raw[: -_TAIL - 1]
     if not raw.endswith(b"\n") or raw[-_TAIL - 1 :] != _SUM + _checksum(body) + b'"}\n':
         raise _Torn("it is not whole, or its checksum is wrong")
@@ -272,7 +267,7 @@ def _checksum(body: bytes) -> bytes:
 
 
 def _structs(event: Mapping[str, Any]) -> dict[str, Any]:
-    """The units and the result of an event."""
+    """Return the units and the result of an event as structs."""
     if event["kind"] == "start":
         return {"unit": _unit(event["unit"])}
     if event["kind"] == "queued":
@@ -291,7 +286,7 @@ def _done(data: dict[str, Any]) -> Done:
         one | {"record": json_numbers.words_to_record_numbers(one.get("record"))}
         for one in data.get("answers", ())
     ]
-    # Apart from the rest, because their Cases hold words in place of NaN and infinities.
+    # Converted separately, since their Cases have strings for NaN and infinities.
     units = tuple(_unit(one) for one in data.get("units", ()))
     done = msgspec.convert(data | {"answers": answers, "units": []}, Done)
     return msgspec.structs.replace(done, units=units)

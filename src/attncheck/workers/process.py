@@ -1,8 +1,8 @@
-"""A worker: a child process that is started, spoken to, and killed with all that it started.
+"""A worker: a child process that answers requests, and is killed with all of its descendants.
 
-Kernels that may crash and units of a run are done in processes of this one kind: one transport
-(``transport``), one way to start and to die. What the worker does is the server that it makes,
-``module:function``, in ``worker_main``.
+Both kernels that may crash and units of a run are executed in such processes, which communicate by
+``transport``. A worker runs ``worker_main``, which makes a server, ``module:function``, that
+answers the requests.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from attncheck.workers.reaper import MARK, kill_family, new_mark
 from attncheck.workers.transport import KEY, BrokenFrame, Closed, Frame, Receiver, Sender
 
 KERNEL_SERVER = "attncheck.verify.kernel_server:KernelServer"
-"""Server of a worker that runs somebody's kernel; named here, where starting one imports little."""
+"""Server of a worker that runs a user's kernel; named here to spare its import."""
 
-KEPT = 1 << 16  # bytes that are kept of what a process prints, the last ones
+KEPT = 1 << 16  # Bytes of a process's output that are kept; the last ones.
 
-_CHUNK = 1 << 16
-# How glibc's words on a broken heap begin.
+_CHUNK = 1 << 16  # Bytes that are read at a time.
+# Beginnings of glibc's messages about a corrupted heap.
 _HEAP = ("malloc", "realloc", "free()", "munmap_chunk", "corrupted", "double free")
-_DUMP = b"Fatal Python error: "  # how faulthandler begins
-_PIPE = 1 << 20  # bytes that a pipe may hold
-_PERIOD = 0.1  # seconds between two looks at whether a silent process is still there
-_PAUSE = 0.02  # seconds between two looks at whether one that is to end has ended
-_LAST_LINES = 3  # of standard error, which a message ends with
-_LONGEST_LINE = 300  # characters
+_DUMP = b"Fatal Python error: "  # Beginning of faulthandler's output.
+_PIPE = 1 << 20  # Bytes that a pipe can hold at most.
+_PERIOD = 0.1  # Seconds between two checks whether a silent process is alive.
+_PAUSE = 0.02  # Seconds between two checks whether a process that should end has ended.
+_LAST_LINES = 3  # Lines of standard error that are quoted in a message.
+_LONGEST_LINE = 300  # Characters of a quoted line.
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
-# The worker finds modules where this process does, and not in the folder that it is in.
+# The worker uses this process's sys.path, without its own working directory.
 _CODE = "import sys; sys.path[:] = {path!r}; from attncheck.workers.worker_main import run; run()"
 
 
 class Died(HostError):
-    """A worker died, was killed at its deadline, or had no memory left.
+    """A worker died, was killed at its deadline, or ran out of memory.
 
     Attributes:
         kind: ``crash``, ``timeout`` or ``oom``.
-        trace: The last of what it printed to standard error.
+        trace: The end of its standard error.
     """
 
     def __init__(self, kind: str, message: str, trace: str = "") -> None:
@@ -60,89 +60,89 @@ class Died(HostError):
 
 
 class _Ended(Exception):
-    """The process is no more."""
+    """The process has ended."""
 
 
 class _Late(Exception):
-    """It was not ready until the deadline."""
+    """The deadline has passed."""
 
 
 class Tail:
-    """The last of what somebody prints."""
+    """The last ``KEPT`` bytes of an output stream."""
 
     def __init__(self) -> None:
         self._kept = bytearray()
 
     def add(self, part: bytes) -> None:
-        """Keep ``part``, and forget what is too much."""
+        """Append ``part``, and drop the oldest bytes beyond the limit."""
         self._kept += part
         del self._kept[:-KEPT]
 
     @property
     def text(self) -> str:
-        """The kept part, as it came."""
+        """The kept output, decoded."""
         return self._kept.decode(errors="replace")
 
     def lines(self, count: int) -> str:
-        """Return its last ``count`` lines that say something, harmless and in one."""
+        """Return the last ``count`` nonempty lines, sanitized and joined into one."""
         lines = [line for line in map(one_line, self.text.splitlines()) if line]
         return " | ".join(line[-_LONGEST_LINE:] for line in lines[-count:])
 
 
 class _Echo:
-    """The first of what a process prints, shown on standard error: whole lines, made harmless.
+    """Copies the beginning of a process's output to standard error, as sanitized whole lines.
 
-    A line that is the one before it is shown once, and in the end how often it came.
+    Repetitions of a line are not shown, only counted.
     """
 
     def __init__(self) -> None:
         self._line, self._left = b"", KEPT
-        self._last, self._again = "", 0  # the line that was shown last, and how often it came since
+        self._last, self._repeats = "", 0  # The last line shown, and its repetitions since.
 
     def add(self, part: bytes) -> None:
-        """Show the lines that end in ``part``; of no bytes the one that has not ended."""
-        over, part = len(part) > self._left, part[: self._left]
+        """Show the lines that end in ``part``; an empty ``part`` ends the last line."""
+        is_cut, part = len(part) > self._left, part[: self._left]
         self._left -= len(part)
         *lines, self._line = (self._line + part or self._line + b"\n").split(b"\n")
-        if any(line.startswith(_DUMP) for line in lines):  # a message tells its end
+        if any(line.startswith(_DUMP) for line in lines):  # the error message will quote it
             self._left, lines = 0, []
         texts = [one_line(line.decode(errors="replace")) for line in lines]
-        texts += ["… what else the kernel prints is not shown"] if over and part else []
-        shown = "".join(self._shown(text) for text in texts if text)
-        shown += "" if part else self._shown("")
+        texts += ["… what else the kernel prints is not shown"] if is_cut and part else []
+        output = "".join(self._lines_to_show(text) for text in texts if text)
+        output += "" if part else self._lines_to_show("")
         with suppress(AttributeError, OSError, ValueError):  # nobody reads it
-            sys.stderr.write(shown)
+            sys.stderr.write(output)
             sys.stderr.flush()
 
-    def _shown(self, text: str) -> str:
-        """Return ``text`` as lines, after how often the one before it came again."""
+    def _lines_to_show(self, text: str) -> str:
+        """Return ``text`` as a line, preceded by a line with its predecessor's repetitions."""
         if text == self._last:
-            self._again += 1
+            self._repeats += 1
             return ""
-        before = f"{self._last} ({self._again} times more)\n" if self._again else ""
-        self._last, self._again = text, 0
+        before = f"{self._last} ({self._repeats} times more)\n" if self._repeats else ""
+        self._last, self._repeats = text, 0
         return f"{before}{text}\n" if text else before
 
 
 class Worker:
-    """A child process in a session of its own, with a pipe to it and one from it.
+    """A child process in a session of its own, with a pipe in each direction.
 
-    Nothing reads what it prints but ``receive``, ``send`` and ``take_in``, which is where its owner
-    spends its time; a child that prints while nobody asks it anything waits until somebody does.
+    Its output is read only within ``receive``, ``send`` and ``take_in``; a child that fills its
+    output pipe between requests blocks until the next request.
 
     Args:
-        server: What it makes and asks for answers, ``module:function``.
-        environment: What is another there than here.
-        folder: Its working directory; empty for this one's.
-        paths: Where it and what it starts look for modules first.
-        mark: By which it and what it starts are known; a new one by default.
-        grace: Seconds that it has to end by itself when nobody writes to it any more.
-        echo: ``echoes``.
+        server: The server that answers requests, ``module:function``.
+        environment: Environment variables that are set besides those of this process.
+        folder: Working directory; empty for that of this process.
+        paths: Folders that precede the module search path of the child and its descendants.
+        mark: Mark in the environment of the child and its descendants; a new one by default.
+        grace: Seconds in which the child may end by itself after its request pipe is closed.
+        echo: Whether the beginning of its output is shown on standard error.
 
     Attributes:
-        replies: Descriptor that answers come from; non-blocking.
-        stdout, stderr: What it prints.
-        echoes: Whether the first of that is shown on standard error.
+        replies: Non-blocking descriptor of the pipe with answers.
+        stdout, stderr: The end of its output.
+        echoes: See ``echo``.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Worker:
                 cwd=folder or None,
                 env=surroundings,
                 pass_fds=(its_requests, its_replies),
-                start_new_session=True,  # the terminal's Ctrl-C is ours to hear
+                start_new_session=True,  # a Ctrl-C in the terminal must not reach it
             )
         except BaseException:
             self._release()
@@ -195,7 +195,7 @@ class Worker:
         self._echoes = {each: _Echo() for each in self._printed if echo}
         for descriptor in (self._requests, self.replies, *self._printed):
             os.set_blocking(descriptor, False)
-        # Who forgets a worker does not mean it to live on.
+        # A worker that is garbage collected is killed.
         self._forgotten = weakref.finalize(self, _end_forgotten, self._process, self._mark)
         key = secrets.token_bytes(KEY)
         os.write(self._requests, key)
@@ -204,15 +204,15 @@ class Worker:
         self._sender, self._receiver = Sender(self._requests, key), Receiver(self.replies, key)
 
     def exchange(self, frame: Frame | None, *, seconds: float, most: int, what: str) -> Frame:
-        """Return the answer to ``frame``; without one, to what was sent.
+        """Send ``frame``, if it is not None, and return the answer to the last request.
 
         Args:
-            seconds: Until it is late.
-            most: Bytes beside JSON that an answer may have.
-            what: That is asked, for the message of one that is late.
+            seconds: Time limit.
+            most: Largest number of bytes besides JSON in the answer.
+            what: The request, for the message of a timeout.
 
         Raises:
-            Died: when there is no answer, also where ``send`` raised it; the worker is killed.
+            Died: if there is no answer, or ``send`` has raised it before; the worker is killed.
         """
         if self._fate is not None:
             raise self._fate
@@ -221,19 +221,19 @@ class Worker:
             if frame is not None:
                 self._sender.send(frame, lambda: self._wait(writing=True))
             return self._receiver.receive(most=most, ready=lambda: self._wait(writing=False))
-        except BaseException as error:  # noqa: BLE001  # sorted there
+        except BaseException as error:  # noqa: BLE001  # sorted by ``_fail``
             self._fail(error, seconds, what)
 
     def send(self, frame: Frame, *, seconds: float) -> None:
-        """Send a request, of which the answer is received later; raises Died."""
+        """Send a request, to be answered by a later ``receive``; raise Died if that fails."""
         self._deadline = time.monotonic() + seconds
         try:
             self._sender.send(frame, lambda: self._wait(writing=True))
-        except BaseException as error:  # noqa: BLE001  # sorted there
+        except BaseException as error:  # noqa: BLE001  # sorted by ``_fail``
             self._fail(error, seconds, "a request")
 
     def receive(self, *, seconds: float, most: int) -> Frame:
-        """Receive the answer to what was sent; raises Died, also where ``send`` did."""
+        """Return the answer to the request sent; raise Died if there is none, or ``send`` did."""
         return self.exchange(None, seconds=seconds, most=most, what="with a result")
 
     def _fail(self, error: BaseException, seconds: float, what: str) -> NoReturn:
@@ -250,12 +250,12 @@ class Worker:
         self.kill(5.0)
         trace = "\n".join(map(one_line, self.stderr.text.splitlines()))
         last = self._last_words()
-        whole = f"{message}; it said: {last}" if last else f"{message}."
-        self._fate = Died(kind, whole, trace)
+        full_message = f"{message}; it said: {last}" if last else f"{message}."
+        self._fate = Died(kind, full_message, trace)
         raise self._fate from None
 
     def _cause_of_death(self, code: int | None) -> tuple[str, str]:
-        """Kind and message of an end that nobody here asked for."""
+        """Return the kind and the message of an unexpected end of the process."""
         if code is None:
             return "crash", "its process closed its pipe and went on"
         if code >= 0:
@@ -270,12 +270,12 @@ class Worker:
         return "crash", f"its process died of {name} before it answered{heap}"
 
     def _before_dump(self) -> str:
-        """The line of its standard error before faulthandler's; the last one where it has none."""
+        """Return the line of standard error before faulthandler's output, or else the last one."""
         before = self.stderr.text.rpartition(_DUMP.decode())[0] or self.stderr.text
         return (before.splitlines() or [""])[-1]
 
     def _last_words(self) -> str:
-        """The last lines of its standard error; of faulthandler's the place."""
+        """Return the last lines of standard error, or the error and place from faulthandler."""
         _, fatal, dump = self.stderr.text.rpartition(_DUMP.decode())
         if not fatal:
             return self.stderr.lines(_LAST_LINES)
@@ -283,90 +283,90 @@ class Worker:
         last = self._before_dump()
         if last.startswith(_HEAP):
             what = f"{one_line(last)[:_LONGEST_LINE]}, {what}"
-        # Other threads, such as the one that listens to us, are dumped before it.
+        # Other threads, such as the one that listens for requests, are dumped before it.
         at_fault = dump.rpartition("Current thread ")[2]
         lines = [one_line(line) for line in at_fault.splitlines()]
-        ours = (_OURS, '"<string>"')  # what a kernel broke may be noticed there
+        ours = (_OURS, '"<string>"')  # Our frames, where damage by a kernel may show up.
         places = [each for each in lines if each.startswith("File ")]
         places = [each for each in places if not any(one in each for one in ours)]
         return ", ".join([what, *places[:1]])
 
     def _wait(self, *, writing: bool) -> None:
-        """Return when the pipe is ready; all the while take in what the process prints."""
+        """Wait until the pipe is ready, while reading the process's output."""
         descriptor = self._requests if writing else self.replies
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT if writing else select.POLLIN)
         for printed in self._printed:
             poll.register(printed, select.POLLIN)
         while True:
-            gone = self.ended is not None
-            left = self._deadline - time.monotonic()
-            if left <= 0:
+            has_ended = self.ended is not None
+            seconds_left = self._deadline - time.monotonic()
+            if seconds_left <= 0:
                 raise _Late
-            ready = dict(poll.poll(0 if gone else 1000 * min(left, _PERIOD)))
+            ready = dict(poll.poll(0 if has_ended else 1000 * min(seconds_left, _PERIOD)))
             for printed in ready.keys() & self._printed.keys():
                 if self._read_printed(printed) == b"":
                     poll.unregister(printed)
             if descriptor in ready:
                 return
-            if gone:
+            if has_ended:
                 raise _Ended
 
     @property
     def failed(self) -> bool:
-        """True once ``send`` or ``receive`` raised Died, which the next one raises too."""
+        """Whether ``send`` or ``receive`` raised Died, which further calls raise again."""
         return self._fate is not None
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Descriptors to wait for where there are many workers: of answers and of prints."""
+        """Descriptors of answers and output, to wait for many workers at once."""
         return (self.replies, *self._printed)
 
     def take_in(self, ready: Collection[int]) -> bool:
-        """Take in what is printed on those of ``descriptors`` that are ready.
+        """Read the output from those of ``descriptors`` that are ``ready``.
 
         Returns:
-            Whether an answer, or the end of the process, is there to ``receive``.
+            Whether ``receive`` has an answer, or the end of the process, to report.
         """
         for printed in set(ready) & self._printed.keys():
             if self._read_printed(printed) == b"":
-                del self._printed[printed]  # at its end, which would be ready for ever
+                del self._printed[printed]  # at its end a descriptor is always ready
         return self.replies in ready or self.ended is not None
 
     @property
     def ended(self) -> int | None:
-        """Its exit code, or minus the signal that it died of; None while it runs."""
+        """Exit code, or minus the number of the fatal signal; None while it runs."""
         if self._process.returncode is not None:
             return self._process.returncode
-        # It stays a zombie until its family is gone: else its number could be another's.
+        # WNOWAIT keeps it a zombie until its descendants are killed, so that its pid is not reused.
         state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if state is None:
             return None
         return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
 
     def await_end(self, seconds: float) -> int | None:
-        """Return ``ended`` after at most so many seconds; takes in what is printed until then."""
+        """Wait up to ``seconds`` for the end while reading output, and return ``ended``."""
         deadline = time.monotonic() + seconds
         while self.ended is None and time.monotonic() < deadline:
             ready, _, _ = select.select(list(self._printed), [], [], _PAUSE)
             parts = [self._read_printed(printed) for printed in ready]
             if not any(parts):
-                time.sleep(_PAUSE)  # at their end: there is nothing to wait for
+                time.sleep(_PAUSE)  # output is closed, so that select does not wait
         return self.ended
 
     def kill(self, seconds: float) -> None:
-        """Kill it with all that it started; what it printed stays.
+        """Kill the process and its descendants; its output stays available.
 
         Args:
-            seconds: For how long to wait for the end of what a driver does not let go of.
+            seconds: How long to wait for a process that a driver keeps from ending.
         """
         if not self._owned:
             return
         kill_family(self._mark, self.pid)
         for printed in self._printed:
-            left = _PIPE  # no more: whoever is not killed may write on
-            while left > 0 and (part := self._read_printed(printed)):
-                left -= len(part)
+            bytes_left = _PIPE  # a limit, since a survivor may go on writing
+            while bytes_left > 0 and (part := self._read_printed(printed)):
+                bytes_left -= len(part)
         for each in self._echoes.values():
             each.add(b"")
         with suppress(subprocess.TimeoutExpired):
@@ -375,20 +375,20 @@ class Worker:
         self._release()
 
     def stop(self) -> None:
-        """Write to it no more: it ends by itself, if it can."""
+        """Close the request pipe, which asks the worker to end."""
         if self._requests in self._owned:
             os.close(self._requests)
             self._owned.remove(self._requests)
 
     def end(self, seconds: float) -> None:
-        """Let it end by itself for so long; then ``kill``."""
+        """Ask the worker to end, and kill it after ``seconds``."""
         self.stop()
         self.await_end(seconds)
         self.kill(seconds)
 
     @property
     def memory(self) -> int:
-        """Bytes of memory that it holds; 0 where nobody knows."""
+        """Bytes of memory that it holds; 0 if unknown."""
         try:
             pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         except (OSError, ValueError, IndexError):
@@ -403,7 +403,7 @@ class Worker:
             stream.close()
 
     def _read_printed(self, printed: int) -> bytes | None:
-        """Read what is there of it now: None for nothing, and no bytes at its end."""
+        """Read available output; None if there is none now, ``b""`` at its end."""
         try:
             part = os.read(printed, _CHUNK)
         except BlockingIOError:
@@ -419,7 +419,7 @@ class Worker:
 def _command(
     server: str, paths: tuple[str, ...], requests: int, replies: int, grace: float
 ) -> list[str]:
-    # Linux ends a process with the thread that started it, which may end before this process does.
+    # Linux binds PR_SET_PDEATHSIG to the thread that starts the child, which may end early.
     bound = threading.current_thread() is threading.main_thread()
     code = _CODE.format(path=[*paths, *(entry for entry in sys.path if isinstance(entry, str))])
     numbers = (requests, replies, os.getpid(), int(bound))
@@ -439,9 +439,9 @@ def _signal_name(number: int) -> str:
 
 
 def oom_kills() -> int:
-    """Return how many processes the machine has killed for want of memory; 0 where nobody counts.
+    """Return how many processes were killed for lack of memory; 0 if unknown.
 
-    As far as this process can see: of the host, and of its control group (version 2).
+    Counts those of the host and of this process's control group (version 2).
     """
     try:
         group = Path("/proc/self/cgroup").read_text().strip().splitlines()[-1]

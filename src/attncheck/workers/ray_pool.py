@@ -1,7 +1,7 @@
-"""Workers on a cluster: Ray actors, one for each GPU, or each core without.
+"""Workers on a cluster: Ray actors, one for each GPU, or else for each core.
 
-The journal stays here, on the driver; a node that is lost takes what it was doing with it and
-nothing else. Needs Ray: ``pip install 'attncheck[ray]'``.
+The journal stays on the driver, so that only its running units are lost with a node. Needs Ray:
+``pip install 'attncheck[ray]'``.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from attncheck.workers.transport import Frame
 from attncheck.workers.units import Unit
 from attncheck.workers.worker_pool import Cluster, Limits, WorkerNews, WorkerSetup
 
-_POLL = 0.1  # seconds: Ray cannot wait for our interrupts
+_POLL = 0.1  # Seconds between checks for interrupts, since Ray cannot wait for them.
 _SILENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent to anybody
+    "RAY_USAGE_STATS_ENABLED": "0",  # No usage statistics are sent.
     "RAY_DEDUP_LOGS": "0",
 }
 
 
 @contextlib.contextmanager
 def joined_cluster(cluster: Cluster) -> Iterator[Any]:
-    """Within, this process is a driver of ``cluster``; gives the module ``ray``.
+    """Make this process a driver of ``cluster`` within the context, and yield the module ``ray``.
 
     Raises:
-        UsageError: where Ray is not installed, or there is no cluster.
+        UsageError: if Ray is not installed, or there is no such cluster.
     """
     os.environ.update({name: value for name, value in _SILENT.items() if name not in os.environ})
     try:
@@ -42,7 +42,7 @@ def joined_cluster(cluster: Cluster) -> Iterator[Any]:
         raise UsageError(
             "a cluster needs Ray, which is not installed: pip install 'attncheck[ray]'."
         ) from None
-    if ray.is_initialized():  # somebody else joined it, and leaves it
+    if ray.is_initialized():  # the caller has joined it, and will leave it
         yield ray
         return
     address = cluster.address
@@ -58,10 +58,10 @@ def joined_cluster(cluster: Cluster) -> Iterator[Any]:
 
 
 class _Actor:
-    """The actor on a node: the same server as in a worker process."""
+    """The actor on a node, with the same server as a worker process."""
 
     def __init__(self) -> None:
-        # What the Work starts ends with this process, which may be killed.
+        # The guard kills the processes that the Work started if this one is killed.
         mark = os.environ[MARK] = new_mark()
         self._guard, self._server = Guard(mark), worker_pool.UnitServer()
 
@@ -75,11 +75,10 @@ class _Actor:
 
 
 class RayPool(worker_pool.WorkerPool[Any]):
-    """Ray actors; each handle is an actor, and ``busy`` what it will answer.
+    """A pool of Ray actors; ``busy`` is the reference to an actor's pending reply.
 
-    Nodes may come and go: workers that are lost are started again where there is room, as many as
-    there is room and work for. Ray restarts none of them: an actor that it restarted would do its
-    unit again beside others.
+    Nodes may come and go: lost workers are replaced as far as there are resources and units. Ray
+    itself must not restart actors, which would repeat their units while others run.
     """
 
     def __init__(self, ray: Any, cluster: Cluster, setup: WorkerSetup, limits: Limits) -> None:
@@ -90,7 +89,7 @@ class RayPool(worker_pool.WorkerPool[Any]):
         self._kind = ray.remote(max_restarts=0, max_task_retries=0, **needs)(_Actor)
 
     def staff(self, wanted: int, *, fresh: int) -> None:
-        """See ``WorkerPool``; no more than there is room for now."""
+        """See ``WorkerPool``; limited by the present resources of the cluster."""
         starting = [number for number, member in self._members.items() if not member.ready]
         if len(self._members) >= wanted and self._unused() >= fresh and not starting:
             return
@@ -123,15 +122,15 @@ class RayPool(worker_pool.WorkerPool[Any]):
             if not waited:
                 time.sleep(_POLL)
                 continue
-            # As many as there are: one slow actor must not hide what the others have done.
+            # All of them, so that every reply that is ready is returned.
             replies, _ = self._ray.wait(list(waited), num_returns=len(waited), timeout=_POLL)
         interruptions.heard()
-        news = [self._hear(waited[reply], self._reply(reply)) for reply in replies]
+        news = [self._handle_reply(waited[reply], self._reply(reply)) for reply in replies]
         for number in self._late_starts():
             self.drop(number)
-            # Those for which there is no room any more are no fault while others work.
+            # While others work, a worker for which there are no resources is no failure.
             if not any(member.ready for member in self._members.values()):
-                self._fail(f"one is not ready within {self._limits.start:g} s")
+                self._count_failed_start(f"one is not ready within {self._limits.start:g} s")
         return [one for one in news if one is not None]
 
     def _reply(self, reply: Any) -> worker_pool.WorkerReply:

@@ -1,8 +1,8 @@
-"""Kill a worker with all that it started, however far that has wandered from it.
+"""Kill a worker and all of its descendants, including daemons.
 
-Every worker carries a mark in its environment, which begins with the mark of whoever started it and
-which its own children inherit. A process group does not do: what a kernel starts may be a daemon
-with a session of its own.
+Every worker has a mark in its environment, which begins with the mark of the process that started
+it and which its children inherit. A process group is not enough, since a kernel may start a daemon
+in a session of its own.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ import sys
 import time
 from contextlib import suppress
 
-TYPE_CHECKING = False  # this file is a program too, which starts with every run: it imports little
+TYPE_CHECKING = False  # this file is also a program started with every run: it imports little
 if TYPE_CHECKING:
     from typing import Self
 
 MARK = "ATTNCHECK_WORKER"
-"""The environment variable by which a worker and all processes that it starts are known."""
+"""The environment variable that marks a worker and all of its descendants."""
 
-_ROUNDS, _PAUSE = 100, 0.02  # looks for what is left, and seconds between them: two in all
+_ROUNDS, _PAUSE = 100, 0.02  # Searches for survivors, and seconds between them: 2 s in all.
 
 
 def new_mark() -> str:
-    """Return a mark that no other process has, below that of this process."""
-    # A dot ends each part, so that no mark is the beginning of a stranger's.
+    """Return a new unique mark that begins with the mark of this process."""
+    # Each part ends with a dot, so that no mark is a prefix of an unrelated one.
     return f"{os.environ.get(MARK, '')}{os.urandom(8).hex()}."
 
 
 def kill_family(mark: str, pid: int = 0) -> None:
-    """Send SIGKILL to all processes whose mark begins with ``mark``, and to all below ``pid``.
+    """Kill all processes whose mark begins with ``mark``, and the descendants of ``pid``.
 
-    Not to this one. Returns when none is left; after two seconds where one cannot be killed.
+    Never kills this process. Returns when none is left, or after two seconds if one survives.
 
     Args:
-        mark: Of the worker or the run.
-        pid: The process whose session and descendants go with it; 0 for none.
+        mark: Mark of the worker or the run.
+        pid: A process to kill together with its session and descendants; 0 for none.
     """
     if pid:
         with suppress(OSError):
@@ -47,7 +47,7 @@ def kill_family(mark: str, pid: int = 0) -> None:
         for each in family - killed:
             with suppress(OSError):
                 os.kill(each, signal.SIGKILL)
-        # One that is about to end has no environment any more, and is there for a while.
+        # A process that is ending has no environment any more, but still exists for a while.
         killed |= family
         if all(_parent_and_session(each) is None for each in killed):
             return
@@ -55,32 +55,32 @@ def kill_family(mark: str, pid: int = 0) -> None:
 
 
 def _family(mark: str, pid: int) -> set[int]:
-    """Processes alive that carry ``mark``, are of the session of ``pid``, or descend from either.
+    """Return living processes with ``mark`` or in the session of ``pid``, and their descendants.
 
-    A daemon has left the tree and the session; its environment it keeps, unless it went to the
-    length of giving itself another, which only the tree can tell, as long as its parent lives.
+    A daemon has left the process tree and the session, but keeps its environment. A process that
+    has replaced its environment is found by the tree, as long as its parent lives.
     """
     parents: dict[int, int] = {}
     family = set()
-    with suppress(OSError):  # no Linux: the process group has to do
+    with suppress(OSError):  # without /proc only the process group is killed
         for name in os.listdir("/proc"):  # noqa: PTH208  # pathlib is a heavy import
-            about = _parent_and_session(int(name)) if name.isdigit() else None
-            if about is None:
+            parent_and_session = _parent_and_session(int(name)) if name.isdigit() else None
+            if parent_and_session is None:
                 continue
-            each = int(name)
-            parents[each], session = about
-            if (pid and pid in {each, session}) or _carries(each, mark):
-                family.add(each)
-    while more := {each for each, parent in parents.items() if parent in family} - family:
+            other = int(name)
+            parents[other], session = parent_and_session
+            if (pid and pid in {other, session}) or _has_mark(other, mark):
+                family.add(other)
+    while more := {other for other, parent in parents.items() if parent in family} - family:
         family |= more
     return family - {os.getpid()}
 
 
 def _parent_and_session(pid: int) -> tuple[int, int] | None:
-    """None of a process that is dead."""
+    """Return a process's parent and session; None if it is dead."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-            # After the name, which is anything, in brackets: state, parent, group, session.
+            # After the name in brackets, which is arbitrary: state, parent, group, session.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -89,7 +89,7 @@ def _parent_and_session(pid: int) -> tuple[int, int] | None:
     return int(fields[1]), int(fields[3])
 
 
-def _carries(pid: int, mark: str) -> bool:
+def _has_mark(pid: int, mark: str) -> bool:
     entry = f"{MARK}={mark}".encode()
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
@@ -100,10 +100,10 @@ def _carries(pid: int, mark: str) -> bool:
 
 
 class Guard:
-    """A small process that does ``kill_family(mark)`` when this one is gone, however it went."""
+    """A small process that calls ``kill_family(mark)`` when this process ends in any way."""
 
     def __init__(self, mark: str) -> None:
-        """It begins to wait."""
+        """Start the process, which waits for this one to end."""
         import subprocess
 
         self._process = subprocess.Popen(  # noqa: S603  # our own file
@@ -118,14 +118,14 @@ class Guard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill them all now."""
+        """Kill all marked processes now."""
         assert self._process.stdin is not None, "it was asked for"
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait()
 
 
-if __name__ == "__main__":  # of a Guard
+if __name__ == "__main__":  # the process of a Guard
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.stdin.buffer.read()

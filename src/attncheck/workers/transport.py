@@ -1,8 +1,8 @@
 """Framed, numbered and signed messages between two processes.
 
-A frame is a magic word, sizes, a sequence number, JSON, raw bytes, and a keyed checksum over all of
-it. The key is a number that only the two processes know. What is written to the descriptor by
-anybody else, torn or repeated is no frame; nothing of it is unpickled or run.
+A frame consists of a magic word, sizes, a sequence number, JSON, raw bytes, and a checksum of it
+all with a key that only the two processes know. Anything else on the descriptor, such as output of
+other code, and partial or repeated frames, is refused; nothing received is unpickled or run.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ if TYPE_CHECKING:
 
     Ready = Callable[[], None]
 
-KEY = 32  # bytes of a key
+KEY = 32  # Bytes of a key.
 
-LARGEST_WORDS = 1 << 20  # bytes of the JSON of one frame; a Problem is a few hundred
+LARGEST_WORDS = 1 << 20  # Bytes of the JSON of one frame; a Problem takes a few hundred.
 
 _MAGIC = b"attncheck\x00\x01\n"
-_CHECKSUM = 32
-_CHUNK = 1 << 20
+_CHECKSUM = 32  # Bytes of a checksum.
+_CHUNK = 1 << 20  # Bytes that are read or written at a time.
 # Magic, kind, sequence number, bytes of JSON, bytes after it.
 _HEADER = struct.Struct(f"<{len(_MAGIC)}s16sQIQ")
-# Bound here, before any kernel is imported: one that replaces them answers no better for it.
+# Bound before any kernel is imported, so that a kernel cannot replace these functions.
 _BLAKE2B, _SAME, _DUMPS, _LOADS = hashlib.blake2b, hmac.compare_digest, json.dumps, json.loads
 _READ, _WRITE = os.read, os.write
 
 
 class BrokenFrame(AttncheckError):
-    """Bytes that are no frame of the other side, or not the next."""
+    """Bytes that are not the next frame of the other side."""
 
 
 class Closed(AttncheckError):
-    """The other side is gone, in the midst of a frame or between two."""
+    """The other side has closed the pipe, within or between frames."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
     """One message."""
 
-    kind: str  # what it is, at most 16 ASCII letters
-    words: dict[str, Any]  # a JSON object
-    data: bytes | bytearray = b""  # what is no JSON
+    kind: str  # Type of the message, at most 16 ASCII letters.
+    words: dict[str, Any]  # A JSON object.
+    data: bytes | bytearray = b""  # Binary data.
 
 
 class Sender:
@@ -61,14 +61,14 @@ class Sender:
         self._sequence = 0
 
     def send(self, frame: Frame, ready: Ready | None = None) -> None:
-        """Send it whole.
+        """Write ``frame`` completely.
 
         Args:
-            ready: Returns when something can be written, or raises; None where writing waits.
+            ready: Waits until the descriptor is writable, or raises; None if writing blocks.
 
         Raises:
-            BrokenFrame: for one that no receiver would take.
-            Closed: when nobody reads any more.
+            BrokenFrame: if a receiver would refuse the frame.
+            Closed: if the other side does not read any more.
         """
         words = _DUMPS(frame.words, separators=(",", ":")).encode()
         kind = frame.kind.encode("ascii")
@@ -77,16 +77,16 @@ class Sender:
         self._sequence += 1
         header = _HEADER.pack(_MAGIC, kind, self._sequence, len(words), len(frame.data))
         parts = header, words, frame.data, _checksum(self._key, header, words, frame.data)
-        # At once: the other side wakes up once, too.
+        # A small frame is written at once, so that the other side wakes up only once.
         for part in parts if len(frame.data) > _CHUNK else (b"".join(parts),):
             self._write(memoryview(part), ready)
 
-    def _write(self, left: memoryview, ready: Ready | None) -> None:
-        while left:
+    def _write(self, rest: memoryview, ready: Ready | None) -> None:
+        while rest:
             if ready is not None:
                 ready()
             try:
-                left = left[_WRITE(self._descriptor, left[:_CHUNK]) :]
+                rest = rest[_WRITE(self._descriptor, rest[:_CHUNK]) :]
             except BlockingIOError:
                 continue
             except OSError as error:
@@ -104,50 +104,50 @@ class Receiver:
         """Return the next frame.
 
         Args:
-            most: Bytes after its JSON, at most.
-            ready: Returns when something can be read, or raises; None where reading waits.
+            most: Largest number of bytes after the JSON.
+            ready: Waits until the descriptor is readable, or raises; None if reading blocks.
 
         Raises:
-            BrokenFrame: when what came is none, or is larger.
-            Closed: when nobody writes any more.
+            BrokenFrame: if the bytes are no frame, or it is too large.
+            Closed: if the other side does not write any more.
         """
         header = self._read(_HEADER.size, ready)
-        magic, kind, sequence, of_words, of_data = _HEADER.unpack(header)
+        magic, kind, sequence, words_size, data_size = _HEADER.unpack(header)
         if magic != _MAGIC:
             raise BrokenFrame("what came begins as no frame does.")
-        # Before memory is taken for them, since the sizes have not been verified yet.
-        if of_words > LARGEST_WORDS or of_data > most:
-            raise BrokenFrame(f"a frame of {of_words} and {of_data} bytes, of at most {most}.")
-        if of_data > _CHUNK:  # of which no copy is made
-            words, data = self._read(of_words, ready), self._read(of_data, ready)
+        # Checked before memory is allocated, since the sizes are not authenticated yet.
+        if words_size > LARGEST_WORDS or data_size > most:
+            raise BrokenFrame(f"a frame of {words_size} and {data_size} bytes, of at most {most}.")
+        if data_size > _CHUNK:  # read without copying
+            words, data = self._read(words_size, ready), self._read(data_size, ready)
             checksum = self._read(_CHECKSUM, ready)
         else:
-            whole = self._read(of_words + of_data + _CHECKSUM, ready)
-            words, checksum = whole[:of_words], whole[-_CHECKSUM:]
-            data = whole[of_words:-_CHECKSUM]
-        # Before any of it is parsed.
+            whole = self._read(words_size + data_size + _CHECKSUM, ready)
+            words, checksum = whole[:words_size], whole[-_CHECKSUM:]
+            data = whole[words_size:-_CHECKSUM]
+        # Verified before anything is parsed.
         if not _SAME(checksum, _checksum(self._key, header, words, data)):
             raise BrokenFrame("a frame whose checksum is not the one of its bytes and our key.")
         self._sequence += 1
-        # A frame that somebody repeats has a right checksum too.
+        # A repeated frame has a valid checksum too.
         if sequence != self._sequence:
             raise BrokenFrame(f"frame {sequence} where {self._sequence} is the next.")
         return Frame(kind=kind.rstrip(b"\x00").decode("ascii"), words=_object(words), data=data)
 
     def _read(self, count: int, ready: Ready | None) -> bytearray:
         buffer = bytearray(count)
-        left = memoryview(buffer)
-        while left:
+        rest = memoryview(buffer)
+        while rest:
             if ready is not None:
                 ready()
             try:
-                part = _READ(self._descriptor, min(len(left), _CHUNK))
+                part = _READ(self._descriptor, min(len(rest), _CHUNK))
             except BlockingIOError:
                 continue
             if not part:
                 raise Closed("nobody writes any more.")
-            left[: len(part)] = part
-            left = left[len(part) :]
+            rest[: len(part)] = part
+            rest = rest[len(part) :]
         return buffer
 
 

@@ -1,4 +1,4 @@
-"""A piece of work that is done whole or again, its result, and the part of a run that does it."""
+"""Units of work, their results, and the shards of a run."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from attncheck.records.run_reports import Answer, Stage
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One piece of work. It says all that doing it takes: any process can, on any machine."""
+    """One piece of work, self-contained: any process on any machine can do it."""
 
-    # ``describe``: which kernel is this, and what is it to be asked. ``draw``: Cases of a
-    # property. ``ask``: one Case. ``shrink``: the smallest Case that fails like this one.
-    # ``fault``: whether a whole gate sees a planted fault.
+    # ``describe``: find out what the kernel is, and plan its questions. ``draw``: draw Cases of a
+    # property. ``ask``: ask one Case. ``shrink``: find the smallest Case that fails like this one.
+    # ``fault``: run a whole gate on a planted fault.
     kind: Literal["describe", "draw", "ask", "shrink", "fault"]
     stage: Stage  # which part of the gate it belongs to
-    # As asked for: a name, ``file.py::name`` or ``package.module:name``; of a fault
+    # As the user named it: a name, ``file.py::name`` or ``package.module:name``; for a fault
     # ``name@host``.
     kernel: str
-    convention: str = ""  # a name of a calling convention; empty for the first that fits
-    # Of which commit the kernel is: forty hexadecimal digits. Empty for the files as they are.
-    # Where its files lie is no part of a unit: that differs from run to run.
+    convention: str = ""  # Name of the calling convention; empty for the first that fits.
+    # Commit of the kernel, forty hexadecimal digits; empty for the working tree. The folder of its
+    # files is not part of a unit, since it differs from run to run.
     commit: str = ""
-    device: str  # ``cpu`` or ``cuda``
-    tier: str = ""  # how hard the kernel is asked
-    # dtype, family: of a draw; empty elsewhere.
+    device: str  # ``cpu`` or ``cuda``.
+    tier: str = ""  # How hard the kernel is asked.
+    # dtype, family: parameters of a ``draw``; empty otherwise.
     dtype: str = ""
     family: str = ""
-    variant: str = ""  # what reports call the Case
-    test: str = ""  # ``test_causal.py::test_attention_is_exact``; empty where none asks
-    case: dict[str, Any] = {}  # as JSON; empty of a unit that has none
-    alone: bool = False  # whether it is to be done in processes that have done nothing else
+    variant: str = ""  # Name of the Case in reports.
+    test: str = ""  # ``test_causal.py::test_attention_is_exact``; empty if no property asks.
+    case: dict[str, Any] = {}  # The Case as JSON; empty for a unit without a Case.
+    alone: bool = False  # Whether it must be done in an unused worker.
 
     @property
     def id(self) -> str:
-        """Sixteen letters and digits that stand for it on every machine; ``alone`` is no part."""
+        """Sixteen letters and digits, equal on every machine, derived from all but ``alone``."""
         data = msgspec.to_builtins(msgspec.structs.replace(self, alone=False))
-        # Sorted, because equal Cases may have been written down in another order.
+        # Sorted, since the keys of equal Cases may be in a different order.
         digest = hashlib.sha256(msgspec.json.encode(data, order="sorted")).digest()
         return base64.b32encode(digest)[:16].decode().lower()
 
@@ -52,42 +52,42 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Done(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The result of a unit."""
 
-    unit: str  # its id
-    # Of an ``ask`` one; of a ``shrink`` that found a smaller Case, that one.
+    unit: str  # Id of the unit.
+    # One answer for ``ask``; for ``shrink`` that of the smaller Case, if one was found.
     answers: tuple[Answer, ...] = ()
-    units: tuple[Unit, ...] = ()  # further work that follows from it, in order
-    # Of a ``describe``: ``name``, ``summary``, ``absent``, and the ``environment``. With
-    # ``usage``, why nobody can do it before something is mended, it is no result: the run ends.
-    # Of a ``fault`` its ``score``, or that of a control.
+    units: tuple[Unit, ...] = ()  # Further units that follow from this one, in order.
+    # For ``describe``: ``name``, ``summary``, ``absent`` and ``environment``. A fact ``usage``, the
+    # text of a UsageError, means that there is no result, and ends the run. For ``fault`` the
+    # ``score`` of a fault or a control.
     facts: dict[str, Any] = {}
-    harness: str = ""  # what went wrong that is no kernel's fault, in one line; empty where nothing
-    seconds: float = 0.0  # from start to end
-    attempts: int = 1  # how often it was begun
+    harness: str = ""  # An error that is not the kernel's fault, in one line; empty for none.
+    seconds: float = 0.0
+    attempts: int = 1  # How often the unit was begun.
 
 
 MOST_SHARDS = 1000
 
-_IN_PARTS = frozenset({"ask", "shrink"})
-"""What is done in one part. The rest is cheap, and every part needs what follows from it."""
+# Units that only one shard does. The others are cheap, and their results are needed everywhere.
+_SHARDED_KINDS = frozenset({"ask", "shrink"})
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part ``number`` of ``count``."""
+    """Part ``number`` of ``count`` of a run."""
 
-    number: int = 1  # from 1
-    count: int = 1  # of all parts
+    number: int = 1  # Counted from 1.
+    count: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Of ``2/4``; of the empty text the whole run.
+        """Return the shard of a text ``2/4``, or the whole run for an empty text.
 
         Raises:
             UsageError: for anything else.
         """
         if not text:
             return cls()
-        # ASCII, because \d takes the digits of every script.
+        # ASCII, since \d would match the digits of any script.
         parts = re.fullmatch(r"([1-9]\d{0,3})/([1-9]\d{0,3})", text, re.ASCII)
         number, count = map(int, parts.groups()) if parts else (0, 0)
         if not 1 <= number <= count <= MOST_SHARDS:
@@ -97,15 +97,15 @@ class Shard:
         return cls(number, count)
 
     def __str__(self) -> str:
-        """``2/4``; empty for the whole run."""
+        """Return ``2/4``; empty for the whole run."""
         return f"{self.number}/{self.count}" if self.count > 1 else ""
 
     def has(self, unit: Unit) -> bool:
-        """Return whether this part does ``unit`` by its id but for the commit: alike everywhere."""
-        if self.count == 1 or unit.kind not in _IN_PARTS:
+        """Return whether this shard does ``unit``; the result is the same on all machines."""
+        if self.count == 1 or unit.kind not in _SHARDED_KINDS:
             return True
-        # In one part: a question, the same of another commit, and what makes its failure smaller,
-        # which no other part hears of.
+        # One shard does a question, its repetition at another commit, and the shrinking of its
+        # failure, of which other shards do not know.
         question = replace(unit, commit="", kind="ask")
         digest = hashlib.sha256(question.id.encode()).digest()
         return int.from_bytes(digest[:8]) % self.count == self.number - 1

@@ -1,7 +1,7 @@
-"""The inside of a worker: it makes a server, and gives its answers to what is asked.
+"""The main program of a worker: make a server, and answer requests with it.
 
-``run`` is what ``process.Worker`` starts. It speaks by frames on two descriptors of its own, which
-no process that it starts inherits; what somebody's code prints goes where nobody parses it.
+``process.Worker`` starts ``run``. Frames are exchanged on two descriptors of their own, which child
+processes do not inherit, so that output printed by foreign code cannot be taken for an answer.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from typing import NoReturn, Protocol
 from attncheck.core.own_process import end_process, no_garbage_collection
 from attncheck.workers.transport import KEY, BrokenFrame, Closed, Frame, Receiver, Sender
 
-_HIGH = 200  # descriptors from here on: nobody guesses them, nor closes them by counting up
-_LONGEST = 1000  # characters of a message
-_LARGEST = 1 << 27  # bytes beside JSON of one request
+_HIGH = 200  # Smallest descriptor to use: code that closes low descriptors does not hit these.
+_LONGEST = 1000  # Characters of an error message.
+_LARGEST = 1 << 27  # Bytes besides JSON of the largest request.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Server(Protocol):
-    """The object that a worker makes, and asks for its answers."""
+    """The object in a worker that answers requests."""
 
     def answer(self, request: Frame) -> Frame:
-        """Return the answer; whatever is raised on the way is one too."""
+        """Return the answer to ``request``; exceptions must be turned into answers."""
 
     def close(self) -> None:
-        """End what it has started: nobody asks any more."""
+        """End all that it has started, since there are no more requests."""
 
 
 def main() -> None:
-    """Serve the process whose number and descriptors the command line says, until it is gone."""
+    """Serve the process given by pid and descriptors on the command line, until it ends."""
     requests, replies, host, bound = map(int, sys.argv[1:5])
     module, _, function = sys.argv[5].partition(":")
     grace = float(sys.argv[6])
     del sys.argv[1:]
-    _bind(host, dies_with_it=bool(bound))
-    requests, replies = _moved(requests), _moved(replies)
+    _bind(host, dies_with_host=bool(bound))
+    requests, replies = _move_descriptor(requests), _move_descriptor(replies)
     key = _read_key(requests)
     faulthandler.enable()
-    # A line that a kernel prints is shown though its process is killed after it.
+    # Line buffering, so that output is not lost when the process is killed.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     waiting: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
@@ -58,7 +58,7 @@ def main() -> None:
         target=_listen, args=(Receiver(requests, key), waiting, grace), daemon=True
     )
     listener.start()
-    # It may import torch: whoever waits may be gone by then, which the listener hears.
+    # The import may take long; meanwhile the listener notices if the other process ends.
     with no_garbage_collection():
         imported = import_module(module)
     server: Server = getattr(imported, function)()
@@ -66,35 +66,35 @@ def main() -> None:
 
 
 def run() -> NoReturn:
-    """Do the same as a process of its own, which ends with it."""
+    """Run ``main`` and end this process."""
     main()
     end_process(0)
 
 
 def serve(waiting: queue.SimpleQueue[Frame | None], sender: Sender, server: Server) -> None:
-    """Answer what is ``waiting``, until that is None or nobody reads."""
+    """Answer the requests in ``waiting``, until one is None or answers are not read any more."""
     own = os.getpid()
     while (request := waiting.get()) is not None:
         answer = server.answer(request)
-        if os.getpid() != own:  # a fork that a kernel has left: the answer is the worker's to give
+        if os.getpid() != own:  # a process that a kernel has forked must not answer
             os._exit(0)
         try:
             sender.send(answer)
         except Closed:
             break
-        except (BrokenFrame, TypeError, ValueError) as error:  # of its size, or words that are none
+        except (BrokenFrame, TypeError, ValueError) as error:  # it is too large, or no JSON
             message = f"what it answers is no frame: {error}"[:_LONGEST]
             words = {"kind": "error", "message": message, "trace": ""}
             try:
                 sender.send(Frame(kind="failed", words=words))
-            except (TypeError, ValueError):  # a kernel has broken what writes JSON
+            except (TypeError, ValueError):  # a kernel has broken the json module
                 os._exit(1)
     server.close()
 
 
 def _listen(receiver: Receiver, waiting: queue.SimpleQueue[Frame | None], grace: float) -> None:
-    """Hand on what is asked; when nobody can ask any more, end with all that is in this group."""
-    # Bound before any kernel is loaded, which might bind the names to something else.
+    """Queue requests; when the pipe is closed, kill this process group, after ``grace`` seconds."""
+    # Bound early, since a kernel might replace these functions.
     kill, number, sleep = os.killpg, signal.SIGKILL, time.sleep
     try:
         while True:
@@ -106,25 +106,25 @@ def _listen(receiver: Receiver, waiting: queue.SimpleQueue[Frame | None], grace:
         kill(0, number)
 
 
-def _bind(host: int, *, dies_with_it: bool) -> None:
-    """End with ``host``, also while nothing of Python's runs; and adopt what daemons leave."""
+def _bind(host: int, *, dies_with_host: bool) -> None:
+    """Let Linux end this process with ``host``, and adopt orphans of its children."""
     if not sys.platform.startswith("linux"):
         return
     library = ctypes.CDLL(None, use_errno=True)
     library.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if dies_with_it:
+    if dies_with_host:
         library.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != host:  # it died before that
+    if os.getppid() != host:  # the host had already ended
         os._exit(1)
 
 
-def _moved(descriptor: int) -> int:
-    """The same, high up, and closed in whatever this process starts or forks into."""
-    few = resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= _HIGH
-    high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0 if few else _HIGH)
+def _move_descriptor(descriptor: int) -> int:
+    """Move a descriptor to a high number, and let child processes and forks close it."""
+    is_limited = resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= _HIGH
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0 if is_limited else _HIGH)
     os.close(descriptor)
-    os.register_at_fork(after_in_child=lambda: _close(high))
-    return high
+    os.register_at_fork(after_in_child=lambda: _close(moved))
+    return moved
 
 
 def _close(descriptor: int) -> None:

@@ -1,7 +1,7 @@
-"""Workers that do one unit at a time: what is sent to them, and those of this machine.
+"""Pools of workers that do one unit at a time: their messages, and a pool on this machine.
 
-``ray_pool`` has those of a cluster. Both have the same life: a worker makes its ``Work`` once, does
-one unit after the other, and is replaced by another when it is lost.
+``ray_pool`` has the pool on a cluster. In both, a worker makes its ``Work`` once, does one unit
+after the other, and is replaced when it is lost.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from attncheck.workers.units import Done, Unit
 
 M = TypeVar("M", bound=msgspec.Struct)
 
-_LARGEST = 1 << 27  # bytes of one message
-_LONGEST_REASON = 500  # characters
-_MOST_FAILED_STARTS = 3
-_SEND = 60.0  # seconds until a worker that does not read is lost
+_LARGEST = 1 << 27  # Bytes of the largest message.
+_LONGEST_REASON = 500  # Characters of the text of an exception.
+_MOST_FAILED_STARTS = 3  # Workers that fail to start in a row before the run ends.
+_SEND = 60.0  # Seconds after which a worker that does not read, or stops amid a reply, is lost.
 
 
 class WorkerError(AttncheckError):
@@ -38,36 +38,35 @@ class WorkerError(AttncheckError):
 
 
 class Work(Protocol):
-    """The object that a worker makes once, by the factory ``module:function`` of a run."""
+    """The object that does units in a worker, made once by the run's factory."""
 
     def do(self, unit: Unit) -> Done:
-        """Do ``unit``. Raising costs a new process, and twice makes a harness error."""
+        """Do ``unit``; if this raises, it is repeated in a new process, and then given up."""
 
     def close(self) -> None:
-        """End what it has started."""
+        """End all processes that it has started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Seconds that things may take."""
+    """Time limits in seconds."""
 
-    # One unit, from being sent to its result, before its worker is taken for hung. Far above
-    # every deadline within.
+    # For one unit, after which its worker counts as hung; far above all deadlines within a unit.
     unit: float = 3600.0
-    start: float = 600.0  # a worker, until it can do a unit
-    grace: float = 60.0  # running units, where the time of a run is up
-    close: float = 10.0  # a worker, to end what it has started
+    start: float = 600.0  # For a new worker to become ready for a unit.
+    grace: float = 60.0  # For running units after the time of the run is up.
+    close: float = 10.0  # For a worker to end the processes that it has started.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlace:
     """The place of one worker on this machine."""
 
-    gpu: str = ""  # what CUDA_VISIBLE_DEVICES is there; empty to leave it as it is here
-    threads: int = 0  # what OMP_NUM_THREADS is there; 0 to leave it as it is here
+    gpu: str = ""  # The worker's CUDA_VISIBLE_DEVICES; empty to inherit it.
+    threads: int = 0  # The worker's OMP_NUM_THREADS; 0 to inherit it.
 
     def environment(self) -> dict[str, str]:
-        """Return what is another there than here."""
+        """Return the environment variables to set in the worker."""
         threads = str(self.threads) if self.threads else ""
         named = {"CUDA_VISIBLE_DEVICES": self.gpu, "OMP_NUM_THREADS": threads}
         return {name: value for name, value in named.items() if value}
@@ -77,30 +76,30 @@ class WorkerPlace:
 class Cluster:
     """A Ray cluster whose nodes do the work, in place of this machine."""
 
-    # ``auto`` for the one that this machine is a node of; ``local`` for one that ends with the
-    # run.
+    # ``auto`` for the cluster that this machine is a node of; ``local`` for a cluster that lives
+    # as long as the run.
     address: str
-    device: str = "cpu"  # ``cuda``: each worker has a GPU of its own; ``cpu``: a core
-    most: int | None = None  # workers; None for as many as the cluster has GPUs or cores
+    device: str = "cpu"  # With ``cuda`` each worker has a GPU of its own, with ``cpu`` a core.
+    most: int | None = None  # Largest number of workers; None for one on each GPU or core.
 
 
 class WorkerSetup(msgspec.Struct, kw_only=True):
     """The first message to a worker."""
 
-    work: str  # factory of its Work, ``module:function``
-    options: dict[str, Any]
+    work: str  # Factory of the Work, ``module:function``.
+    options: dict[str, Any]  # Keyword arguments of the factory.
 
 
 class WorkerReply(msgspec.Struct, kw_only=True):
-    """A message from a worker: it is ready, has done a unit, or something was raised."""
+    """A message from a worker: it is ready, has done a unit, or an exception was raised."""
 
-    done: Done | None = None  # the result of the unit
-    raised: str = ""  # what was raised, in one line
-    usage: bool = False  # whether that was a UsageError
+    done: Done | None = None  # The result of the unit.
+    raised: str = ""  # The exception that was raised, in one line; empty for none.
+    usage: bool = False  # Whether the exception is a UsageError.
 
 
 def to_bytes(message: msgspec.Struct) -> bytes:
-    """Return a message for ``from_bytes`` of its type."""
+    """Return ``message`` as bytes for ``from_bytes``."""
     try:
         return msgspec.msgpack.encode(message)
     except UnicodeEncodeError:  # a lone surrogate in a foreign text
@@ -108,20 +107,20 @@ def to_bytes(message: msgspec.Struct) -> bytes:
 
 
 def from_bytes(raw: bytes | bytearray, kind: type[M]) -> M:
-    """Return the message that ``to_bytes`` has made; raises MsgspecError for anything else."""
+    """Return the message of type ``kind`` in ``raw``; raise MsgspecError if there is none."""
     return msgspec.msgpack.decode(raw, type=kind)
 
 
 def _reason(error: BaseException) -> str:
-    """Return what was raised, in one line."""
+    """Return an exception in one line, with its type unless it is attncheck's own."""
     text = one_line(str(error))
     kind = type(error).__name__
-    whole = text if isinstance(error, AttncheckError) else f"{kind}: {text}" if text else kind
-    return whole if len(whole) <= _LONGEST_REASON else f"{whole[:_LONGEST_REASON]}…"
+    line = text if isinstance(error, AttncheckError) else f"{kind}: {text}" if text else kind
+    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}…"
 
 
 class UnitServer:
-    """The server of a worker that makes its Work, then does one unit after the other."""
+    """Server of a worker: the first request makes the Work, each further one does a unit."""
 
     def __init__(self) -> None:
         self._work: Work | None = None
@@ -133,7 +132,7 @@ class UnitServer:
         else:
             try:
                 reply = WorkerReply(done=self._work.do(from_bytes(request.data, Unit)))
-            except BaseException as error:  # noqa: BLE001  # a new worker tries once more, and says it
+            except BaseException as error:  # noqa: BLE001  # reported, and retried by a new worker
                 reply = WorkerReply(raised=_reason(error))
         return Frame(kind="reply", words={}, data=to_bytes(reply))
 
@@ -142,12 +141,12 @@ class UnitServer:
         try:
             factory: Callable[..., Work] = getattr(import_module(module), function)
         except (ImportError, AttributeError, ValueError) as error:
-            # The caller misspelt it: a further process would fail alike.
+            # The caller misspelt the factory: other processes would fail too.
             reason = f"no work {setup.work!r}: {_reason(error)}."
             return WorkerReply(raised=reason, usage=True)
         try:
             self._work = factory(**setup.options)
-        except Exception as error:  # noqa: BLE001  # the other side says it
+        except Exception as error:  # noqa: BLE001  # reported to the other side
             return WorkerReply(raised=_reason(error), usage=isinstance(error, UsageError))
         return WorkerReply()
 
@@ -159,11 +158,11 @@ class UnitServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerNews:
-    """Something of a worker."""
+    """A worker has done its unit, or was lost."""
 
-    worker: int  # which
-    done: Done | None = None  # the result of the unit that it did
-    lost: str = ""  # why it is gone, with the unit that it did; its place is free
+    worker: int
+    done: Done | None = None  # The result of the unit.
+    lost: str = ""  # Why the worker was lost, together with its unit; its place is free.
 
 
 H = TypeVar("H")
@@ -171,10 +170,10 @@ H = TypeVar("H")
 
 @dataclass(slots=True, kw_only=True)
 class Member(Generic[H]):
-    """One worker that lives: how to reach it, and what it is at."""
+    """A living worker, and its state."""
 
     handle: H
-    busy: Any = None  # what answers when it has started or has done its unit; None when it is free
+    busy: Any = None  # True, or a pending reply, while it starts or does a unit; None when idle.
     began: float = field(default_factory=time.monotonic)
     ready: bool = False
     used: bool = False
@@ -184,70 +183,70 @@ class WorkerPool(ABC, Generic[H]):
     """The workers of a run, by number."""
 
     def __init__(self, setup: WorkerSetup, limits: Limits) -> None:
-        """None is started."""
+        """Create a pool without workers."""
         self._setup, self._limits = to_bytes(setup), limits
         self._members: dict[int, Member[H]] = {}
         self._failed = 0
 
     @abstractmethod
     def staff(self, wanted: int, *, fresh: int) -> None:
-        """Start workers, up to the most that there may be.
+        """Start workers, up to the pool's maximum.
 
         Args:
-            wanted: How many there are to be, those that are being started counted.
-            fresh: How many of them at least that have been given no unit.
+            wanted: Number of workers to reach, including those that are starting.
+            fresh: Number of unused workers to reach, if that takes more workers.
         """
 
     @abstractmethod
     def give(self, worker: int, unit: Unit) -> None:
-        """Have it do ``unit``."""
+        """Let ``worker`` do ``unit``."""
 
     @abstractmethod
     def drop(self, worker: int) -> None:
-        """Kill it now, with all processes that it has started."""
+        """Kill ``worker`` now, with all processes that it has started."""
 
     @abstractmethod
     def news(self, seconds: float, interruptions: Interruptions) -> Sequence[WorkerNews]:
-        """Return what happened; waits so long for something, or for an interrupt.
+        """Wait up to ``seconds`` for results, losses or an interrupt, and return the news.
 
         Raises:
-            UsageError: where the factory of the Work raised one.
-            WorkerError: where workers cannot be started.
+            UsageError: if the factory of the Work raised one.
+            WorkerError: if workers cannot be started.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End all: those that do nothing may end what they have started first."""
+        """End all workers; idle ones may first end the processes that they have started."""
 
     def ready(self) -> list[int]:
-        """Return workers that can be given a unit now; those that have done none first."""
+        """Return the idle workers, unused ones first."""
         free = [n for n, member in self._members.items() if member.ready and member.busy is None]
-        # A unit that is to be alone needs one that has done nothing.
+        # Unused workers come first, for units that need one.
         return sorted(free, key=lambda n: (self._members[n].used, n))
 
     def used(self, worker: int) -> bool:
-        """Return whether it has been given a unit."""
+        """Return whether ``worker`` has been given a unit."""
         return worker in self._members and self._members[worker].used
 
     def _unused(self) -> int:
         return sum(not member.used for member in self._members.values())
 
-    def _hear(self, number: int, reply: WorkerReply) -> WorkerNews | None:
-        """Return the news in a reply; drop a worker that raised."""
+    def _handle_reply(self, number: int, reply: WorkerReply) -> WorkerNews | None:
+        """Process a reply and return its news, if any; drop the worker if it raised."""
         member = self._members[number]
         if reply.raised:
-            # Whatever was raised may have left that process in any state.
+            # After an exception the process may be in any state.
             self.drop(number)
             if member.ready:
                 return WorkerNews(worker=number, lost=reply.raised)
             if reply.usage:
                 raise UsageError(reply.raised)
-            self._fail(reply.raised)
+            self._count_failed_start(reply.raised)
             return None
         member.busy = None
         if member.ready:
             return WorkerNews(worker=number, done=reply.done)
-        # Processes can be started, then: those that could not were chance.
+        # Workers can be started, so that earlier failures were accidental.
         member.ready, self._failed = True, 0
         return None
 
@@ -259,7 +258,7 @@ class WorkerPool(ABC, Generic[H]):
             if not member.ready and now - member.began > self._limits.start
         ]
 
-    def _fail(self, why: str) -> None:
+    def _count_failed_start(self, why: str) -> None:
         """Count a worker that was lost before it could do anything."""
         self._failed += 1
         if self._failed >= _MOST_FAILED_STARTS:
@@ -270,8 +269,8 @@ class LocalPool(WorkerPool[Worker]):
     """Workers that are processes of this machine, spawned, never forked.
 
     Args:
-        places: Where each works: one process each, at most.
-        mark: With which their own marks begin.
+        places: Places of workers, with at most one process each.
+        mark: Prefix of the workers' marks.
     """
 
     def __init__(
@@ -281,7 +280,7 @@ class LocalPool(WorkerPool[Worker]):
         self._places, self._mark, self._started = list(places), mark, 0
 
     def staff(self, wanted: int, *, fresh: int) -> None:
-        """See ``WorkerPool``; at most one for each place."""
+        """See ``WorkerPool``; starts at most one worker for each place."""
         for number, place in enumerate(self._places):
             if len(self._members) >= wanted and self._unused() >= fresh:
                 return
@@ -309,7 +308,7 @@ class LocalPool(WorkerPool[Worker]):
         self._send(member.handle, to_bytes(unit))
 
     def _send(self, worker: Worker, message: bytes) -> None:
-        with suppress(Died):  # it is killed, which is heard when it is waited for
+        with suppress(Died):  # it is killed, which ``news`` will report
             worker.send(Frame(kind="unit", words={}, data=message), seconds=_SEND)
 
     def drop(self, worker: int) -> None:
@@ -323,15 +322,15 @@ class LocalPool(WorkerPool[Worker]):
         news = []
         for number, member in list(self._members.items()):
             if member.handle.failed or member.handle.take_in(ready):
-                news.append(self._hear(number, self._reply(member.handle)))
+                news.append(self._handle_reply(number, self._reply(member.handle)))
         for number in self._late_starts():
             self.drop(number)
-            self._fail(f"it is not ready within {self._limits.start:g} s")
+            self._count_failed_start(f"it is not ready within {self._limits.start:g} s")
         return [one for one in news if one is not None]
 
     def _ready_descriptors(self, seconds: float, interruptions: Interruptions) -> set[int]:
         workers = [member.handle for member in self._members.values()]
-        # One that died while it was written to makes no descriptor ready.
+        # A worker that died while it was written to makes no descriptor ready.
         if any(worker.failed for worker in workers):
             return set()
         with selectors.DefaultSelector() as selector:
@@ -357,7 +356,7 @@ class LocalPool(WorkerPool[Worker]):
                 self.drop(number)
             else:
                 member.handle.stop()
-        # Waited for only now that all have been told, so that they end side by side.
+        # Only wait once all have been told to stop, so that they end concurrently.
         until = time.monotonic() + self._limits.close
         for number, member in list(self._members.items()):
             member.handle.await_end(max(0.0, until - time.monotonic()))
