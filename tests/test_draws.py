@@ -144,7 +144,7 @@ def test_integers_below_a_power_of_two_are_the_leading_bits(power):
 
 @given(st.integers(1, 2**32 - 1))
 def test_integers_are_the_high_half_of_the_product(bound):
-    raw = Draws(7)._filled("a", np.empty(16, np.uint64), lambda bits, part: np.copyto(part, bits))
+    raw = Draws(7)._fill("a", np.empty(16, np.uint64), lambda bits, part: np.copyto(part, bits))
     expected = [int(number) * bound >> 64 for number in raw]
     assert Draws(7).integers("a", (16,), bound).tolist() == expected
 

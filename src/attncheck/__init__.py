@@ -23,8 +23,8 @@ __all__ = [
 
 __version__ = VERSION
 
-# Imported on first use: they need torch or Hypothesis, for which ``--help`` must not wait.
-_HOMES = {
+# Imported on first use, since torch and Hypothesis, which they need, would slow down ``--help``.
+_MODULES = {
     "assert_attention_close": "attncheck.suite.python_api",
     "capture": "attncheck.inputs.capture",
     "check": "attncheck.suite.python_api",
@@ -34,12 +34,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name from its room."""
-    if name not in _HOMES:
+    """Import a public name from its module and return it."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    """Return the public names, those included that nobody has imported yet."""
+    """Return the public names, including those not imported yet."""
     return __all__

@@ -11,23 +11,23 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line, which says what interrupts mean; an earlier one is a line as well."""
+    """Run the command line; an interrupt during its import ends the process with one line too."""
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     try:
         if ours:
-            # At once: what is half imported may make another error of a KeyboardInterrupt.
+            # End at once, since a half-imported module may raise another error instead.
             signal.signal(signal.SIGINT, _end)
         from attncheck.cli import main as run_command_line
 
         if ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         run_command_line()
-    except KeyboardInterrupt:  # between two lines of these
+    except KeyboardInterrupt:  # between two of these statements
         _end()
 
 
 def run() -> None:
-    """Do the same as a process of its own, which ends with it."""
+    """Run the command line, then end the process (``end_process``) without slow clean-up."""
     try:
         main()
     except SystemExit as end:

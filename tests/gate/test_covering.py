@@ -94,7 +94,7 @@ def test_few_compilations_have_every_three_that_there_can_be(least):
 
 
 def test_what_one_axis_after_the_other_misses_is_added(monkeypatch):
-    monkeypatch.setattr(covering._Threes, "varied", lambda self, row: (next(self.every(row)), 0))
+    monkeypatch.setattr(covering._Triples, "varied", lambda self, row: (next(self.every(row)), 0))
     covering._compiled_rows.cache_clear()
     first, again = compiled_rows(COMPILED, "medium", 0, EXCLUSIONS[:4])
     covering._compiled_rows.cache_clear()

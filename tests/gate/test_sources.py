@@ -8,7 +8,7 @@ import pytest
 from tests.gate.driven import choices
 
 from attncheck.cli import long_runs
-from attncheck.cli.gate import _changed
+from attncheck.cli.gate import _change_since
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units
 from attncheck.gate.sources import changed_source, file_hashes, source_fingerprint
@@ -65,10 +65,10 @@ def test_a_run_goes_on_only_with_the_same_files(here, capsys, monkeypatch):
     facts = file_hashes([str(here / "kernel.py"), str(here / "helper.py")])
     head = {"sources": "as they were"}
     monkeypatch.setattr(long_runs, "existing_journal", lambda *_, **__: journal(facts))
-    assert long_runs.resumable("folder", head, _changed, fresh=False)[1]
+    assert long_runs.resumable("folder", head, _change_since, fresh=False)[1]
     assert "goes on with" in capsys.readouterr().err
     Path("helper.py").write_text("")
-    assert not long_runs.resumable("folder", head, _changed, fresh=False)[1]
+    assert not long_runs.resumable("folder", head, _change_since, fresh=False)[1]
     said = "attncheck: helper.py has changed since folder/results.jsonl: all is asked anew.\n"
     assert capsys.readouterr().err == said
 

@@ -231,12 +231,14 @@ def unsteady_dk(state, _, right):
 GRADIENTS = {
     "NoDelta": {"delta": lambda *of: torch.zeros_like(Ideal.delta(*of))},
     "LseLossIgnored": {"delta": lambda *of: Ideal.delta(*of[:3], None)},
-    "MaskForgotten": {"visible_again": lambda *of: torch.ones_like(Ideal.visible(*of))},
+    "MaskForgotten": {"visible_in_backward": lambda *of: torch.ones_like(Ideal.visible(*of))},
     "WindowForgotten": {
-        "visible_again": lambda _, mask, at: (at.q_idx >= at.kv_idx) & (at.b >= 0) & (at.h >= 0)
+        "visible_in_backward": lambda _, mask, at: (
+            (at.q_idx >= at.kv_idx) & (at.b >= 0) & (at.h >= 0)
+        )
     },
     "LastKeyLost": {
-        "visible_again": lambda self, mask, at: (
+        "visible_in_backward": lambda self, mask, at: (
             self.visible(mask, at) & (at.kv_idx != at.kv_idx.max())
         )
     },

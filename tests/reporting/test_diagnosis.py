@@ -8,7 +8,7 @@ from attncheck.core.judgement import Judgement, Place, Worst
 from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import Case, Problem
-from attncheck.records.failures import KeptFailure
+from attncheck.records.failures import StoredFailure
 from attncheck.records.problem_summary import problem_of
 from attncheck.reporting.check_document import explanation
 from attncheck.reporting.diagnosis_text import diagnosis_text, kept_failure_text
@@ -62,7 +62,9 @@ def hidden(make):
 def kept(make, record, **changes):
     fields = {"id": "abcdefghij", "kernel": "mine.py::kernel", "device": "cpu"}
     fields |= {"question": "every bit stays", "test": "test_poison.py::test_hidden"}
-    return KeptFailure(**(fields | {"record": record, "environment": make.environment()} | changes))
+    return StoredFailure(
+        **(fields | {"record": record, "environment": make.environment()} | changes)
+    )
 
 
 def test_a_relation_that_failed(make, hidden):

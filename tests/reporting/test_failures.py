@@ -11,8 +11,8 @@ from tests.messages import one_line
 from attncheck.core.errors import UsageError
 from attncheck.records import failures
 from attncheck.records.failures import (
-    KeptFailure,
     Reproduction,
+    StoredFailure,
     find_reproduction,
     is_id,
     keep_failure,
@@ -25,7 +25,7 @@ from attncheck.records.json_reports import report_json
 def failed(make):
     record = make.judged(status="fail", rule="bound", worst=make.worst(got=math.nan))
     record = replace(record, reason="nan", case_id="casecasexx")
-    return KeptFailure(
+    return StoredFailure(
         id="abcdefgh27",
         kernel="mine.py::kernel",
         convention="sdpa",
@@ -82,7 +82,7 @@ def test_of_several_kernels_one_is_chosen(make, reports):
 
 
 def test_the_oldest_goes(failed, reports, monkeypatch):
-    monkeypatch.setattr(failures, "MOST_KEPT", 2)
+    monkeypatch.setattr(failures, "MAX_STORED", 2)
     for age, name in enumerate("abc"):
         path = keep_failure(replace(failed, id=name * 10), reports)
         os.utime(path, (1000 + age, 1000 + age))

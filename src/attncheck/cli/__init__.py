@@ -1,6 +1,6 @@
 """The command line: arguments in, exit codes out.
 
-One file a verb. Nothing heavy is imported until a verb runs, so that ``--help`` is instant.
+Each verb has a file. Nothing heavy is imported until a verb runs, so that ``--help`` is instant.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from attncheck.reporting.exit_codes import INCOMPLETE, INTERRUPTED, USAGE
 
 __all__ = ["main"]
 
-_LONGEST = 1500  # characters of an error; the longest list of names has fewer
+_LONGEST = 1500  # characters of an error message; the longest list of names has fewer
 
-# \b: click leaves the lines below it as they are.
+# \b tells click not to wrap the lines below it.
 _EXIT_CODES = """\b
 Exit codes:
   0    pass
@@ -77,51 +77,51 @@ for _verb in _VERBS:
 def main() -> None:
     """Run the command line; every expected error is one line on standard error.
 
-    Not click's own ``main``, which ends interrupts and broken pipes in its own way.
+    click's own ``main`` is not used, since it handles interrupts and broken pipes differently.
     """
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # closed: a pipe to a worker would take its place, and not get there
+        except OSError:  # closed: else a pipe to a worker would get this number
             os.open(os.devnull, os.O_RDWR)
-    if sys.stdout is None:  # the shell's >&-: nobody wants to read
+    if sys.stdout is None:  # closed by the shell's >&-
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  # stays open
     if not sys.warnoptions:
-        warnings.simplefilter("ignore")  # of somebody's code; what it raises is said
+        warnings.simplefilter("ignore")  # hide warnings of users' code; its errors are shown
     if instruction := os.environ.get("_ATTNCHECK_COMPLETE"):
         sys.exit(complete(attncheck, instruction))
     interrupts = Interrupts()
     try:
         Path.cwd()
-    except OSError:  # torch would end the process
+    except OSError:  # without a working directory torch would end the process
         sys.exit(_say("the working directory is gone: change to another.", USAGE))
     try:
         try:
             interrupts.listen()
-            code = _code(interrupts)
+            code = _run_verb(interrupts)
         finally:
             interrupts.stop_listening()
     except BaseException as error:
         if not interrupts.raised and not isinstance(error, KeyboardInterrupt):
             raise
-        discard(sys.stdout)  # which may be what was waited for
+        discard(sys.stdout)  # writing to it may be what was interrupted
         code = _say(interrupts.message, INTERRUPTED)
     _flush()
     sys.exit(code)
 
 
-def _code(interrupts: Interrupts) -> int:
-    """The exit code that the arguments give."""
+def _run_verb(interrupts: Interrupts) -> int:
+    """Run the verb that the arguments name; return its exit code."""
     try:
         with attncheck.make_context("attncheck", sys.argv[1:], obj=interrupts) as context:
             code: int | None = attncheck.invoke(context)
-    except click.exceptions.Exit as end:  # of --help: a verb returns its own
+    except click.exceptions.Exit as end:  # from --help, since a verb returns its code
         interrupts.check()
         return end.exit_code
     except click.ClickException as error:
         return _say(error.format_message(), USAGE)
     except AttncheckError as error:
-        interrupts.check()  # after one, an error is its consequence
+        interrupts.check()  # after an interrupt, an error is its consequence
         return _say(str(error), USAGE if isinstance(error, UsageError) else INCOMPLETE)
     interrupts.check()
     return code or 0
@@ -129,20 +129,20 @@ def _code(interrupts: Interrupts) -> int:
 
 def _say(message: str, code: int) -> int:
     try:
-        # Foreign code and files speak through errors: no escape codes, and no megabytes.
+        # Errors may quote users' code and files: remove escape codes and limit the length.
         line = one_line(message)
         rest = len(line) - _LONGEST
         more = f"… ({rest} more characters)" if rest > 0 else ""
         click.echo(f"attncheck: {line[:_LONGEST]}{more}", err=True)
-    except (OSError, ValueError):  # nobody hears, or foreign code closed it: the exit code remains
+    except (OSError, ValueError):  # unread, or closed by users' code: only the exit code remains
         discard(sys.stderr)
     return code
 
 
 def _flush() -> None:
-    """Write out the prints of foreign code; lost where nobody reads them, and without noise."""
+    """Flush prints of users' code; discard them silently if nobody reads the stream."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (AttributeError, OSError, ValueError):  # none, broken, closed by foreign code
+        except (AttributeError, OSError, ValueError):  # missing, broken, or closed by users' code
             discard(stream)

@@ -1,4 +1,4 @@
-"""``attncheck baseline``: what kernels could do, kept in a file, and what has become of it."""
+"""``attncheck baseline``: accuracies of kernels, kept in a file, and how they have changed."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from attncheck.records.run_reports import Answer, BaselineComparison, Change, Ga
 
 @dataclass(slots=True, kw_only=True)
 class Measurements:
-    """Contents of the files."""
+    """Contents of the measured files."""
 
     answers: list[Answer] = field(default_factory=list)  # of all stages
-    # Environments by the ids that Records have.
+    # Environments by the ids in the Records.
     by_record: dict[str, Environment] = field(default_factory=dict)
     # Environments by ``Environment.id``.
     environments: dict[str, Environment] = field(default_factory=dict)
-    # What a baseline would keep, right or wrong.
+    # Entries for a baseline, of right and wrong answers.
     entries: dict[Key, Entry] = field(default_factory=dict)
-    # What each case is, in a few words, by its id.
+    # A short description of each case, by its id.
     problems: dict[str, str] = field(default_factory=dict)
-    complete: bool = True  # whether everything was asked that was to be
+    complete: bool = True  # whether every planned question was asked
 
 
 def baseline_path(typed: str | None) -> Path:
@@ -65,10 +65,10 @@ def baseline_path(typed: str | None) -> Path:
 
 
 def read_measurements(sources: Sequence[str]) -> Measurements:
-    """Read the files ``sources``; later ones take the place of earlier ones.
+    """Return the measurements of the files ``sources``; later files override earlier ones.
 
     Raises:
-        UsageError: for what is no report of attncheck's, or has nothing for a baseline.
+        UsageError: if a file is no report of attncheck, or has nothing for a baseline.
     """
     measured = Measurements()
     for source in sources:
@@ -77,14 +77,14 @@ def read_measurements(sources: Sequence[str]) -> Measurements:
         measured.by_record |= environments
         measured.answers += answers
         records = list(measurements(answers))
-        # Only what has an accuracy can be compared with later.
-        kept = comparable_entries(records, environments)
-        if not kept:
+        # Only records with an accuracy can be compared later.
+        comparable = comparable_entries(records, environments)
+        if not comparable:
             why = "no answer of the stage 'baseline' is in it"
             if records:
                 why = "none of its records has an accuracy: attncheck gate measures it"
             raise UsageError(f"{one_line(source)} has nothing for a baseline: {why}.")
-        measured.entries |= {key: entry for key, (entry, _) in kept.items()}
+        measured.entries |= {key: entry for key, (entry, _) in comparable.items()}
         for record in records:
             problem = problem_of(record)
             words = (problem.dtype, record.variant, problem.full_shape)
@@ -94,23 +94,23 @@ def read_measurements(sources: Sequence[str]) -> Measurements:
 
 
 def _read(path: Path) -> tuple[list[Answer], dict[str, Environment], bool]:
-    """Answers, environments, and whether all was asked."""
-    # A journal may be of a gate that was interrupted; no gate.json need be there.
+    """Return the answers, the environments, and whether every planned question was asked."""
+    # A journal may be of an interrupted gate, which has no gate.json.
     if path.suffix == ".jsonl":
         report = read_run_journal(path)
     else:
         data = json_numbers.read_json(path, "report", LARGEST_GATE)
         if not (isinstance(data, dict) and "answers" in data):
             records = load_report(path, Report)
-            # Complete it is not: a report does not say what was planned.
+            # Not complete, since such a report does not say what was planned.
             answers = [Answer(unit="", stage="baseline", record=one) for one in records.records]
             return answers, records.environments, False
         report = load_report(path, GateReport)
-    # A shard has asked a part alone: what it lacks is not gone.
+    # A shard asked only a part, so cases that it lacks are not gone.
     return list(report.answers), report.environments, not report.unfinished and not report.shard
 
 
-_TAKEN = ("worse", "better", "new", "gone")
+_ACCEPTED = ("worse", "better", "new", "gone")  # standings that ``accept`` takes over
 
 
 @click.group(cls=Group)
@@ -156,8 +156,8 @@ def write(
         )
     measured = read_measurements(sources)
     entries = measured.entries.values()
-    # Before anything is written: a baseline is whole or stays as it was.
-    if _refuses(entries) or _refuses((), measured.answers):
+    # Check before writing, so that the file stays unchanged on an error.
+    if _has_failures(entries) or _has_failures((), measured.answers):
         return 1
     _write(path, entries, measured.environments)
     with standard_output():
@@ -184,13 +184,13 @@ def diff(
     rendering.check_format(fmt)
     path = baseline_path(file)
     measured = read_measurements(sources)
-    changes = _chosen(_changes(path, measured), kernels, cases)
+    changes = _filter_changes(_changes(path, measured), kernels, cases)
     report = BaselineComparison(
         command=typed_command(), baseline=path.name, problems=measured.problems, changes=changes
     )
     with standard_output():
         rendering.show(report, fmt)
-    # Better fails a strict diff too: the file no longer says what kernels can do.
+    # Better fails a strict diff too, since the baseline is out of date.
     bad = {"worse", "better", "gone"} if strict else {"worse"}
     return int(any(change.standing in bad for change in changes))
 
@@ -213,15 +213,15 @@ def accept(
 
     path = baseline_path(file)
     measured = read_measurements(sources)
-    changes = _chosen(_changes(path, measured), kernels, cases)
-    # A named case is taken over even within rounding: somebody has looked at it.
-    accepted = [c for c in changes if c.standing in _TAKEN or c.case_id in cases]
+    changes = _filter_changes(_changes(path, measured), kernels, cases)
+    # A case named by the user is taken over even within rounding.
+    accepted = [c for c in changes if c.standing in _ACCEPTED or c.case_id in cases]
     worse, gone, named = (
         {(c.kernel, c.case_id) for c in accepted if not standing or c.standing == standing}
         for standing in ("worse", "gone", "")
     )
     entries = [e for e in measured.entries.values() if (e.kernel, e.case) in named]
-    if _refuses(entries):
+    if _has_failures(entries):
         return 1
     if worse and not reason.strip():
         kernel, case = next((c.kernel, c.case_id) for c in accepted if c.standing == "worse")
@@ -229,18 +229,18 @@ def accept(
             f"case {case} of kernel {kernel!r} is worse: say why it is to be accepted with "
             "--reason."
         )
-    kept = read_baseline(path)
-    # What is gone is so on the architectures that were asked now; on others it stays.
+    old = read_baseline(path)
+    # Cases are gone only on the architectures of this run; on others they stay.
     devices = {entry.device for entry in measured.entries.values()}
-    left = [e for e in kept.entries if (e.kernel, e.case) not in gone or e.device not in devices]
-    # The reason stays in the file: whoever reads it later sees why it was accepted.
-    excused = [
+    retained = [e for e in old.entries if (e.kernel, e.case) not in gone or e.device not in devices]
+    # The reason is kept in the file, for later readers.
+    new_entries = [
         replace(entry, reason=reason.strip()) if (entry.kernel, entry.case) in worse else entry
         for entry in entries
     ]
-    # Later ones replace: what was measured now comes behind what the file has.
-    by_key = {entry.key: entry for entry in (*left, *excused)}
-    _write(path, by_key.values(), {**kept.environments, **measured.environments})
+    # Later entries of a key replace earlier ones, so new measurements come last.
+    by_key = {entry.key: entry for entry in (*retained, *new_entries)}
+    _write(path, by_key.values(), {**old.environments, **measured.environments})
     with standard_output():
         click.echo(f"{path}: {tally(accepted)} taken over")
     return 0
@@ -251,21 +251,20 @@ for _verb in (write, diff, accept):
 
 
 def _changes(path: Path, measured: Measurements) -> tuple[Change, ...]:
+    old = read_baseline(path)
+    return compare_runs(old, measured.answers, measured.by_record, complete=measured.complete)
 
-    kept = read_baseline(path)
-    return compare_runs(kept, measured.answers, measured.by_record, complete=measured.complete)
 
-
-def _chosen(
+def _filter_changes(
     changes: Iterable[Change], kernels: Sequence[str], cases: Sequence[str]
 ) -> tuple[Change, ...]:
-    """Raises UnknownName for a kernel or case that none of them is about."""
+    """Return the changes of these kernels and cases; raise UnknownName for one without a change."""
     changes = tuple(changes)
-    about: tuple[tuple[str, Sequence[str], Callable[[Change], str]], ...]
-    about = (("kernel", kernels, lambda c: c.kernel), ("case", cases, lambda c: c.case_id))
-    for what, names, of in about:
+    filters: tuple[tuple[str, Sequence[str], Callable[[Change], str]], ...]
+    filters = (("kernel", kernels, lambda c: c.kernel), ("case", cases, lambda c: c.case_id))
+    for what, names, of in filters:
         known = tuple(dict.fromkeys(of(change) for change in changes))
-        # A misspelt name would leave nothing to compare, and pass.
+        # A misspelt name would otherwise leave nothing to compare, and pass.
         require_known(what, names, known)
     return tuple(
         change
@@ -274,14 +273,14 @@ def _chosen(
     )
 
 
-def _refuses(entries: Iterable[Entry], answers: Iterable[Answer] = ()) -> bool:
-    """Return whether something is wrong and cannot be kept, which is said on standard error.
+def _has_failures(entries: Iterable[Entry], answers: Iterable[Answer] = ()) -> bool:
+    """Return whether an answer is wrong and cannot be kept; if so, print it to standard error.
 
-    Of a kernel that fails whatever else a gate has asked there is no baseline either.
+    A kernel that failed any other question of a gate has no baseline either.
     """
     wrong = [(e.kernel, e.case, e.status) for e in entries if e.status not in KEPT_STATUSES]
     records = [answer.record for answer in answers]
-    # A kernel whose probes fail may be accurate by chance.
+    # A kernel that fails its probes may still be accurate by chance.
     wrong += [(r.kernel, r.case_id, r.status) for r in records if r.status in FAILED_STATUSES]
     if wrong:
         kernel, case, status = wrong[0]
@@ -295,6 +294,5 @@ def _refuses(entries: Iterable[Entry], answers: Iterable[Answer] = ()) -> bool:
 
 
 def _write(path: Path, entries: Iterable[Entry], environments: dict[str, Environment]) -> None:
-
     text = baseline_text(make_baseline(entries, environments, VERSION))
     write_texts({path.name: text}, path.parent, what="the baseline", instead="--baseline")

@@ -1,4 +1,4 @@
-"""``attncheck bench``: how fast is each kernel, and is what it gives right?"""
+"""``attncheck bench``: how fast is each kernel, and is its result right?"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from attncheck.workers.process import Worker
 
 _FILES = {"--kernel", "--plot", "--baseline"}
-# Unless others are named: on a CPU those that no interpreter runs.
+# Default kernels; on a CPU only those that run without Triton's interpreter.
 _KERNELS = {
     "cpu": ("sdpa-math", "sdpa-flash"),
     "cuda": (
@@ -39,15 +39,15 @@ _KERNELS = {
         *("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex"),
     ),
 }
-_OF_CACHES = ("triton-decode", "triton-paged")  # too, where a step is decoded or keys are in pages
+_CACHE_KERNELS = ("triton-decode", "triton-paged")  # added if a table decodes or has paged keys
 _BASELINE = "sdpa-flash"
-_ROUNDS, _ROUNDS_AGAINST = 20, 40
+_ROUNDS, _ROUNDS_AGAINST = 20, 40  # default rounds, without and with --against
 _COMPILING = 300.0  # seconds that compiling ahead may take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """Options as typed."""
+    """Options of ``attncheck bench``, as typed."""
 
     kernels: tuple[str, ...] = verb.kernels("our attention kernels and torch's, on a cpu torch's")
     tables: tuple[str, ...] = verb.several(
@@ -153,14 +153,14 @@ def time_kernels(
     """Load kernels and time them.
 
     Args:
-        workers: The process that was started for each kernel that is named, or None.
-        compilers: Processes that were started to compile ours.
+        workers: The process started for each named kernel, or None.
+        compilers: Processes started to compile our kernels.
 
     Returns:
-        The report, and the page where its rows have been shown.
+        The report, and the page if its rows have been shown.
 
     Raises:
-        UsageError: for what cannot be timed.
+        UsageError: if something cannot be timed.
     """
     from attncheck.bench.tables import DEFAULT_TABLE, bench_plan
     from attncheck.verify.environment import prepare, usable_device
@@ -185,7 +185,7 @@ def time_kernels(
         raise UsageError("--shape stands in place of --table, --length and --head-dim.")
     names: dict[str, Worker | None] = workers or dict.fromkeys(_KERNELS[device])
     if not workers and device == "cuda" and any(one.reads_cache for one in plan):
-        names |= dict.fromkeys(_OF_CACHES)
+        names |= dict.fromkeys(_CACHE_KERNELS)
     if options.baseline and options.baseline not in names:
         names |= {options.baseline: start_worker(options.baseline, in_process=options.in_process)}
     with ExitStack() as stack:
@@ -204,11 +204,11 @@ def time_kernels(
         others: dict[str, str] = {}
         if options.against is not None:
             subjects, others = _with_other_commit(options, subjects, names, stack, device)
-        return _timed(interrupts, options, plan, subjects, others, claims, device, compilers)
+        return _time_cells(interrupts, options, plan, subjects, others, claims, device, compilers)
 
 
 def _refuse_interpreted(subjects: list[Subject], device: str) -> None:
-    """Raises UsageError for a kernel whose time would mean nothing."""
+    """Raise UsageError for a kernel that is interpreted, whose time would mean nothing."""
     for subject in subjects if device == "cpu" else ():
         if subject.triton:
             raise UsageError(
@@ -224,10 +224,10 @@ def _with_other_commit(
     stack: ExitStack,
     device: str,
 ) -> tuple[list[Subject], dict[str, str]]:
-    """Return each kernel of a file followed by that of the other commit, and their names.
+    """Return the kernels, those of files followed by the other commit's, and the names of these.
 
     Raises:
-        UsageError: where there is no such commit, or a kernel is not in it.
+        UsageError: if there is no such commit, or a kernel is not in it.
     """
     from attncheck.gate.other_commit import commit_tree
     from attncheck.subjects.capabilities.named_kernels import BUILTIN
@@ -247,20 +247,20 @@ def _with_other_commit(
         side = tree.kernel(name)
         if side.missing:
             raise UsageError(f"kernel {name!r}: {side.missing}.")
-        there = IsolatedKernel(side.kernel, device=device, folder=side.folder, paths=side.paths)
-        stack.enter_context(closing(there))
-        if strayed := tree.strayed(there.files()):
+        remote = IsolatedKernel(side.kernel, device=device, folder=side.folder, paths=side.paths)
+        stack.enter_context(closing(remote))
+        if strayed := tree.strayed(remote.files()):
             raise UsageError(f"kernel {name!r}: {strayed}.")
-        other = there.subject
+        other = remote.subject
         if isinstance(subject, RemoteSubject) and subject.terms is not None:
-            other = on_terms(other, subject.terms)  # what it takes was found of the one here
+            other = on_terms(other, subject.terms)  # trials found the terms of the kernel here
         other.name = f"{subject.name} @{tree.ref}"
         others[subject.name] = other.name
         all_subjects.append(other)
     return all_subjects, others
 
 
-def _timed(
+def _time_cells(
     interrupts: Interrupts,
     options: BenchOptions,
     plan: list[BenchPlan],
@@ -270,7 +270,7 @@ def _timed(
     device: str,
     started: Sequence[Worker],
 ) -> tuple[BenchReport, LivePage | None]:
-    """Measure the machine, then cell by cell; a run that is stopped has those that there are."""
+    """Measure the machine, then cell by cell; a stopped run has the cells measured so far."""
     from attncheck.bench.comparison import CHANCE, MARGIN, time_changes
     from attncheck.bench.machine import machine_limits
     from attncheck.bench.measure import time_cells
@@ -280,7 +280,7 @@ def _timed(
     from attncheck.verify.verify import absence_reasons, case_subjects
 
     names = [subject.name for subject in subjects]
-    usual = _BASELINE if _BASELINE in names else names[0]
+    default = _BASELINE if _BASELINE in names else names[0]
     rounds = options.rounds or (_ROUNDS_AGAINST if others else _ROUNDS)
     problems = [one.problem for one in plan]
     matmul, copy = machine_limits(list(dict.fromkeys(p.dtype for p in problems)), device)
@@ -290,7 +290,7 @@ def _timed(
         kernels={subject.name: subject.summary for subject in subjects},
         absent=absence_reasons(subjects, device),
         claims=claims,
-        baseline=options.baseline or usual,
+        baseline=options.baseline or default,
         rounds=rounds,
         matmul=matmul,
         copy=copy,
@@ -299,7 +299,7 @@ def _timed(
     page = LivePage.of(CellsAsTimed(report)) if options.fmt == "table" else None
 
     def cells_of(stage: Callable[[str], None]) -> Iterator[BenchCell]:
-        # Not beside what is timed: what compiles calls kernels on the same GPU.
+        # Finish compiling before timing, since compilers call kernels on the same GPU.
         passes = [*problems, *(one.replace(backward=False) for one in problems if one.backward)]
         calls = zip(passes, case_subjects(passes, subjects, device), strict=True)
         with compiling_ahead(calls, device, started) as compilers:

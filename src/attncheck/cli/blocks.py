@@ -47,11 +47,11 @@ def blocks(
     with interrupts.importing():
         from attncheck.reporting import rendering
         from attncheck.surveys.block_survey import blocks_of, mask_of, survey_blocks
-    wanted = [blocks_of(size) for size in sizes or (DEFAULT_BLOCK,)]
+    block_sizes = [blocks_of(size) for size in sizes or (DEFAULT_BLOCK,)]
     report = survey_blocks(
         mask_of(mask),
         Dimensions(batch=batch, heads=heads, query=query, kv=kv or query),
-        wanted,
+        block_sizes,
         mapped=mapped,
         command=typed_command(argument=mask if "::" in mask else ""),
         done=interrupts.check,

@@ -1,4 +1,4 @@
-"""``attncheck check``: is this kernel right? The shortest road to a verdict."""
+"""``attncheck check``: is this kernel right? The quickest way to a verdict."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from attncheck.verify.kernel_messages import RemoteError
     from attncheck.workers.process import Died
 
-_MOST_SEARCHES = 4  # of a cause among all models, each of which takes a second
-_SECONDS_BETWEEN_LOOKS = 0.3
-_FLEX_SHAPE = "2x4/2x128x64"
+_MOST_SEARCHES = 4  # searches for a cause among all fault models, each of which takes a second
+_SECONDS_BETWEEN_LOOKS = 0.3  # between checks of --watch for changed files
+_FLEX_SHAPE = "2x4/2x128x64"  # default --shape of --flex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """Options as typed; then the kernel that is asked, its device, and which questions."""
+    """Options of ``attncheck check``, as typed; ``check`` fills in kernel, device and questions."""
 
     spec: str = verb.argument("SPEC", required=False)
     convention: str = verb.option(
@@ -99,7 +99,7 @@ class CheckOptions:
 
     @property
     def own_questions(self) -> bool:
-        """Return whether the check's own questions are asked, and not somebody's calls or mod."""
+        """Return whether the check's own questions are asked, not recorded calls or a mod."""
         return self.recording is None and self.flex is None
 
 
@@ -116,9 +116,9 @@ def check(interrupts: Interrupts, options: CheckOptions) -> int:
     would have noticed a whole class of fault; 5 when it takes none.
     """
     few_threads(small=options.own_questions)
-    options = dataclasses.replace(options, spec=_asked_kernel(options))
+    options = dataclasses.replace(options, spec=_kernel_spec(options))
     if options.watch:
-        return _watched(interrupts, options.spec)
+        return _watch(interrupts, options.spec)
     deadline = parse_seconds(options.timeout, "--timeout")
     if options.last_failed:
         options = dataclasses.replace(options, names=_failed_names(options))
@@ -136,14 +136,14 @@ def check(interrupts: Interrupts, options: CheckOptions) -> int:
     rendering.check_format(options.fmt)
     options = dataclasses.replace(options, device=usable_device(options.device))
     questions, mods = _questions_and_mods(options)
-    # Those processes draw what they are asked: they have no recording, and no mods.
-    none = options.in_process or mods
-    how: dict[str, Any] = {"convention": options.convention, "device": options.device}
-    processes = 0 if none else processes_ahead(options.spec, options.device)
-    ahead = CallsAhead(options.spec, processes=processes, **how)
+    # Processes ahead draw their own inputs, so they cannot use a recording or mods.
+    not_ahead = options.in_process or mods
+    host_options: dict[str, Any] = {"convention": options.convention, "device": options.device}
+    processes = 0 if not_ahead else processes_ahead(options.spec, options.device)
+    ahead = CallsAhead(options.spec, processes=processes, **host_options)
     click.get_current_context().call_on_close(ahead.close)
     prepare(options.device)  # before the file's own Triton functions are decorated
-    made: dict[str, Any] = {
+    report_facts: dict[str, Any] = {
         "device": options.device,
         "command": typed_command(argument=options.spec),
     }
@@ -155,15 +155,15 @@ def check(interrupts: Interrupts, options: CheckOptions) -> int:
             deadlines=Deadlines.of(deadline),
             worker=worker,
             mods=mods,
-            **how,
+            **host_options,
         )
         with closing(host):
             rendering.check_writable(options.directory, "check")
-            report = assemble_report([host.subject], (), **made)
-            report = _checked(interrupts, options, report, host, questions, ahead)
-    except (Died, RemoteError) as error:  # as it was loaded, or tried, or between two questions
+            report = assemble_report([host.subject], (), **report_facts)
+            report = _check_kernel(interrupts, options, report, host, questions, ahead)
+    except (Died, RemoteError) as error:  # while loading, in a trial, or between two questions
         selection = [one for one in questions if one.name in options.names] or questions
-        report = assemble_report((), (), **made)
+        report = assemble_report((), (), **report_facts)
         report = _death_report(report, error, options.spec, selection, loading=host is None)
     with interrupts.writing(options.directory):
         rendering.write_report(
@@ -178,7 +178,7 @@ def check(interrupts: Interrupts, options: CheckOptions) -> int:
     return check_exit_code(report)
 
 
-def _checked(
+def _check_kernel(
     interrupts: Interrupts,
     options: CheckOptions,
     report: Report,
@@ -186,9 +186,9 @@ def _checked(
     questions: list[CheckCase],
     ahead: CallsAhead,
 ) -> Report:
-    """The Report with every Record, within what a plain function is found to take.
+    """Return the Report with every Record, of questions that a plain function is found to support.
 
-    What was asked for by name a function is taken to claim.
+    Options typed by the user count as claimed by the function.
     """
     from attncheck.verify.claims import (
         CLAIM_TRIALS,
@@ -217,74 +217,74 @@ def _checked(
             **named,
         )
     subject = host.subject
-    if claims is not None and claims.timeout:  # nobody waits for it once more
+    if claims is not None and claims.timeout:  # do not wait for a timeout a second time
         raise Died("timeout", claims.timeout)
     if claims is not None:
-        # By another convention it says other things of itself.
+        # The kernel's summary depends on the convention that was found.
         report = replace(report, kernels={subject.name: subject.summary})
 
     def chosen(names: tuple[str, ...]) -> list[CheckCase]:
-        if not options.own_questions:  # a recording's calls, and nothing beside them
+        if not options.own_questions:  # only the recording's calls, or the mod's problems
             return questions
         if claims is None:
             return subject_questions(subject, questions, device=device, names=names, **typed)
         return claimed_questions(claims, subject, device=device, names=names, **typed)
 
-    selection = _known(chosen, options)
+    selection = _existing_questions(chosen, options)
     if claims is not None and (lines := tuple(claims.lines())):
         report = replace(report, claims={subject.name: lines})
     terms = None if claims is None else replace(claims.terms(**named), table=None)
     executor = executor_of(subject)
-    forms = (taken_problem(subject, one.case.problem, executor, device) for one in selection)
-    ahead.expect([problem for problem in forms if problem is not None], terms)
-    report = _answered(interrupts, report, subject, selection, options)
-    with suppress(Died, RemoteError):  # what is wrong is known without its cause
-        report = _explained(report, subject, terms, device)
+    problems = (taken_problem(subject, one.case.problem, executor, device) for one in selection)
+    ahead.expect([problem for problem in problems if problem is not None], terms)
+    report = _ask_questions(interrupts, report, subject, selection, options)
+    with suppress(Died, RemoteError):  # the verdict stands without a cause
+        report = _add_diagnoses(report, subject, terms, device)
     return report
 
 
-def _known(
+def _existing_questions(
     chosen: Callable[[tuple[str, ...]], list[CheckCase]], options: CheckOptions
 ) -> list[CheckCase]:
-    """Questions of the names asked for; all where one of the last report is none any more.
+    """Return the questions named in ``options``; all if one of --last-failed no longer exists.
 
-    Raises UsageError for another name that is none.
+    Raise UsageError for an unknown name of --question.
     """
     questions = chosen(options.names)
     names = {one.name for one in questions}
-    gone = next((name for name in options.names if name not in names), None)
-    if gone is None:
+    missing = next((name for name in options.names if name not in names), None)
+    if missing is None:
         return questions
-    says = f"{options.spec} has no question {gone!r}"
+    message = f"{options.spec} has no question {missing!r}"
     if not options.last_failed:
-        raise UsageError(f"{says}: leave --question out to see all.")
-    click.echo(f"attncheck: {says} any more: every question is asked.", err=True)
+        raise UsageError(f"{message}: leave --question out to see all.")
+    click.echo(f"attncheck: {message} any more: every question is asked.", err=True)
     return chosen(())
 
 
 def _failed_names(options: CheckOptions) -> tuple[str, ...]:
-    """Questions that failed in the kernel's last report, of those named where there are any."""
+    """Return the questions that failed in the kernel's last report, among the named ones if any."""
     spec, names = options.spec, options.names
     failed: list[str] = []
     try:
         records = load_report(Path(options.directory) / "check.json", Report).records
-    except UsageError:  # none is there, or another version's
+    except UsageError:  # there is no report, or one of another version
         fact = f"there is no report of {spec} in {options.directory!r}"
     else:
         fact = f"nothing of {spec} failed last time"
         bad = (one for one in records if one.status in {*FAILED_STATUSES, "flaky"})
-        # A kernel is called by its file; one that died before it was, as it was typed.
+        # A record names its kernel without the folder; one that died while loading, as typed.
         failed = [one.variant for one in bad if one.kernel in {spec, Path(spec).name}]
-    left = tuple(dict.fromkeys(name for name in failed if name in (names or failed)))
-    if not left:
+    remaining = tuple(dict.fromkeys(name for name in failed if name in (names or failed)))
+    if not remaining:
         click.echo(f"attncheck: {fact}: every question is asked.", err=True)
-    return left or names
+    return remaining or names
 
 
-def _watched(interrupts: Interrupts, spec: str) -> int:
+def _watch(interrupts: Interrupts, spec: str) -> int:
     """Run the rest of the command line now, and again whenever a Python file has changed.
 
-    What failed is asked first, and all once that passes; ends by an interrupt alone.
+    Failed questions are asked first, and all questions once those pass; only an interrupt ends it.
     """
     folder = Path(spec.partition("::")[0]).parent
     if "::" not in spec or not folder.is_dir():
@@ -294,25 +294,25 @@ def _watched(interrupts: Interrupts, spec: str) -> int:
     interrupts.message = f"no longer watching {spec}."
     failed = False
     while True:
-        before = _changes(folder)
+        before = _modification_times(folder)
         code = 0
         for more in (["--last-failed"], [])[not failed :]:
-            # A group of its own: an interrupt is ours, and ends it without a line of its own.
+            # In its own process group, so that only this process gets an interrupt and reports it.
             with standard_output():
                 words = [*program, *more]
                 run = subprocess.run(words, check=False, stdout=sys.stdout, process_group=0)  # noqa: S603  # ourselves
             code = run.returncode
-            if code not in {0, 5}:  # what it refuses now fails no more
+            if code not in {0, 5}:  # a question that it refuses now no longer fails
                 break
         interrupts.check()
         failed = code == 1
         click.echo(f"attncheck: watching {folder}/*.py; Ctrl-C ends it.", err=True)
-        while _changes(folder) == before:
+        while _modification_times(folder) == before:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
-def _changes(folder: Path) -> dict[str, int]:
-    """When each Python file of ``folder`` was last written: a kernel imports those beside it."""
+def _modification_times(folder: Path) -> dict[str, int]:
+    """Return the modification time of each Python file in ``folder``, which a kernel may import."""
     times = {}
     for path in folder.glob("*.py"):
         with suppress(OSError):  # an editor may just be replacing it
@@ -320,8 +320,8 @@ def _changes(folder: Path) -> dict[str, int]:
     return times
 
 
-def _asked_kernel(options: CheckOptions) -> str:
-    """The kernel that is asked; raises UsageError for options that say nothing together."""
+def _kernel_spec(options: CheckOptions) -> str:
+    """Return the kernel that is asked; raise UsageError for options that contradict each other."""
     if options.flex is not None and options.recording is not None:
         raise UsageError("--flex and --inputs each say what to ask: leave one out.")
     if options.shapes and options.flex is None:
@@ -332,23 +332,23 @@ def _asked_kernel(options: CheckOptions) -> str:
 
 
 def _questions_and_mods(options: CheckOptions) -> tuple[list[CheckCase], dict[str, str]]:
-    """The questions, and what a kernel's process must load to know their Problems.
+    """Return the questions, and the files that a kernel's process must load for their Problems.
 
-    Raises UnknownName for a name that no question has.
+    Raise UnknownName for a name that no question has.
     """
     from attncheck.verify.environment import prepare
 
     if options.own_questions:
         return _questions(options), {}
     prepare(options.device)  # torch's tracer imports Triton
-    questions, mods = (_flexed if options.recording is None else _recorded)(options)
+    questions, mods = (_flex_questions if options.recording is None else _call_questions)(options)
     names = options.names
     require_known("question", names, {question.name for question in questions})
     return [one for one in questions if one.name in (names or (one.name,))], mods
 
 
-def _recorded(options: CheckOptions) -> tuple[list[CheckCase], dict[str, str]]:
-    """A recording's calls, and what a kernel's process needs to know them."""
+def _call_questions(options: CheckOptions) -> tuple[list[CheckCase], dict[str, str]]:
+    """Return questions of a recording's calls, and the file that a kernel's process must load."""
     from attncheck.cases.check_cases import CheckCase
     from attncheck.cases.variants import recorded_cells
     from attncheck.inputs.problem import Case
@@ -361,8 +361,8 @@ def _recorded(options: CheckOptions) -> tuple[list[CheckCase], dict[str, str]]:
     return questions, {"recording": file}
 
 
-def _flexed(options: CheckOptions) -> tuple[list[CheckCase], dict[str, str]]:
-    """Problems with somebody's mask or score mod, and what a kernel's process needs to know it."""
+def _flex_questions(options: CheckOptions) -> tuple[list[CheckCase], dict[str, str]]:
+    """Return questions with the mod of --flex, and the file that a kernel's process must load."""
     from importlib.util import find_spec
 
     from attncheck.cases.check_cases import CheckCase
@@ -410,31 +410,31 @@ def _flexed(options: CheckOptions) -> tuple[list[CheckCase], dict[str, str]]:
 
 
 def _questions(options: CheckOptions) -> list[CheckCase]:
-    """The check cases, dtype by dtype; raises UnknownName for a name that none of them has."""
+    """Return the check cases, dtype by dtype; raise UnknownName for an unknown question."""
     from attncheck.cases.check_cases import call_cases, check_cases
     from attncheck.verify.claims import NOT_CLAIMED
 
     dtypes, dims = options.dtypes or ("bf16",), options.head_dims
-    # First, as long as the kernel's process is new: later ones may already be changed.
+    # These come first, while the kernel's process is new: later it may be changed.
     questions = call_cases(dtypes[0], dims)
     questions += [one for dtype in dict.fromkeys(dtypes) for one in check_cases(dtype, dims)]
-    known = {question.name for question in questions}
+    all_names = {question.name for question in questions}
     for name in options.names:
-        # What is asked of the axes that a kernel takes, or beyond its claims, is known only then.
+        # Questions on a kernel's axes, or beyond its claims, exist only once these are known.
         aspect = name.removeprefix("decode-").partition("-")[0]
-        if name not in known and aspect not in {"crossed", "alone", "lengths", *NOT_CLAIMED}:
-            raise UnknownName("question", name, known)
+        if name not in all_names and aspect not in {"crossed", "alone", "lengths", *NOT_CLAIMED}:
+            raise UnknownName("question", name, all_names)
     return questions
 
 
-def _answered(
+def _ask_questions(
     interrupts: Interrupts,
     report: Report,
     subject: Subject,
     questions: list[CheckCase],
     options: CheckOptions,
 ) -> Report:
-    """The Report with every Record."""
+    """Return the Report with a Record for every question, until a timeout or too many deaths."""
     from attncheck.verify.deaths import DEATHS, MOST_DEATHS
     from attncheck.verify.verify import iter_records
 
@@ -449,44 +449,44 @@ def _answered(
                 record = replace(record, unclaimed=question.unclaimed)  # noqa: PLW2901  # the one to show
             interrupts.check()
             advance(record.variant)
-            # What writes beside its tensors may end its process, or change any later answer.
+            # A kernel that writes beside its tensors may crash, or change any later answer.
             wild = record.judgement is not None and record.judgement.rule == "memory"
             deaths += wild or record.status in DEATHS
             records.append(record)
-            # Each further one would take as long, or start another process: no verdict needs it.
+            # Further questions could take as long, and the verdict does not need them.
             if record.status == "timeout" or deaths >= MOST_DEATHS:
                 break
-    left = _not_asked(len(questions) - len(records))
-    return replace(report, records=tuple(records), incomplete=left)
+    not_asked = _not_asked(len(questions) - len(records))
+    return replace(report, records=tuple(records), incomplete=not_asked)
 
 
 def _death_report(
-    report: Report, error: Died | RemoteError, spec: str, asked: list[CheckCase], *, loading: bool
+    report: Report, error: Died | RemoteError, spec: str, cases: list[CheckCase], *, loading: bool
 ) -> Report:
-    """Report of a kernel that was asked nothing, since its process died: the first one fails."""
+    """Return the report of a kernel whose process died, with a failure of the first question."""
     from attncheck.verify.deaths import death_record
 
     record = death_record(
         error,
-        asked[0].case,
+        cases[0].case,
         kernel=spec,
-        variant=asked[0].name,
+        variant=cases[0].name,
         environment=next(iter(report.environments)),
         loading=loading,
     )
-    left = _not_asked(len(asked) - 1)
-    return replace(report, kernels={spec: ""}, records=(record,), incomplete=left)
+    not_asked = _not_asked(len(cases) - 1)
+    return replace(report, kernels={spec: ""}, records=(record,), incomplete=not_asked)
 
 
 def _not_asked(count: int) -> str:
     return f"{count} more were not asked" if count else ""
 
 
-def _explained(report: Report, subject: Subject, terms: Terms | None, device: str) -> Report:
-    """With what may be wrong in the Records that failed.
+def _add_diagnoses(report: Report, subject: Subject, terms: Terms | None, device: str) -> Report:
+    """Return ``report`` with diagnoses of the failed Records.
 
     Args:
-        terms: On which a plain function takes anything.
+        terms: Terms on which a plain function takes every problem.
     """
     from attncheck.diagnose.diagnosis import CauseSearch
     from attncheck.verify.kernel_hosts import on_terms
@@ -494,32 +494,32 @@ def _explained(report: Report, subject: Subject, terms: Terms | None, device: st
     search = CauseSearch(_MOST_SEARCHES)
     for one in report.records:
         search.note(one)
-    # Within its claims first: what is wrong beyond them would refute each cause of that.
-    report = _diagnosed(report, search, subject, device)
+    # Within its claims first, since wrong answers beyond them would refute every cause there.
+    report = _diagnose_part(report, search, subject, device)
     if terms is not None and any(map(_is_beyond, report.records)):
-        report = _diagnosed(report, search, on_terms(subject, terms), device, beyond=True)
+        report = _diagnose_part(report, search, on_terms(subject, terms), device, beyond=True)
     return report
 
 
 def _is_beyond(record: Record) -> bool:
-    """Return whether it fails beyond what the kernel claims."""
+    """Return whether ``record`` is a failure beyond the kernel's claims."""
     return record.status in FAILED_STATUSES and bool(record.unclaimed)
 
 
-def _diagnosed(
+def _diagnose_part(
     report: Report, search: CauseSearch, subject: Subject, device: str, *, beyond: bool = False
 ) -> Report:
-    """With what may be wrong in the Records that failed within its claims, or ``beyond`` them."""
+    """Return ``report`` with diagnoses of failures within the claims, or ``beyond`` them."""
     from attncheck.reporting.check_document import worst_record
 
     records = [*report.records]
     places = [i for i, one in enumerate(records) if _is_beyond(one) == beyond]
-    some = [records[i] for i in places]
-    worst = worst_record(replace(report, records=tuple(some)))
+    part = [records[i] for i in places]
+    worst = worst_record(replace(report, records=tuple(part)))
     if worst is None:
         return report
-    # The one that says most first.
-    diagnosed = search.diagnose_all(some, subject, device=device, first=worst)
+    # Start with the worst failure, which tells most.
+    diagnosed = search.diagnose_all(part, subject, device=device, first=worst)
     for i, one in zip(places, diagnosed, strict=True):
         records[i] = one
     return replace(report, records=tuple(records))

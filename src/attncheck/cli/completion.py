@@ -1,4 +1,4 @@
-"""``attncheck completion``: the script by which a shell completes words, and what it offers."""
+"""``attncheck completion``: the script by which a shell completes words, and the completions."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def completion(
     assert kind is not None
     script = kind(click.Group(), {}, "attncheck", _VARIABLE)
     with standard_output():
-        # Not its ``source()``, which starts a bash to ask for its version.
+        # Unlike ``source()``, this does not start a bash to ask for its version.
         click.echo(script.source_template % script.source_vars())
 
 
 def complete(group: click.Group, instruction: str) -> int:
-    """Answer a shell that asks how a word may go on; return the exit code."""
+    """Print the completions of a word for the shell; return the exit code."""
     for command in group.commands.values():
         for parameter in command.params:
             names = _NAMES.get(parameter.opts[0])
@@ -53,7 +53,7 @@ def _offer(names: Callable[[], Iterable[str]]) -> Callable[[Any, str], list[Comp
     return offer
 
 
-# Each imports what is light alone: whoever presses a key does not wait for torch.
+# Each of these imports no heavy module, since a user who presses a key must not wait for torch.
 def _kernels() -> Iterable[str]:
     from attncheck.core.errors import UsageError
     from attncheck.subjects.capabilities.configuration import read_configuration
@@ -61,7 +61,7 @@ def _kernels() -> Iterable[str]:
 
     try:
         configured = tuple(read_configuration().kernels)
-    except UsageError:  # said where the file is used
+    except UsageError:  # reported when the file is used
         configured = ()
     return {*BUILTIN, *configured, *(f"{path.name}::" for path in Path.cwd().glob("*.py"))}
 
@@ -73,9 +73,9 @@ def _dtypes() -> Iterable[str]:
 
 
 def _variants() -> Iterable[str]:
-    from attncheck.cases.variants import FURTHER, VARIANTS
+    from attncheck.cases.variants import OPTIONAL_VARIANTS, VARIANTS
 
-    return {*VARIANTS, *FURTHER}
+    return {*VARIANTS, *OPTIONAL_VARIANTS}
 
 
 def _questions() -> Iterable[str]:

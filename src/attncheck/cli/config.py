@@ -30,7 +30,7 @@ def config(
 
     paths = [Path(file) for file in files] or [_nearest()]
     wrong = []
-    # All files are read: whoever mends one mistake wants to know the next.
+    # Read all files, to report all mistakes at once.
     for path in dict.fromkeys(paths):
         count, mistakes = find_mistakes(path)
         wrong += mistakes
@@ -43,7 +43,7 @@ def config(
 
 
 def _nearest() -> Path:
-    """Raises UsageError where no file names kernels."""
+    """Return the nearest file that names kernels; raise UsageError if there is none."""
     from attncheck.subjects.capabilities import configuration
 
     path, _ = configuration.nearest_tables()

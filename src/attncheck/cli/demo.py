@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.suite.under_test import UnderTest
 
-KERNEL = "attncheck.demo.flash_attention:attention"  # the kernel, as every command names it
+KERNEL = "attncheck.demo.flash_attention:attention"  # the kernel's name in every command
 
 PLANTED = "EVEN=key.shape[2] % 32 == 0"  # the mistake in its source
 
@@ -44,8 +44,8 @@ MENDED = "EVEN=key.shape[2] % TILE == 0"  # the correct text in its place
 
 _FILE = "flash_attention.py"
 _WIDTH = 80
-_USUAL = 1e-2  # the tolerance of many a kernel's own tests, which is here to be looked at
-_LEFT_OUT = ("  kernel ", "  wrong ", "  judged as ")  # of the diagnosis: `attncheck repro` has it
+_USUAL = 1e-2  # the tolerance of many kernels' own tests, shown here to be too large
+_LEFT_OUT = ("  kernel ", "  wrong ", "  judged as ")  # lines of a diagnosis that are not shown
 _SHAPES = ((256, 256, False), (256, 256, True), (1000, 1000, False), (100, 300, False))
 
 _STORY = {
@@ -111,24 +111,22 @@ def demo(
 
 
 def source() -> str:
-    """The text of the wrong kernel."""
+    """Return the source of the wrong kernel."""
     return resources.files("attncheck.demo").joinpath(_FILE).read_text(encoding="utf-8")
 
 
 def _copy(path: Path) -> int:
-
     write_texts({path.name: source()}, path.parent, what="the kernel", instead="--kernel-file")
     _say(f"Written to {path}. Next: attncheck check {path}::attention", gap=False)
     return 0
 
 
 def _folder() -> Path:
-
     return Path("reports") / FAILURE_FOLDER
 
 
 def _usual_test(device: str) -> Iterator[str]:
-    """Run the test that its author has on a few shapes; nothing is made up."""
+    """Run an author's usual test on a few shapes; yield a line on each result."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -146,10 +144,9 @@ def _usual_test(device: str) -> Iterator[str]:
 
 
 def _find(subject: Subject, device: str, *, quiet: bool) -> DemoFailure | None:
-
     try:
-        import hypothesis  # noqa: F401  # whether it is here
-        import pytest  # noqa: F401  # the suite's
+        import hypothesis  # noqa: F401  # tests whether it is installed
+        import pytest  # noqa: F401  # needed by the suite
     except ImportError:
         _say(_STORY["no extra"])
         return search_tile_edges(subject, device)
@@ -174,31 +171,31 @@ def _tell(failure: DemoFailure, device: str) -> None:
         introduction = [f"   problem {failure.before} fails:"]
     _say_lines([*introduction, ""])
     text = [line for line in kept_failure_text(kept).splitlines() if not line.startswith(_LEFT_OUT)]
-    _say_lines([part for line in text for part in _wrapped(line, " " * 13)])
+    _say_lines([part for line in text for part in _wrap(line, " " * 13)])
     script = _folder() / f"{kept.id}.py"
     case = Case.from_json(failure.smallest.case)
     subject = load_subject(KERNEL)
-    how = {"kernel": KERNEL, "convention": "", "device": device, "instead": "working directory"}
-    write_script(script, subject, case, failure.smallest, **how)
+    options = {"kernel": KERNEL, "convention": "", "device": device, "instead": "working directory"}
+    write_script(script, subject, case, failure.smallest, **options)
     _say(f"Without attncheck: python {script}", gap=False)
     lines = source().splitlines()
     number = next(count for count, line in enumerate(lines, 1) if PLANTED in line)
     _say(_STORY["why"].format(number=number, planted=PLANTED, mended=MENDED))
 
 
-def _wrapped(text: str, further: str) -> list[str]:
-    """Lines of 80 columns; the first keeps the space that it begins with."""
+def _wrap(text: str, further: str) -> list[str]:
+    """Return lines of 80 columns; the first keeps its leading spaces."""
     return textwrap.wrap(text, _WIDTH, subsequent_indent=further, break_on_hyphens=False)
 
 
 def _say(text: str, *, gap: bool = True) -> None:
     _say_lines(
-        [*([""] if gap else []), *_wrapped(text, "   " if text[:2].strip(".").isdigit() else "")]
+        [*([""] if gap else []), *_wrap(text, "   " if text[:2].strip(".").isdigit() else "")]
     )
 
 
 def _say_lines(lines: Iterator[str] | list[str]) -> None:
-    """Each as it comes: somebody is reading."""
+    """Print each line as it comes, for a reader who is waiting."""
     from attncheck.reporting.terminal import print_text
 
     for line in lines:
@@ -206,43 +203,43 @@ def _say_lines(lines: Iterator[str] | list[str]) -> None:
             print_text(f"{line}\n", sys.stdout)
 
 
-DTYPE = "fp16"  # in which the kernel is asked: Triton's interpreter has it right without repairs
+DTYPE = "fp16"  # the kernel's dtype; Triton's interpreter handles fp16 without repairs
 
-_QUESTION = "decode"  # an exact probe, which tells in words which keys a row has counted
+_QUESTION = "decode"  # an exact probe, whose verdict names the keys that a row has counted
 _TILES = (16, 32, 64, 128)
-_MOST = 150  # problems that are drawn: every thirtieth would do
-_LONGEST = 90  # where no second length fails, to which it would be shrunk
+_MOST = 150  # problems that are drawn at most
+_LONGEST = 90  # longest drawn length: up to here only 32 fails, so shrinking finds no other length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoFailure:
-    """A wrong answer, and the way to it."""
+    """A wrong answer, and the search that found it."""
 
     first: Record  # the first answer that was wrong
     smallest: Record  # the answer to the smallest Case that still fails
-    before: int  # problems that were answered until then, the first wrong one too
-    after: int  # those that it took to shrink it
+    before: int  # problems answered up to and including the first wrong one
+    after: int  # problems answered to shrink it
 
 
 def search_with_hypothesis(
     name: str, subject: Subject, device: str, most: int = _MOST
 ) -> DemoFailure | None:
-    """Return the failure that Hypothesis finds and shrinks; None where it finds nothing.
+    """Return the failure that Hypothesis finds and shrinks; None if it finds nothing.
 
     Args:
-        most: Problems that are drawn, where none fails.
+        most: Number of problems that are drawn if none fails.
 
     Raises:
-        ImportError: where Hypothesis or pytest, which the suite is made for, is not installed.
+        ImportError: if Hypothesis or pytest, which the suite needs, is not installed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # Else Hypothesis leaves a folder where somebody only wanted to look.
+        # Otherwise Hypothesis would leave a folder behind.
         os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", folder)
-        return _searched(name, subject, device, most)
+        return _search(name, subject, device, most)
 
 
 def search_tile_edges(subject: Subject, device: str) -> DemoFailure | None:
-    """The shortest of the lengths at the edges of tiles that fails, asked one after the other."""
+    """Return the failure at the shortest failing length next to a tile edge; None if all pass."""
     from attncheck.inputs.problem import Case, Problem
     from attncheck.verify.run_case import run_case
 
@@ -256,7 +253,7 @@ def search_tile_edges(subject: Subject, device: str) -> DemoFailure | None:
     return None
 
 
-def _searched(name: str, subject: Subject, device: str, most: int) -> DemoFailure | None:
+def _search(name: str, subject: Subject, device: str, most: int) -> DemoFailure | None:
     from attncheck.suite import pytest_options
     from attncheck.suite.property_spec import PropertySpec, cases
     from attncheck.suite.search import search_cases
@@ -274,7 +271,7 @@ def _searched(name: str, subject: Subject, device: str, most: int) -> DemoFailur
         except WrongAnswer as wrong:
             first.append((wrong.record, kernel.tally.total))
             raise
-        kernel.share = 0.0  # draw on, and do not climb to where rounding is largest
+        kernel.share = 0.0  # only draw, without climbing towards the largest rounding error
 
     try:
         search_cases(count_keys, kernel, cases(kernel, spec))

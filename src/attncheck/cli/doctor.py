@@ -1,4 +1,4 @@
-"""``attncheck doctor``: what machine this is, and whether attncheck can work on it."""
+"""``attncheck doctor``: describe this machine, and test whether attncheck can work on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def doctor(
             click.echo(json.dumps(checkup, indent=2))
         else:
             _echo(checkup)
-    # A machine that cannot work says nothing of a kernel: another code than a failure.
+    # A broken machine is no fault of a kernel, so its code differs from a failure's.
     return PASSED if all(test["ok"] for test in checkup["self_tests"]) else INCOMPLETE
 
 
@@ -34,7 +34,7 @@ def _echo(checkup: dict[str, object]) -> None:
     assert isinstance(environment, dict)
     assert isinstance(tests, list)
     for name, value in environment.items():
-        # Repairs of the interpreter are several.
+        # The repairs of the interpreter are a list.
         text = ", ".join(value) if isinstance(value, list | tuple) else value
         click.echo(f"{name:<12} {text or '—'}")
     click.echo()

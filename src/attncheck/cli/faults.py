@@ -16,10 +16,10 @@ import msgspec
 from attncheck.cli import verb
 from attncheck.cli.long_runs import (
     JOURNAL,
+    print_run_end,
     progress,
     resumable,
     run_with_journal,
-    say_how_it_ended,
     started_now,
     time_left,
     usable_cores,
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from attncheck.workers.pool import RunEvent
 
 _MUTANTS_TABLE = "examples/strangers/mutants.toml"
-_MOST_RUNS = 4  # of pytest at a time, unless somebody asks for more
-_PER_RUN = frozenset({"started", "typed"})  # of a journal's header: no part of the plan
+_MOST_RUNS = 4  # runs of pytest at the same time, without --jobs
+_PER_RUN = frozenset({"started", "typed"})  # header keys that are no part of the plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOptions:
-    """Options as typed."""
+    """Options of ``attncheck faults``, as typed."""
 
     host: str = verb.option(
         "--host", "NAME", "In which kernel faults are planted: triton, ideal or all.", "all"
@@ -125,13 +125,13 @@ class FaultOptions:
 
     @property
     def outputs(self) -> list[tuple[Path, str]]:
-        """Files that are asked for, each with its format."""
+        """Return the files to write, each with its format."""
         named = ((self.json_file, "json"), (self.md_file, "md"))
         return [(Path(file), fmt) for file, fmt in named if file]
 
     @property
     def typed(self) -> str:
-        """The command line, for a report."""
+        """Return the command line, for a report."""
         return typed_command(files={"--kernel-file", "--json", "--md"})
 
 
@@ -147,8 +147,8 @@ def faults(interrupts: Interrupts, options: FaultOptions) -> int:
     """
     few_threads(small=False)
 
-    interrupts.check()  # imports take a while, and may have swallowed one
-    # A run takes hours: where its report goes is tried before.
+    interrupts.check()  # imports take a while, and may have swallowed an interrupt
+    # A run takes hours, so check first that its report can be written.
     for path, _ in options.outputs:
         check_names(path.parent, [path.name], instead="file")
     if options.command is None and (options.replace is not None or options.convention):
@@ -157,7 +157,7 @@ def faults(interrupts: Interrupts, options: FaultOptions) -> int:
         raise UsageError("KERNEL, --tool and --max-mutants say what --mutants scores: give it too.")
     if options.dtypes and not options.small:
         raise UsageError("--dtype says in what --sensitivity asks: give it too.")
-    # Before the modes that run: --list goes with the options of all of them.
+    # Before the modes below, since --list accepts the options of all of them.
     if options.mutants:
         return _score_mutants(interrupts, options)
     if options.listed:
@@ -170,7 +170,7 @@ def faults(interrupts: Interrupts, options: FaultOptions) -> int:
 
 
 def _list(options: FaultOptions) -> int:
-    """Show what is chosen, and run nothing; return the exit code."""
+    """Show the chosen faults, and run none; return the exit code."""
     from attncheck.faults.catalogue import CONTROLS, FAULTS
 
     selection = _selection(options, *_device_and_tier(options))
@@ -184,7 +184,7 @@ def _list(options: FaultOptions) -> int:
 
 
 def _device_and_tier(options: FaultOptions) -> tuple[str, str]:
-    """Device and tier, also where nobody says; raises UsageError for what is not there."""
+    """Return device and tier, typed or default; raise UsageError if unavailable."""
     from attncheck.cases.tier import default_tier, tier_named
     from attncheck.verify.environment import usable_device
 
@@ -197,11 +197,11 @@ def _kernel_file(options: FaultOptions) -> Path | None:
 
 
 def _selection(options: FaultOptions, device: str, tier: str) -> FaultSelection:
-    """The faults and controls that are chosen.
+    """Return the chosen faults and controls.
 
     Raises:
-        UsageError: for options that say nothing together.
-        UnknownName: for a host, fault or category that there is not.
+        UsageError: if options contradict each other.
+        UnknownName: if there is no such host, fault or category.
     """
     from attncheck.faults.fault import HOSTS
     from attncheck.faults.fault_selection import select_faults, select_from_file
@@ -209,7 +209,7 @@ def _selection(options: FaultOptions, device: str, tier: str) -> FaultSelection:
 
     hosts = dict.fromkeys((*HOSTS, "all"))
     require_known("host", [options.host], hosts)
-    # In another file nobody knows hosts or categories of the catalogue.
+    # Hosts and categories are the catalogue's, and unknown in another file.
     if file := _kernel_file(options):
         if options.categories or options.controls or options.host != "all":
             raise UsageError(
@@ -218,29 +218,29 @@ def _selection(options: FaultOptions, device: str, tier: str) -> FaultSelection:
             )
         prepare(device)  # whether Triton is interpreted is decided as the file is imported
         return select_from_file(file, names=options.names, device=device, tier=tier)
-    # Controls belong to the whole score: of chosen faults they tell nothing.
-    some = options.names or options.categories
+    # Controls belong to the whole score, and are left out if faults are chosen.
+    is_chosen = options.names or options.categories
     return select_faults(
         hosts=HOSTS if options.host == "all" else (options.host,),
         names=options.names,
         categories=options.categories,
-        controls=not some if options.controls is None else options.controls,
+        controls=not is_chosen if options.controls is None else options.controls,
         device=device,
         tier=tier,
     )
 
 
-# The gate on planted faults
+# Scoring the gate on planted faults
 
 
 def _score_gate(interrupts: Interrupts, options: FaultOptions) -> int:
-    """Score what is chosen, write and show the report; return the exit code."""
+    """Score the chosen faults, write and show the report; return the exit code."""
     from attncheck.faults.score_report import fault_report
 
     device, tier = _device_and_tier(options)
     selection, file = _selection(options, device, tier), _kernel_file(options)
     head = planted_header(selection, device=device, tier=tier, file=file, typed=options.typed)
-    return _scored(
+    return _run_and_score(
         interrupts,
         options,
         selection,
@@ -255,7 +255,7 @@ def _score_gate(interrupts: Interrupts, options: FaultOptions) -> int:
 def planted_header(
     selection: FaultSelection, *, device: str, tier: str, file: Path | None, typed: str
 ) -> dict[str, Any]:
-    """Return the journal's first entry: what makes two runs the same, and when the first began."""
+    """Return the journal's header: what makes two runs the same, and when the first began."""
     from attncheck.faults.fault_selection import source_digest
 
     return {
@@ -269,15 +269,15 @@ def planted_header(
     }
 
 
-# Mutants of somebody's kernels
+# Mutants of a user's kernels
 
 
 def _score_mutants(interrupts: Interrupts, options: FaultOptions) -> int:
-    """Score what is chosen, or list it; return the exit code.
+    """Score the chosen mutants, or list them; return the exit code.
 
     Raises:
-        UsageError: where there is no kernel, or none whose file can be changed.
-        UnknownName: for a tool that there is not.
+        UsageError: if there is no kernel, or none whose file can be changed.
+        UnknownName: if there is no such tool.
     """
     from attncheck.faults.fault_selection import FaultSelection, source_digest
     from attncheck.faults.mutant_scoring import TOOLS, kernels_of_table, mutant_units
@@ -303,7 +303,7 @@ def _score_mutants(interrupts: Interrupts, options: FaultOptions) -> int:
         "started": started_now(),
         "typed": options.typed,
     }
-    return _scored(
+    return _run_and_score(
         interrupts,
         options,
         FaultSelection(units=tuple(units)),
@@ -315,15 +315,15 @@ def _score_mutants(interrupts: Interrupts, options: FaultOptions) -> int:
     )
 
 
-# Somebody's own tests, with faulty kernels for their function
+# A user's own tests, run with faulty kernels in place of the tested function
 
 
 def _score_own_tests(interrupts: Interrupts, options: FaultOptions) -> int:
     """Score the tests, write and show the report; return the exit code.
 
     Raises:
-        UsageError: where no function is named, or the suite cannot be scored.
-        UnknownName: for a fault or category that there is not.
+        UsageError: if no function is named, or the suite cannot be scored.
+        UnknownName: if there is no such fault or category.
     """
     from attncheck.faults.fault_selection import select_faults
     from attncheck.faults.user_suite import UserSuite, check_scorable
@@ -341,29 +341,29 @@ def _score_own_tests(interrupts: Interrupts, options: FaultOptions) -> int:
         names=options.names,
         categories=options.categories,
         controls=False,
-        device="cuda",  # what a fault needs is for the suite to have: nothing is left out
+        device="cuda",  # leave out no fault: the suite has to provide its device
         tier="",
     )
     if not selection.units:
         raise UsageError(f"none of these faults is planted in {host}: nothing is to be scored.")
     names = [unit.kernel.rpartition("@")[0] for unit in selection.units]
     head = own_tests_header(suite, selection, typed=options.typed)
-    named = {"command": suite.command, "replace": suite.replace}
-    return _scored(
+    suite_options = {"command": suite.command, "replace": suite.replace}
+    return _run_and_score(
         interrupts,
         options,
         selection,
         head,
         lambda content: _own_tests_report(content, selection, suite, command=options.typed),
         work="attncheck.faults.user_suite:suite_work",
-        options=named | {"convention": suite.convention, "folder": str(suite.folder)},
+        options=suite_options | {"convention": suite.convention, "folder": str(suite.folder)},
         workers=[WorkerPlace()] * (options.jobs or min(usable_cores(), _MOST_RUNS)),
         check=lambda: check_scorable(suite, names, host),
     )
 
 
 def own_tests_header(suite: UserSuite, selection: FaultSelection, *, typed: str) -> dict[str, Any]:
-    """Return the journal's first entry: what makes two runs the same, and when the first began."""
+    """Return the journal's header: what makes two runs the same, and when the first began."""
     from attncheck.faults.fault_selection import source_digest
     from attncheck.faults.user_suite import project_digest
 
@@ -382,13 +382,13 @@ def own_tests_header(suite: UserSuite, selection: FaultSelection, *, typed: str)
 def _own_tests_report(
     content: JournalContent, selection: FaultSelection, suite: UserSuite, *, command: str
 ) -> OwnTestsReport:
-    """Return the journal's entry of each fault, in the order of the catalogue."""
+    """Return the report of the journal's scores, in the order of the catalogue."""
     from attncheck.faults.catalogue import fault_named
 
     scores: list[OwnTestsScore] = []
     for unit in selection.units:
         done = content.results.get(unit.id)
-        # Interrupted, or out of time: it is counted as unfinished below.
+        # A fault without a result, after an interrupt or --max-time, counts as unfinished below.
         if done is None:
             continue
         if "score" in done.facts:
@@ -408,13 +408,13 @@ def _own_tests_report(
     )
 
 
-# How small a fault is still seen
+# Sensitivity: the smallest fault that is seen
 
 
 def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int:
     """Measure the smallest size of each continuous fault that is seen, in each dtype.
 
-    Raises UnknownName for a fault, dtype or tier that there is not.
+    Raise UnknownName if there is no such fault, dtype or tier.
     """
     from attncheck.faults.continuous_faults import CONTINUOUS_FAULTS, continuous_fault_named
     from attncheck.gate.planning import Choices
@@ -423,52 +423,52 @@ def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int
     names = [continuous_fault_named(name).id for name in options.names] or list(CONTINUOUS_FAULTS)
     dtypes = Choices.of_tier(tier, dtypes=tuple(options.dtypes or MEASURED_DTYPES)).dtypes
     pairs = [(name, dtype) for dtype in dtypes for name in names]
-    seen: dict[tuple[str, str], FaultSensitivity] = {}
+    results: dict[tuple[str, str], FaultSensitivity] = {}
     jobs = min(options.jobs or (usable_cores() if device == "cpu" else 1), len(pairs))
-    # Not forked: a child of a process that has used CUDA cannot use it.
+    # Not forked, since a forked child of a process that has used CUDA cannot use CUDA.
     spawn = multiprocessing.get_context("spawn")
     with (
         progress(len(pairs), quiet=options.quiet) as advance,
         ProcessPoolExecutor(jobs, mp_context=spawn) as pool,
     ):
         running = {pool.submit(_sensitivity, *each, tier, device): each for each in pairs}
-        for done in as_completed(running):
-            # As they end: the report puts them in the order of the plan again.
-            seen[running[done]] = done.result()
-            advance(" ".join(running[done]))
-    report = SensitivityReport(command=options.typed, seen=tuple(seen[each] for each in pairs))
+        for future in as_completed(running):
+            # In order of completion; the report restores the order of the plan.
+            results[running[future]] = future.result()
+            advance(" ".join(running[future]))
+    report = SensitivityReport(command=options.typed, seen=tuple(results[each] for each in pairs))
     return _write_and_show(interrupts, report, options)
 
 
 def _sensitivity(fault: str, dtype: str, tier: str, device: str) -> FaultSensitivity:
-    """One piece of work, in a process of its own."""
+    """Measure one fault in one dtype; runs in a process of its own."""
     from attncheck.faults.sensitivity import measure_sensitivity
 
     return measure_sensitivity(fault, dtype, tier=tier, device=device)
 
 
-# What all of them share
+# Shared by all modes
 
 
-def _scored(
+def _run_and_score(
     interrupts: Interrupts,
     typed: FaultOptions,
     selection: FaultSelection,
     head: dict[str, Any],
     report: Callable[[JournalContent], msgspec.Struct],
-    **how: Any,
+    **run_options: Any,
 ) -> int:
-    """Do what is selected, write and show the report of the journal; return the exit code.
+    """Run the selected units, write and show the journal's report; return the exit code.
 
     Raises:
-        UsageError: for a time or a folder that cannot be.
-        JournalError: where the journal holds another run that is not finished.
+        UsageError: if --max-time or the folder is invalid.
+        JournalError: if the journal holds another, unfinished run.
     """
     from attncheck.faults.fault_selection import priority
 
     seconds = parse_seconds(typed.max_time, "--max-time")
     check_names(typed.directory, [JOURNAL])
-    _, resume = resumable(typed.directory, head, _changed, fresh=typed.fresh)
+    _, resume = resumable(typed.directory, head, _change_since, fresh=typed.fresh)
     end, content = run_with_journal(
         selection.units,
         head,
@@ -479,45 +479,45 @@ def _scored(
         verbose=typed.verbose,
         seconds=seconds,
         priority=priority,
-        **how,
+        **run_options,
     )
-    return say_how_it_ended(end, _write_and_show(interrupts, report(content), typed))
+    return print_run_end(end, _write_and_show(interrupts, report(content), typed))
 
 
-def _changed(_: JournalContent, differs: set[str]) -> str | None:
-    """What has changed since a run, whose scores then say nothing of the attncheck that is here."""
+def _change_since(_: JournalContent, differs: set[str]) -> str | None:
+    """Return the change of sources since a run, "" for none; None if it was another run."""
     if differs - _PER_RUN - {"sources"}:
         return None
     return "sources have changed" if "sources" in differs else ""
 
 
 class FaultProgress:
-    """The progress of ``attncheck faults``, as far as has been heard."""
+    """The progress of ``attncheck faults``, counted from its events."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
 
     def hear(self, event: RunEvent) -> list[str]:
-        """Count; return what is new, in a line."""
+        """Count an event; return a line for a new score."""
         if event.done is None:
             return []
-        # No score: the harness failed, which is counted and ends no run.
+        # Without a score the harness failed, which is counted and does not end the run.
         score = event.done.facts.get("score") or {"outcome": "harness"}
-        # Of a gate's score, or of somebody's own tests.
+        # A gate's score has an outcome, one of own tests a status.
         outcome = str(score.get("outcome") or score["status"])
         self.outcomes[outcome] += 1
         if event.kind != "done":
             return []
         first = (score.get("caught") or {}).get("first") or {}
         by = f" by {first['stage']} {first['question']}" if first else ""
-        if score.get("first"):  # of a mutant
+        if score.get("first"):  # only a mutant's score has it
             by = f" by {score['first']} after {score['questions']}, {score['seconds']:.1f} s"
         counts = f" after {score['problems']} problems, {score['seconds']:.1f} s" if first else ""
         reason = f": {score['reason']}" if score.get("reason") else ""
         return [shortened(one_line(f"{event.unit.kernel}: {outcome}{by}{counts}{reason}"))]
 
     def line(self, event: RunEvent) -> str:
-        """``faults 12/95, 11 caught, 1 missed, about 35 s left``."""
+        """Return ``faults 12/95, 11 caught, 1 missed, about 35 s left``."""
         parts = [f"faults {event.finished}/{event.known}"]
         parts += [f"{count} {outcome}" for outcome, count in self.outcomes.items()]
         parts += [time_left(event.left)] if event.left is not None else []

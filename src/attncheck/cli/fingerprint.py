@@ -44,9 +44,9 @@ def fingerprint(
 
     from attncheck.surveys.arithmetic_survey import survey_arithmetic
 
-    how = {"convention": convention, "device": device}
+    host_options = {"convention": convention, "device": device}
     with (
-        open_host(kernel, worker, seconds=seconds, **how) as host,
+        open_host(kernel, worker, seconds=seconds, **host_options) as host,
         progress(len(dtype_names), quiet=quiet, check=interrupts.check) as advance,
     ):
         subject, command = host.subject, typed_command(argument=kernel)

@@ -1,4 +1,4 @@
-"""``attncheck init``: writes the table that a probe proposes into the project's file."""
+"""``attncheck init``: write the table that a probe proposes into the project's file."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def init(
     path = Path(file) if file else default_path()
     name = name or name_of(spec)
     check_kernel_name(name, path, force=force or dry_run)  # before a minute is spent
-    how = (convention, device, timeout)
-    _, kernel, detected = run_probe(interrupts, spec, *how, quiet=quiet)
+    arguments = (convention, device, timeout)
+    _, kernel, detected = run_probe(interrupts, spec, *arguments, quiet=quiet)
     if detected.base is None:
         reasons = (one.reason for one in detected.tried)
         reason = next(filter(None, reasons), "it refuses everything")
@@ -69,12 +69,12 @@ def init(
         write_file(path, text)
     with standard_output():
         click.echo(table)
-        click.echo(_next(path, name, dry_run=dry_run, detected=detected))
+        click.echo(_next_steps(path, name, dry_run=dry_run, detected=detected))
     return 0
 
 
 def _table(kernel: Entry, detected: DetectedCapabilities, path: Path, name: str) -> str:
-    """The proposal, with what only its author can say kept from the table that it replaces."""
+    """Return the proposal, keeping fields that no probe can find from the table it replaces."""
     from attncheck.subjects.capabilities.capability_table import render_table
     from attncheck.subjects.capabilities.configuration import entry_from, table_header
     from attncheck.verify.proposed_table import propose_table
@@ -87,7 +87,7 @@ def _table(kernel: Entry, detected: DetectedCapabilities, path: Path, name: str)
     return render_table(proposal, table_header(path, name), comments)
 
 
-def _next(path: Path, name: str, *, dry_run: bool, detected: DetectedCapabilities) -> str:
+def _next_steps(path: Path, name: str, *, dry_run: bool, detected: DetectedCapabilities) -> str:
     from attncheck.verify.proposed_table import is_capability
 
     lines = [f"{'would be written' if dry_run else 'written'} to {path}"]

@@ -1,4 +1,4 @@
-"""``attncheck list``: what there is, and on demand what supports what."""
+"""``attncheck list``: kernels, variants, dtypes and mods, and on demand what supports what."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def list_(
     ),
 ) -> None:
     """Kernels, variants, dtypes, distributions, masks and score mods; what supports what."""
-    # A device is looked for where one is needed alone: that loads torch, which takes seconds.
+    # Look for a device only if needed, since that loads torch, which takes seconds.
     if (support or device == "cuda") and device != "cpu":
         from attncheck.verify.environment import usable_device
 
@@ -65,7 +65,7 @@ def _echo(catalogue: dict[str, Any]) -> None:
 
 
 def _catalogue() -> dict[str, Any]:
-    from attncheck.cases.variants import FURTHER, VARIANTS
+    from attncheck.cases.variants import OPTIONAL_VARIANTS, VARIANTS
     from attncheck.inputs.distributions import DISTRIBUTIONS
     from attncheck.mods.masks import MASKS
     from attncheck.mods.scores import SCORES
@@ -78,10 +78,10 @@ def _catalogue() -> dict[str, Any]:
         if d.measured
     }
     return {
-        # From the table, not from the classes: those import torch.
+        # From the table instead of the classes, which import torch.
         "kernels": {name: kernel.summary for name, kernel in BUILTIN.items()},
         **_kernels_of_others(),
-        "variants": {name: v.summary for name, v in (VARIANTS | FURTHER).items()},
+        "variants": {name: v.summary for name, v in (VARIANTS | OPTIONAL_VARIANTS).items()},
         "dtypes": dtypes,
         "distributions": {name: d.summary for name, d in DISTRIBUTIONS.items()},
         "masks": {name: e.summary for name, e in MASKS.items()},
@@ -90,7 +90,7 @@ def _catalogue() -> dict[str, Any]:
 
 
 def _kernels_of_others() -> dict[str, dict[str, str]]:
-    """Those of the configuration and of installed packages, none of which is imported."""
+    """Return kernels of the configuration and of installed packages, without importing any."""
     from attncheck.subjects.capabilities import configuration
 
     project = configuration.read_configuration()
@@ -107,7 +107,7 @@ def _kernels_of_others() -> dict[str, dict[str, str]]:
 
 
 def _support(subject: Any, device: str) -> dict[str, Any]:
-    """Per dtype, the variants taken and for each other one the reason."""
+    """Return for each dtype and variant True if it is supported, else the reason."""
     from attncheck.cases.variants import ALL, DEFAULT_SHAPES, plan_cells
 
     why = subject.absent(device)
@@ -124,7 +124,7 @@ def _support(subject: Any, device: str) -> dict[str, Any]:
         )
         support[dtype] = {}
         for cell in cells:
-            # What a kernel is not for, such as softmax, is neither supported nor refused.
+            # Leave out operations that a kernel is not for, such as softmax.
             if subject.concerns(cell.problem):
                 reason = subject.unsupported(cell.problem, device)
                 support[dtype][f"{cell.variant} {_arrangement(cell.problem)}"] = reason or True
@@ -132,7 +132,7 @@ def _support(subject: Any, device: str) -> dict[str, Any]:
 
 
 def _arrangement(problem: Any) -> str:
-    """MHA or GQA; a softmax has no heads to share."""
+    """Return MHA or GQA, or "rows" for a softmax, which shares no heads."""
     if problem.operation == "softmax":
         return "rows"
     return "MHA" if problem.group == 1 else "GQA"
@@ -141,15 +141,15 @@ def _arrangement(problem: Any) -> str:
 def _echo_support(support: dict[str, dict[str, Any]]) -> None:
     width = max(map(len, support))
     for name, dtypes in support.items():
-        # One line for all dtypes: the reason is the same in each.
+        # One line for all dtypes, since the reason is the same in each.
         if "absent" in dtypes:
             click.echo(f"  {name:<{width}}  nothing: {dtypes['absent']}")
             continue
         for dtype, cells in dtypes.items():
-            click.echo(f"  {name:<{width}}  {dtype}: {_supported(cells)}")
+            click.echo(f"  {name:<{width}}  {dtype}: {_supported_text(cells)}")
 
 
-def _supported(cells: dict[str, Any]) -> str:
+def _supported_text(cells: dict[str, Any]) -> str:
     supported = [cell for cell, answer in cells.items() if answer is True]
     if len(supported) == len(cells):
         return "all"
@@ -160,6 +160,6 @@ def _supported(cells: dict[str, Any]) -> str:
         heads = [c.split()[1] for c in supported if c.split()[0] == variant]
         all_heads = [c.split()[1] for c in cells if c.split()[0] == variant]
         if heads:
-            # Heads are named only where a kernel takes one arrangement and not the other.
+            # Name the heads only if a kernel supports just one arrangement.
             words.append(variant if heads == all_heads else f"{variant} ({', '.join(heads)})")
     return ", ".join(words)

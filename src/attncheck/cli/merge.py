@@ -1,4 +1,4 @@
-"""``attncheck merge``: the journals of all shards of a run, as one."""
+"""``attncheck merge``: join the journals of all shards of a run into one."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def merge(
 
     interrupts.check()
     try:
-        named = {name: read_journal(Path(name)) for name in journals}
-    except JournalError as error:  # what was named is no journal, or no whole one
+        contents = {name: read_journal(Path(name)) for name in journals}
+    except JournalError as error:  # a file is no journal, or an incomplete one
         raise UsageError(str(error)) from None
-    # A dictionary has swallowed the second: a missing shard may be meant.
-    if len(named) < len(journals):
+    # The dictionary keeps one of two equal names; the second may be meant to be another shard.
+    if len(contents) < len(journals):
         raise UsageError("a journal is named twice.")
-    merged, absent = parts.merge_journals(named), parts.missing_shards(list(named.values()))
+    merged, missing = parts.merge_journals(contents), parts.missing_shards(list(contents.values()))
     path = Path(target)
     with interrupts.writing(target):
         files = {path.name: parts.merged_journal_bytes(merged)}
@@ -48,9 +48,9 @@ def merge(
     unfinished = len(merged.unanswered)
     with standard_output():
         click.echo(
-            f"{one_line(target)}: {len(named)} journals, {len(merged.results)} results"
+            f"{one_line(target)}: {len(contents)} journals, {len(merged.results)} results"
             + (f", {unfinished} units unfinished" if unfinished else "")
-            + (f", shards missing: {', '.join(map(str, absent))}" if absent else "")
+            + (f", shards missing: {', '.join(map(str, missing))}" if missing else "")
         )
-    # The journal is written all the same: it can be resumed.
-    return INCOMPLETE if absent or unfinished else PASSED
+    # The journal is written even if incomplete, since it can be resumed.
+    return INCOMPLETE if missing or unfinished else PASSED

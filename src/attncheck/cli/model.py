@@ -1,4 +1,4 @@
-"""``attncheck model``: does a whole transformer still say the same with this kernel?"""
+"""``attncheck model``: does a whole transformer give the same results with this kernel?"""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ def model(
     rendering.check_format(fmt)
     check_plots(plots)
     from attncheck.subjects.capabilities.named_kernels import subject_named
-    from attncheck.surveys.model_survey import names_beside, survey_model
+    from attncheck.surveys.model_survey import peer_names, survey_model
     from attncheck.verify.claims import hold_to_convention
     from attncheck.verify.environment import environment, prepare, usable_device
 
     device = usable_device(device)
-    prepare(device)  # before Triton is imported: transformers does
+    prepare(device)  # before transformers, which imports Triton
     version = transformers_version()
     rendering.check_writable(directory, "model")
     _refuse_sizes(specs)
@@ -114,7 +114,7 @@ def model(
         device=device,
         seed=seed,
     )
-    names = names_beside(device)
+    names = peer_names(device)
     foreign = workers or dict.fromkeys(names)
     beside: list[Subject] = [subject_named(name) for name in names if name not in foreign]
     total = len(specs) * (1 + right + len(foreign) + len(beside))
@@ -155,7 +155,7 @@ def model(
 
 
 def _refuse_sizes(specs: tuple[str, ...]) -> None:
-    """Raise UsageError where a size is typed for a model that has its own."""
+    """Raise UsageError if a size is typed for a model that has its own."""
     from attncheck.surveys.swapped_model import SHAPES
 
     typed = [one for one in ("layers", "hidden") if was_typed(one)]

@@ -1,4 +1,4 @@
-"""``attncheck mods``: does everybody read a file's masks and score mods alike?"""
+"""``attncheck mods``: do all backends agree on a file's masks and score mods?"""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def mods(
     Exit code 1 when a backend differs, raises, or is unknown somewhere; 2 when a mod cannot be
     traced.
     """
-    # The file is loaded there first: what ends that process does not end this one.
+    # The file is loaded in another process first, so that it cannot end this one.
     trial = start_worker(file, in_process=False, echo=False)
     workers = {each: start_worker(each, in_process=False) for each in kernels}
     with interrupts.importing():
@@ -58,16 +58,16 @@ def mods(
     rendering.check_format(fmt)
     device = usable_device(device)
     dimensions = dimensions_of(shape)
-    prepare(device)  # before anybody's Triton functions are decorated
+    prepare(device)  # before any Triton functions are decorated
     path = file.partition("::")[0]
     with open_kernels(workers, device=device, mods={"file": path}) as hosts:
         subjects = _subjects(hosts, device)
         if trial is not None and Path(path).suffix == ".py" and Path(path).is_file():
             try_mods({"file": path}, trial, device=device)
         file_mods = mods_of_file(file, device)
-        # Without its folder: a report may be read elsewhere.
+        # Without its folder, since a report may be read elsewhere.
         name = Path(path).name
-        # All that cannot be traced is said before the first comparison, which takes longer.
+        # Report all mods that cannot be traced before the comparisons, which take longer.
         _refuse(file_mods, name, dimensions, device)
         with progress(len(file_mods), quiet=quiet, check=interrupts.check) as advance:
             report = survey_mods(
@@ -86,7 +86,7 @@ def mods(
 def _refuse(
     file_mods: dict[str, Callable[..., Any]], file: str, dimensions: Dimensions, device: str
 ) -> None:
-    """A line on standard error for each mod that cannot be compared, and exit code 2."""
+    """Print a line for each mod that cannot be compared; raise UsageError if there is one."""
     from attncheck.surveys.mod_survey import refusals
 
     *others, last = refusals(file_mods, file, dimensions, device) or [""]
@@ -97,13 +97,13 @@ def _refuse(
 
 
 def _subjects(hosts: Mapping[str, KernelHost], device: str) -> list[Subject]:
-    """Raises UsageError for a kernel asked for by name that mods do not concern."""
+    """Return the kernels to compare; raise UsageError for a named one without masks or mods."""
     from attncheck.subjects.capabilities import named_kernels
     from attncheck.surveys.mod_survey import concerns_mods, takes_any_mod
 
     if not hosts:
         subjects = [named_kernels.subject_named(name) for name in named_kernels.builtin_names()]
-        # Unnamed kernels that take some mods alone would be a table of refusals.
+        # Kernels that support only some mods would fill the table with refusals.
         return [subject for subject in subjects if takes_any_mod(subject, device)]
     named = [host.subject for host in hosts.values()]
     for subject in named:

@@ -1,4 +1,4 @@
-"""What was typed, and the kernels that it names."""
+"""The typed command line, and the kernels that it names."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from attncheck.verify.kernel_hosts import KernelHost
     from attncheck.workers.process import Died, Worker
 
-_SECONDS_TO_END = 5.0  # of a process that was killed, where a driver holds on to it
+_SECONDS_TO_END = 5.0  # for a killed process to end, which a GPU driver may delay
 
 
 def start_worker(kernel: str, *, in_process: bool, echo: bool = True) -> Worker | None:
-    """Start a process for a kernel that will have one, while this one imports torch too.
+    """Start the process of a kernel early, so that both processes import torch at the same time.
 
-    It ends with the verb at the latest, also where that refuses what was typed. What it prints is
-    shown, unless ``echo`` is false.
+    Return None for a kernel without a process. The process ends with the verb at the latest, also
+    on an error. Its prints are shown unless ``echo`` is false.
     """
     from attncheck.subjects.capabilities.named_kernels import BUILTIN
     from attncheck.workers.process import KERNEL_SERVER, Worker
@@ -55,22 +55,22 @@ def start_compilers(kernels: Collection[str], device: str | None) -> list[Worker
 
 
 def end_without_gpu(compilers: Iterable[Worker], device: str) -> None:
-    """End processes that were started before anybody knew that ``device`` is no GPU.
+    """End compiler processes, started before the device was known, if ``device`` is no GPU.
 
-    They import for seconds, beside what is measured.
+    Their imports take seconds, during which they would disturb measurements.
     """
     for worker in compilers if device == "cpu" else ():
         worker.kill(_SECONDS_TO_END)
 
 
 def few_threads(*, small: bool) -> None:
-    """Have threads wait idly, and numpy's products one; to be called before either is imported.
+    """Make threads wait idly, and numpy multiply in one thread; call it before importing them.
 
-    They wait for each other many times a question, and where the kernel's process and this one, or
-    others, want the cores too, waiting busily costs up to twenty times the work.
+    Threads wait for each other many times in a question. If other processes, such as the kernel's,
+    need the cores too, busy waiting costs up to twenty times the work.
 
     Args:
-        small: Whether all that is asked is so small that torch is quickest in one thread too.
+        small: Whether all problems are so small that torch is quickest in one thread too.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -79,19 +79,19 @@ def few_threads(*, small: bool) -> None:
 
 
 def typed_command(*, files: Collection[str] = (), argument: str = "") -> str:
-    """The command line for a report.
+    """Return the typed command line for a report, without --out.
 
     Args:
-        files: Options that take a file, or ``FILE.py::NAME``: the file is named without its folder.
-        argument: A word that stands without an option and is a file likewise.
+        files: Options whose value is a file, or ``FILE.py::NAME``, and loses its folder.
+        argument: An argument whose value is a file likewise.
     """
-    # From argv, not from click: a report says what was typed, not what defaults made of it.
+    # From argv, not from click, which would add defaults to the typed words.
     words = iter(sys.argv[1:])
     command = ["attncheck"]
     for word in words:
         option, equals, value = word.partition("=")
         if option == "--out":
-            # A report does not depend on the folder that it is written to.
+            # Leave --out out, since a report does not depend on its folder.
             value = value if equals else next(words, "")
         elif option in files:
             value = _without_folder(value if equals else next(words, ""))
@@ -102,27 +102,27 @@ def typed_command(*, files: Collection[str] = (), argument: str = "") -> str:
 
 
 def was_typed(name: str) -> bool:
-    """Return whether the option of this parameter was typed, be it as its default."""
+    """Return whether the option of this parameter was typed, even with its default value."""
     source = click.get_current_context().get_parameter_source(name)
-    # The value does not tell: a default may be typed.
+    # The value alone does not show this, since a default may be typed.
     return source is ParameterSource.COMMANDLINE
 
 
 def _without_folder(text: str) -> str:
-    """``file.py::name`` of ``some/folder/file.py::name``."""
+    """Return ``file.py::name`` for ``some/folder/file.py::name``."""
     path, separator, name = text.partition("::")
     return Path(path).name + separator + name if path else text
 
 
 @contextmanager
 def open_host(
-    kernel: str, worker: Worker | None, *, device: str, **how: Any
+    kernel: str, worker: Worker | None, *, device: str, **options: Any
 ) -> Iterator[KernelHost]:
-    """Yield the one kernel that is asked, as ``open_kernels`` does.
+    """Yield one kernel, as ``open_kernels`` does.
 
-    Raises UsageError also where it cannot run here.
+    Raise UsageError also if it cannot run here.
     """
-    with open_kernels({kernel: worker}, device=device, **how) as hosts:
+    with open_kernels({kernel: worker}, device=device, **options) as hosts:
         host = hosts[kernel]
         if absent := host.executor.absence(host.subject, device):
             raise UsageError(f"kernel {kernel!r} cannot run on {device}: {absent}.")
@@ -140,17 +140,17 @@ def open_kernels(
     mods: Mapping[str, str] | None = None,
     died: dict[str, Died] | None = None,
 ) -> Iterator[dict[str, KernelHost]]:
-    """Yield by their names the kernels of ``workers``; processes of their own end with it.
+    """Yield the kernels of ``workers`` by their names; their processes end after the block.
 
     Args:
-        workers: Of each kernel the process that was started for it (``start_worker``).
-        convention: As of ``kernel_hosts.open_kernel``, as are ``mods``.
-        seconds: That one call may take.
-        died: Where to put what a process died of as it loaded its kernel; by default that raises.
+        workers: The process that was started for each kernel (``start_worker``), or None.
+        convention: See ``kernel_hosts.open_kernel``, also for ``mods``.
+        seconds: Time limit of one call.
+        died: Receives the errors of processes that died while loading; by default these raise.
 
     Raises:
-        UsageError: for one that cannot be (``subjects.load``), or two that reports would call the
-            same.
+        UsageError: if a kernel cannot be loaded (``subjects.load``), or two would have the same
+            name in reports.
     """
     from attncheck.verify.kernel_hosts import open_kernel
     from attncheck.verify.remote_kernel import Deadlines
@@ -175,7 +175,7 @@ def open_kernels(
                 died[kernel] = error
                 continue
             stack.callback(host.close)
-            # Rows of a report are told apart by this name.
+            # Rows of a report are identified by this name.
             name = host.subject.name
             if any(each.subject.name == name for each in hosts.values()):
                 raise UsageError(f"kernel {kernel!r}: another one is called {name!r} too.")
@@ -184,7 +184,7 @@ def open_kernels(
 
 
 def not_applicable(subject: Subject) -> str:
-    """Return the error of naming a kernel that no cell of the plan concerns."""
+    """Return the error message for a named kernel to which no cell of the plan applies."""
     return (
         f"kernel {subject.name!r} is for other operations or dtypes than are asked for: "
         "see attncheck list."

@@ -1,4 +1,4 @@
-"""``attncheck oracles``: how far is the truth itself from the exact result?"""
+"""``attncheck oracles``: how far are the fp64 oracles themselves from the exact result?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_SHAPE, CERTIFIED_SHAPE = "1x2/1x24x8", "1x2/1x64x64"
 DEFAULT_DTYPE, CERTIFIED_DTYPE = "bf16", "fp32"
 DEFAULT_DIGITS = 50
 LEAST_DIGITS, MOST_DIGITS = 17, 1000
-"""fp64 numbers have 17 decimal digits; beyond a thousand nobody waits."""
+"""fp64 numbers have 17 decimal digits; more than a thousand would take too long."""
 
 
 @verb.command
@@ -81,7 +81,7 @@ def oracles(
     from attncheck.cases.variants import CERTIFIED_VARIANTS, ORACLE_VARIANTS, oracle_plan
     from attncheck.reporting import rendering
 
-    # Ignored in silence, it would look as if the proof had so many digits.
+    # If --digits were ignored, the proof would seem to have that many digits.
     if certify and digits is not None:
         raise UsageError(f"--digits {digits} has no meaning with --certify: balls have bits.")
     survey: Callable[..., OracleReport | CertificateReport]
@@ -104,13 +104,13 @@ def oracles(
         default=CERTIFIED_VARIANTS if certify else ORACLE_VARIANTS,
     )
     if directory is not None:
-        # Now: the survey takes minutes, and its report would be lost.
+        # Check now, since the survey takes minutes and its report would be lost.
         rendering.check_writable(directory, name)
     with progress(len(cells), quiet=quiet, check=interrupts.check) as advance:
-        named = [(cell.variant, cell.problem) for cell in cells]
-        report = survey(named, command=typed_command(), done=advance)
+        named_problems = [(cell.variant, cell.problem) for cell in cells]
+        report = survey(named_problems, command=typed_command(), done=advance)
     if directory is not None:
         with interrupts.writing(directory):
-            # No CSV: a cell has several oracles, and rows of a CSV one.
+            # No CSV, since a cell has several oracles and a row of a CSV only one.
             rendering.write_report(report, directory, name, formats=("json", "md"))
     return show_report(report, fmt)

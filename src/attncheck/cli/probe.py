@@ -1,4 +1,4 @@
-"""``attncheck probe``: what does this kernel take? It proposes the table of its capabilities."""
+"""``attncheck probe``: find what a kernel supports, and propose the table of its capabilities."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from attncheck.subjects.load import Entry
     from attncheck.verify.capability_detection import DetectedCapabilities
 
-RIGHT = "the one by which it is right"  # of several conventions
+RIGHT = "the one by which it is right"  # help text of --convention
 
-_QUESTIONS = 70  # about: how far a probe is
+_QUESTIONS = 70  # approximate number of questions of a probe, for the progress bar
 
 
 @verb.command
@@ -63,8 +63,8 @@ def probe(
     from attncheck.subjects.capabilities.configuration import default_path, entry_from, table_header
     from attncheck.verify.proposed_table import propose_table
 
-    how = (convention, device, timeout)
-    device, kernel, detected = run_probe(interrupts, spec, *how, quiet=quiet)
+    arguments = (convention, device, timeout)
+    device, kernel, detected = run_probe(interrupts, spec, *arguments, quiet=quiet)
     name, table = name_of(spec), ""
     if detected.base is not None:
         path = default_path()
@@ -90,7 +90,7 @@ def run_probe(
     *,
     quiet: bool,
 ) -> tuple[str, Entry, DetectedCapabilities]:
-    """The device, the kernel, and what it takes; raises UsageError for what cannot be."""
+    """Return the device, the kernel and its detected capabilities; raise UsageError on failure."""
     few_threads(small=True)
     seconds = parse_seconds(timeout, "--timeout")
     worker = start_worker(spec, in_process=False)
@@ -103,17 +103,17 @@ def run_probe(
     interrupts.check()
     device = usable_device(device)
     prepare(device)
-    how = {"convention": convention, "device": device}
-    with open_host(spec, worker, seconds=seconds, **how) as host:
+    host_options = {"convention": convention, "device": device}
+    with open_host(spec, worker, seconds=seconds, **host_options) as host:
         kernel, subject = host.entry(), host.subject
 
-        def called(name: str, options: ConventionOptions) -> Subject:
+        def subject_on_terms(name: str, options: ConventionOptions) -> Subject:
             values = {each: getattr(options, each) for each in kernel.options}
             return on_terms(subject, Terms(convention=name, **values))
 
         with progress(_QUESTIONS, quiet=quiet, check=interrupts.check) as advance:
             detected = detect_capabilities(
-                called,
+                subject_on_terms,
                 (convention,) if convention else kernel.conventions,
                 ConventionOptions(**kernel.options),  # type: ignore[arg-type]  # it checks them
                 device=device,
@@ -136,7 +136,6 @@ def name_of(spec: str) -> str:
 def _as_json(
     name: str, device: str, detected: DetectedCapabilities, table: str
 ) -> dict[str, object]:
-
     return {
         "kernel": name,
         "device": device,
@@ -147,19 +146,19 @@ def _as_json(
     }
 
 
-_OF_PROMISES = {"takes": "keeps", "wrong": "breaks"}
+_PROMISE_WORDS = {"takes": "keeps", "wrong": "breaks"}
 _LOOKS: dict[str, Look] = {"takes": "good", "refuses": "dim", "raises": "notable", "wrong": "bad"}
 
 
 def _document(name: str, detected: DetectedCapabilities, device: str) -> Document:
-    """Table of the trials of the kernel called ``name``: a row an aspect and verdict."""
+    """Return the page of a kernel's trials, with a row for each aspect and verdict."""
     from attncheck.verify.proposed_table import group_results, is_capability
 
     rows = []
-    for aspect, several in groupby(detected.tried, key=lambda one: one.aspect):
-        for i, group in enumerate(group_results(several)):
+    for aspect, trials in groupby(detected.tried, key=lambda one: one.aspect):
+        for i, group in enumerate(group_results(trials)):
             verdict = group[0].verdict
-            word = _OF_PROMISES.get(verdict, verdict) if aspect == "promises" else verdict
+            word = _PROMISE_WORDS.get(verdict, verdict) if aspect == "promises" else verdict
             names = ", ".join(dict.fromkeys(one.what for one in group))
             what = ": ".join(part for part in (names, group[0].reason) if part)
             look = _LOOKS[verdict]

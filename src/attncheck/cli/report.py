@@ -1,4 +1,4 @@
-"""``attncheck report``: what a run found, shown once more."""
+"""``attncheck report``: show the report of an earlier run again."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from attncheck.records.record import Report
 from attncheck.records.run_reports import GateReport
 from attncheck.reporting.gate_verdict import failure_groups
 
-# Fields by which each is known, the first that fits.
+# Fields that identify each kind of report; the first match counts.
 _KINDS: tuple[tuple[Any, set[str]], ...] = (
     (GateReport, {"tier", "started"}),
     (BenchReport, {"cells", "matmul"}),
     (ModelReport, {"models", "records"}),
     (Report, {"records"}),
 )
-_LARGEST_SCRIPT = 2**20  # bytes of one that is taken over into a page
+_LARGEST_SCRIPT = 2**20  # bytes of a script up to which it is copied into a page
 
 
 @verb.command
@@ -52,9 +52,9 @@ def report(
 
     Exit code 0 however the run went.
     """
-    # By what is in it: a gate's report may have any name.
+    # The kind is found from the contents, since a gate's report may have any name.
     path = Path(source)
-    loaded = _loaded(path)
+    loaded = _load_any(path)
     from attncheck.reporting import rendering
 
     if isinstance(loaded, GateReport):
@@ -86,19 +86,18 @@ report.params.append(
 
 
 def _print_schema(context: click.Context, kind: str) -> None:
-
     click.echo(json.dumps(report_schema(kind), indent=2))
     context.exit()
 
 
-def _loaded(path: Path) -> GateReport | Report | BenchReport | ModelReport:
-    """Raises UsageError for what is neither, in one line."""
+def _load_any(path: Path) -> GateReport | Report | BenchReport | ModelReport:
+    """Return the report in a file; raise UsageError, in one line, if it is of no known kind."""
     if path.suffix == ".jsonl":
         return read_run_journal(path)
     data = json_numbers.read_json(path, "report", LARGEST_GATE)
     keys = set(data) if isinstance(data, dict) else set()
-    for kind, telling in _KINDS:
-        if telling <= keys:
+    for kind, identifying_keys in _KINDS:
+        if identifying_keys <= keys:
             result: GateReport | Report | BenchReport | ModelReport = load_report(path, kind)
             return result
     fact = "it has neither records nor the answers of a gate"
@@ -106,7 +105,7 @@ def _loaded(path: Path) -> GateReport | Report | BenchReport | ModelReport:
 
 
 def read_run_journal(path: Path) -> GateReport:
-    """Return what the journal ``path`` of a gate tells; raises UsageError for what is none."""
+    """Return the report of the gate's journal ``path``; raise UsageError if it is no journal."""
     from attncheck.gate.gate_report import build_report as of_content
     from attncheck.workers.journal_format import JournalError, read_journal
 
@@ -117,13 +116,13 @@ def read_run_journal(path: Path) -> GateReport:
 
 
 def _scripts(loaded: GateReport, folder: Path) -> dict[str, str]:
-    """Those of its failures that lie beside the report, by id."""
+    """Return the scripts of failures that are stored beside the report, by id."""
     scripts = {}
     for one in failure_groups(loaded):
         path = folder / f"{one.id}.py"
         try:
             if one.id.isalnum() and path.stat().st_size <= _LARGEST_SCRIPT:
                 scripts[one.id] = path.read_text(encoding="utf-8", errors="backslashreplace")
-        except (OSError, ValueError):  # there is none, or it is not to be read
+        except (OSError, ValueError):  # there is none, or it is unreadable
             continue
     return scripts

@@ -1,4 +1,4 @@
-"""``attncheck repro``: a failure, asked again."""
+"""``attncheck repro``: ask a kernel the question of a failure again."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def repro(
     from attncheck.reporting.image_files import check_plots
 
     check_plots(plots)
-    kept = find_reproduction(wanted, reports, kernel or "")
+    original = find_reproduction(wanted, reports, kernel or "")
     seconds = parse_seconds(timeout, "--timeout")
-    spec, convention = kernel or kept.kernel, convention or kept.convention
+    spec, convention = kernel or original.kernel, convention or original.convention
     worker = start_worker(spec, in_process=in_process) if spec else None
     with interrupts.importing():
         from attncheck.diagnose.reproduce import run_again
@@ -79,65 +79,65 @@ def repro(
         from attncheck.verify.deaths import death_record
         from attncheck.verify.environment import prepare
         from attncheck.workers.process import Died
-    device = _device(device, kept)
-    mods = _recording(recording, kept)
-    case = _case(kept, device)
+    device = _device(device, original)
+    mods = _load_recording(recording, original)
+    case = _case(original, device)
     prepare(device)  # before the file's own Triton functions are decorated
-    how: dict[str, Any] = {"convention": convention, "device": device}
+    host_options: dict[str, Any] = {"convention": convention, "device": device}
     try:
         isolated = False if in_process else None
         run: dict[str, Any] = {"isolated": isolated, "seconds": seconds, "worker": worker}
-        host = _opened(spec, kept, mods=mods, **run, **how)
+        host = _open(spec, original, mods=mods, **run, **host_options)
     except Died as error:
         record = death_record(error, case, kernel=spec)
     else:
         with closing(host):
-            # Its convention alone: a diagnosis asks problems that nobody was found to claim.
+            # Fix only the convention, since a diagnosis asks problems beyond the claims.
             binding = hold_to_convention(host, kernel=spec, device=device)
-            how["convention"] = binding or convention
+            host_options["convention"] = binding or convention
             record = run_again(host.subject, case, device=device)
             if script is not None and record.status != "unsupported":
-                write_script(Path(script), host.subject, case, record, kernel=spec, **how)
+                write_script(Path(script), host.subject, case, record, kernel=spec, **host_options)
     interrupts.check()
-    _show(record, kept, kernel=spec, device=device)
+    _show(record, original, kernel=spec, device=device)
     _draw(record, plots, kernel=f"{spec} on {device}")
     return record_exit_code(record.status)
 
 
-def _case(kept: Reproduction, device: str) -> Case:
-    """Raises UsageError for what is no Case, in one line that says which file has it."""
+def _case(original: Reproduction, device: str) -> Case:
+    """Return the Case; raise UsageError, in one line with the file's name, if it is invalid."""
     from attncheck.inputs.problem import Case, check_size
     from attncheck.verify.question_fit import check_question
 
     try:
-        case = Case.from_json(kept.case)
+        case = Case.from_json(original.case)
         check_question(case.question)
         check_size(case.problem, device)
     except UsageError as error:
-        raise UsageError(f"{one_line(str(kept.source))}: {one_line(str(error))}") from None
+        raise UsageError(f"{one_line(str(original.source))}: {one_line(str(error))}") from None
     return case
 
 
-def _recording(typed: str | None, kept: Reproduction) -> dict[str, str]:
-    """Load the recording that the Case is of, if any; its file, for the kernel's process."""
+def _load_recording(typed: str | None, original: Reproduction) -> dict[str, str]:
+    """Load the Case's recording, if any; return its file, for the kernel's process to load."""
     from attncheck.inputs import recording_file
 
-    problem = kept.case.get("problem")
+    problem = original.case.get("problem")
     name = problem.get("distribution") if isinstance(problem, dict) else None
     file = recorded_file(name) if isinstance(name, str) else None
-    if typed is None and file is not None and (beside := kept.source.parent / file).is_file():
-        typed = str(beside)
+    if typed is None and file is not None and (nearby := original.source.parent / file).is_file():
+        typed = str(nearby)
     if typed is None:
         return {}
     recording_file.load(typed)
     return {"recording": typed}
 
 
-def _device(typed: str | None, kept: Reproduction) -> str:
-    """Raises UsageError for a device that is not here."""
+def _device(typed: str | None, original: Reproduction) -> str:
+    """Return the device; raise UsageError if it is not available."""
     from attncheck.verify.environment import default_device, require_device
 
-    device = typed or kept.device or default_device()
+    device = typed or original.device or default_device()
     try:
         require_device(device)
     except UsageError as error:
@@ -148,23 +148,23 @@ def _device(typed: str | None, kept: Reproduction) -> str:
     return device
 
 
-def _opened(kernel: str, kept: Reproduction, *, seconds: float | None, **how: Any) -> KernelHost:
-    """Raises UsageError for a kernel that is not there, with how to name another."""
+def _open(kernel: str, original: Reproduction, *, seconds: float | None, **how: Any) -> KernelHost:
+    """Open the kernel; raise UsageError if there is none, with a hint how to name another."""
     from attncheck.verify.kernel_hosts import open_kernel
     from attncheck.verify.remote_kernel import Deadlines
 
     if not kernel:
-        raise UsageError(f"{kept.source} names no kernel: add --kernel SPEC.")
+        raise UsageError(f"{original.source} names no kernel: add --kernel SPEC.")
     try:
         return open_kernel(kernel, deadlines=Deadlines.of(seconds), **how)
     except UsageError as error:
-        if kernel != kept.kernel:
+        if kernel != original.kernel:
             raise
         hint = "if it is elsewhere now, name it with --kernel"
         raise UsageError(f"{str(error).rstrip('.')}; {hint}.") from error
 
 
-def write_script(  # who is asked what
+def write_script(  # all facts of a script
     path: Path,
     subject: Subject,
     case: Case,
@@ -175,9 +175,9 @@ def write_script(  # who is asked what
     device: str,
     instead: str = "--script",
 ) -> None:
-    """Write a script to ``path`` that asks the same without attncheck.
+    """Write a script to ``path`` that asks the same question without attncheck.
 
-    Raises UsageError where it cannot be written; then ``instead`` says what to choose another of.
+    Raise UsageError if it cannot be written; ``instead`` names what the user should change.
     """
     from attncheck.diagnose.standalone_script import render_script
     from attncheck.verify.question_fit import question_summary
@@ -201,7 +201,7 @@ def write_script(  # who is asked what
 
 
 def _draw(record: Record, plots: tuple[str, ...], *, kernel: str) -> None:
-    """Picture of the error's place; one line where it is right, or wrong everywhere alike."""
+    """Draw the places of the error; print a line if these are not known."""
     if not plots:
         return
     from attncheck.reporting.image_files import is_mapped, write_error_plots
@@ -218,8 +218,7 @@ _HOLDS_NOW = (
 )
 
 
-def _show(record: Record, kept: Reproduction, *, kernel: str, device: str) -> None:
-
+def _show(record: Record, original: Reproduction, *, kernel: str, device: str) -> None:
     from attncheck.reporting.diagnosis_text import diagnosis_text
     from attncheck.reporting.terminal import print_text
     from attncheck.verify.question_fit import question_summary
@@ -229,10 +228,10 @@ def _show(record: Record, kept: Reproduction, *, kernel: str, device: str) -> No
         kernel=kernel,
         device=device,
         question_summary=question_summary(str(record.case["question"])),
-        test=kept.test,
+        test=original.test,
     )
-    same = kept.test and kernel == kept.kernel
-    if same and record.status not in FAILED_STATUSES | {"unsupported"}:
+    is_same_test = original.test and kernel == original.kernel
+    if is_same_test and record.status not in FAILED_STATUSES | {"unsupported"}:
         text += f"\n{_HOLDS_NOW}"
     with standard_output():
         print_text(f"{text}\n", sys.stdout)

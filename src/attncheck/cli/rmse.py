@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from attncheck.verify.kernel_hosts import KernelHost
     from attncheck.workers.process import Died, Worker
 
-# Options that take a file: reports name it without its folder.
+# Options that take a file, which reports name without its folder.
 _FILES = {"--kernel", "--mask", "--score", "--inputs", "--plot", "--from"}
-# What says what is measured, which a report that is there has said.
+# Options that choose what is measured, and which --from refuses.
 _MEASURES = (
     *("kernels", "variants", "mask", "score", "recording", "dtypes", "shapes", "distributions"),
     *("backward", "seed", "device", "timeout", "in_process", "explained", "max_time", "quiet"),
@@ -47,7 +47,7 @@ _MEASURES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RmseOptions:
-    """Options as typed."""
+    """Options of ``attncheck rmse``, as typed."""
 
     kernels: tuple[str, ...] = verb.kernels("all built in")
     variants: tuple[str, ...] = verb.several(
@@ -129,11 +129,11 @@ def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
     no cell could be measured, 130 after Ctrl-C.
     """
     page = None
-    # Of none where nothing is measured: that is refused below, and they end.
+    # Options that measure nothing are refused below, which ends these workers.
     workers = {each: start_worker(each, in_process=options.in_process) for each in options.kernels}
-    # One cell is compiled no sooner elsewhere.
-    few = options.sources or options.explained is not None
-    compilers = [] if few else start_compilers(options.kernels, options.device)
+    # Compiling a single cell in another process saves no time.
+    no_compilers = options.sources or options.explained is not None
+    compilers = [] if no_compilers else start_compilers(options.kernels, options.device)
     with interrupts.importing():
         from attncheck.reporting import exit_codes, rendering
         from attncheck.reporting.image_files import check_plots
@@ -143,12 +143,12 @@ def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
     if options.sources:
         _refuse_with("--from", _MEASURES, "shows what was measured")
         report = join_reports([load_report(Path(one), Report) for one in options.sources])
-        # A report that is there is not written again unless somebody says where to.
+        # An existing report is written again only if --out is typed.
         directory = options.directory if was_typed("directory") else ""
     else:
         if options.backward:
             _refuse_with("--backward", ("plots",), "gives gradients, which a plot does not show")
-        report, page = _measured(interrupts, options, workers, compilers)
+        report, page = _measure(interrupts, options, workers, compilers)
         if options.explained is not None:
             return exit_codes.exit_code(report)
         directory = options.directory
@@ -165,16 +165,16 @@ def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
     return code
 
 
-def _measured(
+def _measure(
     interrupts: Interrupts,
     options: RmseOptions,
     workers: Mapping[str, Worker | None],
     compilers: Sequence[Worker],
 ) -> tuple[Report, LivePage | None]:
-    """Measure the kernels of ``workers``, or all built in.
+    """Measure the kernels of ``workers``, or all built-in ones.
 
     Returns:
-        The Report, and the page where its rows have been shown.
+        The Report, and the page if its rows have been shown.
     """
     with interrupts.importing():
         from attncheck.mods.mod_files import is_mod_reference
@@ -183,10 +183,10 @@ def _measured(
         from attncheck.verify.kernel_hosts import try_mods
 
     parse_seconds(options.max_time, "--max-time")
-    # Whatever is not given one may take hours: it is measured, and not searched for hangs.
+    # Without --timeout calls may take hours, since rmse measures and does not look for hangs.
     seconds = parse_seconds(options.timeout, "--timeout") or math.inf
-    own = {"mask": options.mask, "score": options.score}
-    mods = {name: text for name, text in own.items() if text and is_mod_reference(text)}
+    mod_options = {"mask": options.mask, "score": options.score}
+    mods = {name: text for name, text in mod_options.items() if text and is_mod_reference(text)}
     device = usable_device(options.device)
     end_without_gpu(compilers, device)
     options = dataclasses.replace(options, device=device)
@@ -202,17 +202,17 @@ def _measured(
     how: dict[str, Any] = {"in_process": options.in_process, "seconds": seconds, "mods": mods}
     died: dict[str, Died] = {}
     with open_kernels(kernels, device=device, died=died, **how) as hosts:
-        return _measured_kernels(interrupts, options, hosts, died, compilers)
+        return _measure_kernels(interrupts, options, hosts, died, compilers)
 
 
-def _measured_kernels(
+def _measure_kernels(
     interrupts: Interrupts,
     options: RmseOptions,
     hosts: Mapping[str, KernelHost],
     died: Mapping[str, Died],
     compilers: Sequence[Worker],
 ) -> tuple[Report, LivePage | None]:
-    """Measure what is asked for; of one cell that is to be explained show that."""
+    """Measure the kernels of ``hosts``, or show the one cell of --explain."""
     from attncheck.reporting import rendering
     from attncheck.verify.compile_ahead import load_ahead
     from attncheck.verify.verify import applicable_subjects, assemble_report
@@ -231,29 +231,29 @@ def _measured_kernels(
     subjects = [host.subject for host in hosts.values()]
     if options.kernels:
         _refuse_not_applicable(cells, subjects)
-    # Nobody named them: they are left out, and not refused, but never in silence.
-    elif unasked := _without_gradients(cells, subjects):
-        click.echo(f"attncheck: without gradients, and so without a row: {unasked}.", err=True)
+    # Kernels that were not named are left out with a message instead of an error.
+    elif left_out := _without_gradients(cells, subjects):
+        click.echo(f"attncheck: without gradients, and so without a row: {left_out}.", err=True)
     if options.explained is not None:
         others = ("fmt", "directory", "plots")
         _refuse_with("--explain", others, "prints one cell and writes no files")
         return _explain(options.explained, cells, subjects, device), None
-    # Before the first kernel runs: measuring may take an hour.
+    # Check before the first kernel runs, since measuring may take an hour.
     rendering.check_writable(options.directory)
     concerned = applicable_subjects([cell.problem for cell in cells], subjects)
     report = assemble_report(concerned, (), device=device, command=typed_command(files=_FILES))
     report = replace(
         report,
         claims=claims or UNSET,
-        # Beside those that can be measured: who cannot even be loaded has failed.
+        # Besides the kernels to measure, list those that died while loading, which have failed.
         kernels=report.kernels | dict.fromkeys(died, ""),
         records=tuple(_death_records(died, cells, *report.environments)),
     )
-    return _with_records(interrupts, options, report, cells, subjects, compilers)
+    return _add_records(interrupts, options, report, cells, subjects, compilers)
 
 
 def _death_records(died: Mapping[str, Died], cells: list[Cell], key: str) -> Iterator[Record]:
-    """Yield what becomes of the cells of kernels whose processes died as they were loaded."""
+    """Yield a Record for each cell of the kernels whose processes died while loading."""
     from attncheck.inputs.problem import Case
     from attncheck.verify.deaths import death_record
 
@@ -263,7 +263,7 @@ def _death_records(died: Mapping[str, Died], cells: list[Cell], key: str) -> Ite
             yield death_record(error, case, kernel=kernel, variant=cell.variant, environment=key)
 
 
-def _with_records(
+def _add_records(
     interrupts: Interrupts,
     options: RmseOptions,
     report: Report,
@@ -271,26 +271,26 @@ def _with_records(
     subjects: list[Subject],
     compilers: Sequence[Worker],
 ) -> tuple[Report, LivePage | None]:
-    """Return ``report`` with all Records, or those that there are when the run is stopped."""
+    """Return ``report`` with all Records, or those measured before the run was stopped."""
     from attncheck.inputs.problem import Case
     from attncheck.reporting.measurement_document import RowsAsMeasured
     from attncheck.verify.compile_ahead import compiling_ahead
     from attncheck.verify.verify import case_subjects, iter_records
 
     page = LivePage.of(RowsAsMeasured(report)) if options.fmt == "table" else None
-    # Not every kernel is for every cell: progress counts what will be asked.
+    # Progress counts only the kernels that apply to each cell.
     problems = [cell.problem for cell in cells]
     subjects_of_cells = case_subjects(problems, subjects, options.device)
     show = page.show if page else None
     for record in report.records:
         show(record) if show else None
     cases = [(cell.variant, Case(problem=cell.problem)) for cell in cells]
-    (key,) = report.environments  # every Record of one run is of this machine
-    how: dict[str, Any] = {"device": options.device, "environment_key": key}
-    how |= {"applicable_only": True, "timed": True}
+    (key,) = report.environments  # every Record of one run is from this machine
+    run_options: dict[str, Any] = {"device": options.device, "environment_key": key}
+    run_options |= {"applicable_only": True, "timed": True}
     with compiling_ahead(zip(problems, subjects_of_cells, strict=True), options.device, compilers):
         records, stopped = collect(
-            lambda stage: iter_records(subjects, cases, stage=stage, **how),
+            lambda stage: iter_records(subjects, cases, stage=stage, **run_options),
             total=sum(map(len, subjects_of_cells)),
             what=lambda record: f"{record.kernel} {record.variant} {record.heads}",
             show=show,
@@ -303,7 +303,7 @@ def _with_records(
 
 
 def _draw(report: Report, options: RmseOptions) -> None:
-    """Draw the report; where nothing was measured just now, say so and no more."""
+    """Draw the report; if this run measured nothing, only say so."""
     from attncheck.reporting.image_files import write_plots
     from attncheck.reporting.rmse_plot import measured
 
@@ -314,9 +314,9 @@ def _draw(report: Report, options: RmseOptions) -> None:
 
 
 def _cells(options: RmseOptions) -> list[Cell]:
-    """Return the plan of the options: recorded inputs, own mods, or variants.
+    """Return the planned cells: of recorded inputs, of own mods, or of variants.
 
-    Raises ProblemError where gradients of recorded inputs are asked for and cannot be.
+    Raise ProblemError if --backward is impossible for recorded inputs.
     """
     from attncheck.cases.variants import DEFAULT_SHAPES, own_variant, plan_cells, recorded_cells
     from attncheck.inputs.problem import check_size
@@ -336,7 +336,7 @@ def _cells(options: RmseOptions) -> list[Cell]:
     own = options.mask is not None or options.score is not None
     if own:
         _refuse_with("--mask or --score", ("variants",))
-        prepare(device)  # torch's tracer imports Triton, which decides then how kernels run
+        prepare(device)  # torch's tracer imports Triton, which decides at import how kernels run
     return plan_cells(
         dtypes=options.dtypes or ("bf16",),
         variants=options.variants,
@@ -350,7 +350,7 @@ def _cells(options: RmseOptions) -> list[Cell]:
 
 
 def _refuse_not_applicable(cells: list[Cell], subjects: list[Subject]) -> None:
-    """Raises UsageError for a kernel asked for by name that nothing asked for concerns."""
+    """Raise UsageError for a named kernel to which no cell applies."""
     from attncheck.verify.verify import applicable_subjects
 
     for subject in subjects:
@@ -361,35 +361,35 @@ def _refuse_not_applicable(cells: list[Cell], subjects: list[Subject]) -> None:
 
 
 def _without_gradients(cells: list[Cell], subjects: list[Subject]) -> str:
-    """The kernels that no backward of ``cells`` concerns, though its forward does; by comma."""
+    """Return names of kernels that ``cells`` concern only without their backward, by comma."""
     from attncheck.verify.verify import applicable_subjects
 
     if not any(cell.problem.backward for cell in cells):
         return ""
     concerned = applicable_subjects([cell.problem for cell in cells], subjects)
     others = [subject for subject in subjects if subject not in concerned]
-    # Only of those whose forward the plan concerns: others lack more than gradients.
+    # Only kernels whose forward the plan concerns, since others lack more than gradients.
     forward = [cell.asking(backward=False).problem for cell in cells]
     return ", ".join(subject.name for subject in applicable_subjects(forward, others))
 
 
 def _refuse_with(
-    option: str, others: tuple[str, ...], says: str = "already says what to compute"
+    option: str, others: tuple[str, ...], reason: str = "already says what to compute"
 ) -> None:
-    """Raises UsageError when an option that ``option`` takes the place of is given too.
+    """Raise UsageError if one of ``others``, which ``option`` replaces, is typed too.
 
-    Also as its default, or as nothing: ``--seed 0``, ``--mask ""``.
+    Even with its default value or an empty one: ``--seed 0``, ``--mask ""``.
     """
     parameters = click.get_current_context().command.params
     typed = [p.opts[0] for p in parameters if p.name in others and was_typed(p.name)]
     if typed:
-        raise UsageError(f"{option} {says}: leave out {' and '.join(typed)}.")
+        raise UsageError(f"{option} {reason}: leave out {' and '.join(typed)}.")
 
 
 def _explain(name: str, cells: list[Cell], subjects: list[Subject], device: str) -> Report:
-    """Measure the one cell called ``name``, and show what its verdict is made of.
+    """Measure the one cell called ``name``, and show the parts of its verdict.
 
-    Raises UsageError where ``name`` names none of ``cells``, or several.
+    Raise UsageError if ``name`` matches none of ``cells``, or several.
     """
     from attncheck.cases.variants import choose_cell
     from attncheck.inputs.problem import Case
@@ -397,8 +397,8 @@ def _explain(name: str, cells: list[Cell], subjects: list[Subject], device: str)
     from attncheck.reporting.rendering import show
     from attncheck.verify.verify import case_subjects, verify
 
-    concerned = case_subjects([cell.problem for cell in cells], subjects, device)
-    cell, subject = choose_cell(name, list(zip(cells, concerned, strict=True)))
+    subjects_of_cells = case_subjects([cell.problem for cell in cells], subjects, device)
+    cell, subject = choose_cell(name, list(zip(cells, subjects_of_cells, strict=True)))
     cases = [(cell.variant, Case(problem=cell.problem))]
     report = verify(subject, cases, device=device, applicable_only=True, timed=True)
     (record,) = report.records

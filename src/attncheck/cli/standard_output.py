@@ -1,4 +1,4 @@
-"""Standard output, which holds the report alone, and Ctrl-C, which ends a run in one line."""
+"""Standard output, which has only the report, and Ctrl-C, which ends a run with one line."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from attncheck.reporting.document import LiveRows
 from attncheck.reporting.exit_codes import INTERRUPTED, exit_code
 
 _OURS = "attncheck.standard_output"
-_EXIT = os._exit  # as it is; within a verb it raises
+_EXIT = os._exit  # the original, which is replaced while a verb runs
 
 
 @contextmanager
 def standard_output() -> Iterator[None]:
-    """Within, standard output is written to, and nothing else; elsewhere in a verb never.
+    """Direct prints of the block to standard output, where a verb otherwise never writes.
 
-    A reader that has left (``attncheck … | head``) has what it wants: the run goes on, and ends
-    with the exit code that it deserves.
+    If the reader has left (``attncheck … | head``), the run goes on and ends with its usual exit
+    code.
 
     Raises:
-        AttncheckError: where the disk behind it is full, say.
+        AttncheckError: if writing fails, for example on a full disk.
     """
     context = click.get_current_context(silent=True)
     ours = context.meta.get(_OURS) if context else None
@@ -47,7 +47,7 @@ def standard_output() -> Iterator[None]:
     except BrokenPipeError:
         discard(stream)
     except KeyboardInterrupt:
-        discard(stream)  # which may be what was waited for
+        discard(stream)  # writing to it may be what was interrupted
         raise
     except OSError as error:
         discard(stream)
@@ -56,7 +56,7 @@ def standard_output() -> Iterator[None]:
 
 
 def show_report(report: msgspec.Struct, fmt: str = "table") -> int:
-    """Show a report of any kind; return the exit code that it deserves."""
+    """Show a report of any kind; return its exit code."""
     from attncheck.reporting import rendering
 
     with standard_output():
@@ -75,10 +75,10 @@ class LivePage:
 
     @classmethod
     def of(cls, rows: LiveRows) -> LivePage | None:
-        """Show what a page begins with; None where standard output is no terminal."""
+        """Show the head of a page and return the page; None if standard output is no terminal."""
         with standard_output():
-            shown = sys.stdout.isatty()
-        return cls(rows) if shown else None
+            is_terminal = sys.stdout.isatty()
+        return cls(rows) if is_terminal else None
 
     def show(self, one: Any) -> None:
         """Show one more row, or the rows of one more cell."""
@@ -88,7 +88,7 @@ class LivePage:
         self._print(partial(row_lines, section, first=first))
 
     def close(self, report: Any) -> int:
-        """Show what stands below all rows of ``report``; return the exit code that it deserves."""
+        """Show the end of the page, below all rows of ``report``; return its exit code."""
         from attncheck.reporting.terminal import document_lines
 
         page = self._rows.closing(report)
@@ -104,19 +104,19 @@ class LivePage:
 
 
 def discard(stream: TextIO | None) -> None:
-    """Send what ``stream`` still holds nowhere; Python would try again as it shuts down."""
-    with suppress(AttributeError, OSError, ValueError):  # no stream at all, or none of a file
+    """Discard buffered text of ``stream``, which Python would otherwise write again at exit."""
+    with suppress(AttributeError, OSError, ValueError):  # no stream, or one without a file
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]  # None has no fileno
         os.close(nowhere)
 
 
-def _of_our_own(stream: TextIO) -> TextIO:
-    """Standard output on a descriptor that nobody else knows; the known one is standard error now.
+def _private_stdout(stream: TextIO) -> TextIO:
+    """Return standard output on a new descriptor, and point descriptor 1 at standard error.
 
-    So that what a kernel's device code, a library in C or a child process prints, and what goes to
-    ``sys.__stdout__``, is not in the report. ``stream`` itself where it is no descriptor 1 (a
-    test's), or where there is no standard error.
+    This keeps prints of device code, C libraries, child processes and ``sys.__stdout__`` out of the
+    report. Return ``stream`` itself if it is not descriptor 1 (as in tests), or if there is no
+    standard error.
     """
     try:
         if sys.stderr is None or (stream.fileno(), sys.stderr.fileno()) != (1, 2):
@@ -133,26 +133,26 @@ def _of_our_own(stream: TextIO) -> TextIO:
 
 @contextmanager
 def _no_silent_end() -> Iterator[None]:
-    """Within, ``os._exit`` raises SystemExit: somebody's mod must not end a run without a word."""
-    ends, process = os._exit, os.getpid()
+    """Make ``os._exit`` raise SystemExit, so that no user's mod ends a run silently."""
+    original_exit, process = os._exit, os.getpid()
 
-    def ends_loudly(status: int) -> NoReturn:
-        if os.getpid() != process:  # a fork, which ends so
-            ends(status)
+    def raise_instead(status: int) -> NoReturn:
+        if os.getpid() != process:  # a forked child may end like this
+            original_exit(status)
         raise SystemExit(f"os._exit({status})")
 
-    os._exit = ends_loudly
+    os._exit = raise_instead
     try:
         yield
     finally:
-        os._exit = ends
+        os._exit = original_exit
 
 
-class _PrintsHelp(click.Command):
-    """Whose ``--help`` and ``--version`` are standard output too: click prints as it parses."""
+class _HelpOnStdout(click.Command):
+    """A command whose ``--help`` and ``--version``, shown while parsing, go to standard output."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """As click does it; ``attncheck`` alone shows the help and exits with 2."""
+        """Parse as click does; ``attncheck`` without arguments shows the help and exits with 2."""
         with standard_output():
             try:
                 return super().make_context(*args, **kwargs)
@@ -162,15 +162,15 @@ class _PrintsHelp(click.Command):
         raise click.exceptions.Exit(0)  # the reader of the help has left
 
 
-class Verb(_PrintsHelp):
+class Verb(_HelpOnStdout):
     """A verb of the command line; its callback returns the exit code, or None for 0.
 
-    What somebody's kernels and mods print meanwhile goes to standard error.
+    Prints of users' kernels and mods go to standard error meanwhile.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
-        """As click does it; raises UsageError where somebody else's code would end the process."""
-        ctx.meta[_OURS] = _of_our_own(sys.stdout)
+        """Run as click does; raise UsageError if users' code tries to end the process."""
+        ctx.meta[_OURS] = _private_stdout(sys.stdout)
         try:
             with redirect_stdout(DivertedOutput(sys.stderr)), _no_silent_end():
                 return super().invoke(ctx)
@@ -181,48 +181,48 @@ class Verb(_PrintsHelp):
             raise UsageError(f"{place} ends the process: {error_line(end)}.") from end
 
 
-class Group(_PrintsHelp, click.Group):
-    """All verbs."""
+class Group(_HelpOnStdout, click.Group):
+    """A group of verbs."""
 
 
 class Interrupts:
     """The handling of SIGINT while a verb runs.
 
-    The first one raises KeyboardInterrupt and is remembered, since what comes of that may be
-    something else: a half imported module raises an ImportError, or foreign code swallows it.
-    A second one ends the process at once.
+    The first one raises KeyboardInterrupt and is remembered, since it may turn into another error:
+    a half-imported module raises an ImportError, or users' code swallows it. A second one ends the
+    process at once.
     """
 
     def __init__(self) -> None:
         self.raised = False
         self.message = "interrupted; nothing was written."
-        self._listens = self._held = self._waits = False
+        self._is_listening = self._is_writing = self._is_pending = False
 
     def listen(self) -> None:
-        """From here on SIGINT is ours, unless whoever started us ignores or handles it."""
+        """Handle SIGINT from now on, unless the parent ignores it or a handler is already set."""
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._arrived)
-            self._listens = True
+            signal.signal(signal.SIGINT, self._on_interrupt)
+            self._is_listening = True
 
     def stop_listening(self) -> None:
-        """Nothing is left to lose: SIGINT ends the process, without a traceback of its exit."""
-        if self._listens:
+        """Let SIGINT end the process without a traceback, as all work is done."""
+        if self._is_listening:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def take(self) -> None:
-        """Forget the one that was raised: whoever caught it writes what there is, and raises it."""
+        """Forget the raised interrupt; the caller writes its results and then raises it again."""
         self.raised = False
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt where one was raised before and did not arrive."""
+        """Raise KeyboardInterrupt if one was raised before and was swallowed."""
         if self.raised:
             raise KeyboardInterrupt
 
     @contextmanager
     def importing(self) -> Iterator[None]:
-        """Within, a verb imports what it needs, which takes a while and may swallow an interrupt.
+        """Enclose imports of a verb, which take a while and may swallow an interrupt.
 
-        Raises KeyboardInterrupt after it where one was raised.
+        Raise KeyboardInterrupt after them if there was one.
         """
         with no_garbage_collection():
             yield
@@ -230,33 +230,33 @@ class Interrupts:
 
     @contextmanager
     def writing(self, directory: str, said: str = "the report is written") -> Iterator[None]:
-        """Within, files are written to ``directory``: all of them, and then an interrupt counts."""
+        """Delay an interrupt until all files of the block are written to ``directory``."""
         self.check()
-        self._held = True
+        self._is_writing = True
         try:
             yield
             self.message = f"interrupted; {said}, in {directory!r}."
         finally:
-            self._held = False
-        if self._waits:
+            self._is_writing = False
+        if self._is_pending:
             self._raise()
 
-    def _arrived(self, number: int, frame: FrameType | None) -> None:
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         del frame
         signal.signal(number, signal.SIG_DFL)
         spec = getattr(sys.modules.get("torch"), "__spec__", None)
         if getattr(spec, "_initializing", False):
-            # C++ stands between its imports, which aborts where Python raises; nothing is begun.
+            # Raising here would abort in the C++ code that imports torch; no work has begun.
             os.write(2, f"attncheck: {self.message}\n".encode())
             _EXIT(INTERRUPTED)
-        if self._held:
-            self._waits = True
+        if self._is_writing:
+            self._is_pending = True
         else:
             self._raise()
 
     def _raise(self) -> None:
         self.raised = True
-        # What is torn down half way complains, in words that would hide ours.
+        # Warnings and errors during clean-up would hide our message.
         warnings.simplefilter("ignore")
         sys.unraisablehook = lambda _: None
         raise KeyboardInterrupt

@@ -1,1 +1,1 @@
-"""Records as what a user sees: every kind of report in every format, by one document each."""
+"""Reports for users: every kind of report in every format, each through one document."""

@@ -1,4 +1,4 @@
-"""The page of ``attncheck bench``: rates of kernels that took turns, cell by cell."""
+"""The page of ``attncheck bench``: rates of kernels that were timed in turn, cell by cell."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _CLOCKS = {
     "events": "Timed between CUDA events, L2 overwritten before each call; launches count.",
     "graph": "g: timed in a CUDA graph, without launches.",
 }
-_MOVED = 0.02  # of a clock, from which on it is said to have moved
+_MOVED = 0.02  # relative change of a clock above which it is reported as moved
 _LOOKS: dict[Finding, Look] = {
     "faster": "good",
     "slower": "bad",
@@ -52,7 +52,7 @@ _WRONG = "wrong: its time counts for nothing"
 
 
 def bench_document(report: BenchReport) -> Document:
-    """``report`` in reading order: cells as planned, kernels as asked for."""
+    """Return the page of ``report``: cells as planned, kernels as asked for."""
     notes: dict[tuple[str, str], int] = {}
     tables: dict[str, Table] = {}
     for cell in report.cells:
@@ -85,12 +85,12 @@ class CellsAsTimed(LiveRows):
         return Section(title, (table,)), new
 
     def closing(self, report: BenchReport) -> Document:
-        """Return what stands below the cells."""
+        """Return the end of the page, below the cells."""
         return bench_closing(report, self._notes)
 
 
 def bench_facts(report: BenchReport) -> tuple[str, ...]:
-    """Where it was measured, and what that machine does at best."""
+    """Return the environment, and the matmul and copy rates measured on that machine."""
     products = [
         f"matmul {dtype} {rate / 1e12:,.3g} TFLOP/s" for dtype, rate in report.matmul.items()
     ]
@@ -105,10 +105,10 @@ def bench_facts(report: BenchReport) -> tuple[str, ...]:
 def cell_table(
     report: BenchReport, cell: BenchCell, notes: dict[tuple[str, str], int]
 ) -> tuple[str, Table]:
-    """One cell, and the title of the section that it is of; reasons are numbered in ``notes``."""
+    """Return a cell's section title and table; reasons are numbered in ``notes``."""
     problem = problem_of(cell)
     both = any(row.both for row in report_rows(report, cell))
-    beside = next((row for row in cell.rows if row.record.kernel == report.baseline), None)
+    base_row = next((row for row in cell.rows if row.record.kernel == report.baseline), None)
     columns = [
         Column("kernel", words=True, cut=True, most=28, least=12),
         Column("verdict", words=True, least=8),
@@ -123,9 +123,9 @@ def cell_table(
     columns += [Column("time", least=8)]
     group = (cell.variant, f"{problem.batch} × {problem.kv:,}")
     rows = [
-        Row(_cells(report, cell, row, beside, notes, both=both), group=group) for row in cell.rows
+        Row(_cells(report, cell, row, base_row, notes, both=both), group=group) for row in cell.rows
     ]
-    if rows and (moved := _moved(cell)):
+    if rows and (moved := _clock_change(cell)):
         rows[-1] = replace(rows[-1], remarks=(Note(moved, "notable"),))
     title = f"{cell.table} · {problem.dtype} · {cell.heads} {problem.head_counts} · "
     title += f"D{problem.head_dim}"
@@ -139,7 +139,7 @@ def _number(heading: str, spare: int) -> Column:
 
 
 def report_rows(report: BenchReport, cell: BenchCell) -> Iterator[BenchRow]:
-    """Rows of all cells that stand in the same section, that of ``cell`` too."""
+    """Yield the rows of ``cell`` and of all cells of its table and kind of work."""
     yield from cell.rows
     for other in report.cells:
         if (other.table, other.work.decoding) == (cell.table, cell.work.decoding):
@@ -147,7 +147,7 @@ def report_rows(report: BenchReport, cell: BenchCell) -> Iterator[BenchRow]:
 
 
 def rate(cell: BenchCell, times: Times | None, *, both: bool = False) -> float | None:
-    """Operations a second of a kernel's forward, or of both; of decoding bytes a second."""
+    """Return operations a second of a forward, or of ``both``; for decoding bytes a second."""
     if times is None:
         return None
     return (
@@ -159,7 +159,7 @@ def _cells(
     report: BenchReport,
     cell: BenchCell,
     row: BenchRow,
-    beside: BenchRow | None,
+    base_row: BenchRow | None,
     notes: dict[tuple[str, str], int],
     *,
     both: bool,
@@ -175,7 +175,7 @@ def _cells(
     numbers = [
         _rate_text(speed, row.forward),
         f"{100 * row.forward.spread:.1f}%",
-        _beside(row.forward, beside.forward if beside else None),
+        _speedup(row.forward, base_row.forward if base_row else None),
         number_text.ratio(speed, limit) if limit else number_text.NOTHING,
     ]
     if both:
@@ -184,7 +184,7 @@ def _cells(
             _rate_text(cell.work.backward_flops / backward if backward and backward > 0 else None),
             _rate_text(rate(cell, row.both, both=True), row.both),
             f"{100 * row.both.spread:.1f}%" if row.both else number_text.NOTHING,
-            _beside(row.both, beside.both if beside else None),
+            _speedup(row.both, base_row.both if base_row else None),
         ]
     numbers.append(number_text.duration((row.both or row.forward).median))
     look: Look = "bad" if wrong else "plain"
@@ -198,13 +198,13 @@ def _rate_text(rate: float | None, times: Times | None = None) -> str:
     return f"{rate / 1e12:.3g}{graph}"
 
 
-def _beside(times: Times | None, other: Times | None) -> str:
+def _speedup(times: Times | None, other: Times | None) -> str:
     if times is None or other is None:
         return number_text.NOTHING
     return number_text.ratio(other.median, times.median)
 
 
-def _moved(cell: BenchCell) -> str:
+def _clock_change(cell: BenchCell) -> str:
     if cell.clocks is None:
         return ""
     low, high = cell.clocks
@@ -214,12 +214,12 @@ def _moved(cell: BenchCell) -> str:
 
 
 def bench_closing(report: BenchReport, notes: dict[tuple[str, str], int]) -> Document:
-    """The page from its cells on: why rows are no pass, what changed, and how to read it."""
+    """Return the page below its cells: reasons of rows not passed, changes, how to read it."""
     rows = [row for cell in report.cells for row in cell.rows]
     verified = Counter(row.verified for row in rows if row.verified)
     compared = ", ".join(f"{what} ({number_text.plural(n, 'row')})" for what, n in verified.items())
     clocks = {t.clock for row in rows for t in (row.forward, row.both) if t}
-    known = [cell.clocks for cell in report.cells if cell.clocks]
+    cell_clocks = [cell.clocks for cell in report.cells if cell.clocks]
     return Document(
         title="Times of attention kernels",
         sections=(
@@ -231,8 +231,8 @@ def bench_closing(report: BenchReport, notes: dict[tuple[str, str], int]) -> Doc
             *([Note(_DECODING)] if any(cell.work.decoding for cell in report.cells) else []),
             *(Note(text) for clock, text in _CLOCKS.items() if clock in clocks),
             *([Note(f"compared with the exact result: {compared}")] if compared else []),
-            *([Note(_clocks_text(known))] if known else []),
-            *([] if known or "events" not in clocks else [Note("SM clocks are not known.")]),
+            *([Note(_clocks_text(cell_clocks))] if cell_clocks else []),
+            *([] if cell_clocks or "events" not in clocks else [Note("SM clocks are not known.")]),
         ),
         closing=(
             Note(bench_counts(report), "plain"),
@@ -241,8 +241,8 @@ def bench_closing(report: BenchReport, notes: dict[tuple[str, str], int]) -> Doc
     )
 
 
-def _clocks_text(known: list[tuple[int, int]]) -> str:
-    low, high = min(one for one, _ in known), max(one for _, one in known)
+def _clocks_text(cell_clocks: list[tuple[int, int]]) -> str:
+    low, high = min(one for one, _ in cell_clocks), max(one for _, one in cell_clocks)
     moved = " (they moved)" if high - low > _MOVED * high else ""
     return f"SM clocks while timed: {low:,}–{high:,} MHz{moved}"
 
@@ -276,7 +276,7 @@ def _changes(report: BenchReport) -> Section:
 
 
 def bench_counts(report: BenchReport) -> str:
-    """``16 cells in 20 rounds: 70 pass, 2 unsupported; beside main: 8 same.``."""
+    """Return ``16 cells in 20 rounds: 70 pass, 2 unsupported; beside main: 8 same.``."""
     count = Counter(row.record.status for cell in report.cells for row in cell.rows)
     statuses = ", ".join(f"{count[s]} {s}" for s in record_text.STATUS_LOOKS if count[s])
     counts = Counter(change.finding for change in report.changes)

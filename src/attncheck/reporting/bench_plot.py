@@ -1,4 +1,4 @@
-"""The roofline plot of ``attncheck bench``: rates over operations a byte, below what can be."""
+"""The roofline plot of ``attncheck bench``: rates over operations a byte, and their limits."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from attncheck.reporting.rmse_plot import draw_outside_legend, kernel_looks
 if TYPE_CHECKING:
     from attncheck.records.bench_report import BenchCell, BenchReport, BenchRow
 
-_Points = dict[str, list[tuple[float, float, bool]]]  # of a kernel: intensity, rate, wrong
+_Points = dict[str, list[tuple[float, float, bool]]]  # by kernel: intensity, rate, wrong
 
 
 def bench_figure(report: BenchReport) -> Any:
-    """A ``matplotlib.figure.Figure``: a panel for each dtype and direction, on two log axes.
+    """Return a ``matplotlib.figure.Figure``: a panel for each dtype and direction, log-log axes.
 
     A point is one kernel in one cell, at its operations a byte of q, k, v and out; a circle around
-    it means that it is wrong. Lines are the copy and the product that were measured in the run.
+    it means that it is wrong. The line is the limit by the copy and matmul measured in the run.
 
     Raises:
-        UsageError: where nothing was timed.
+        UsageError: if nothing was timed.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
@@ -39,7 +39,7 @@ def bench_figure(report: BenchReport) -> Any:
     for ax, ((dtype, direction), points) in zip(row, panels.items(), strict=True):
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
-        # As plain numbers: matplotlib's own powers are mathematics, which figures here do not set.
+        # As plain numbers, since matplotlib's powers need mathematics, which STYLE turns off.
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
@@ -49,11 +49,11 @@ def bench_figure(report: BenchReport) -> Any:
         ax.set_ylabel("TFLOP/s")
         ax.grid(color="#DDDDDD", linewidth=0.6)
         _draw_roof(ax, points, report.matmul.get(dtype, math.inf), report.copy or math.inf)
-        for name, those in points.items():
+        for name, values in points.items():
             colour, shape = looks[name]
-            xs, ys = [x for x, _, _ in those], [y for _, y, _ in those]
+            xs, ys = [x for x, _, _ in values], [y for _, y, _ in values]
             ax.scatter(xs, ys, s=26, c=colour, marker=shape, label=one_line(name), zorder=3)
-            wrong = [(x, y) for x, y, is_wrong in those if is_wrong]
+            wrong = [(x, y) for x, y, is_wrong in values if is_wrong]
             if wrong:
                 ax.scatter(
                     *zip(*wrong, strict=True),
@@ -73,30 +73,30 @@ def _panels(report: BenchReport) -> dict[tuple[str, str], _Points]:
     panels: dict[tuple[str, str], _Points] = {}
     for cell in report.cells:
         for row in cell.rows:
-            for direction, x, y in _placed(cell, row):
-                of_dtype = panels.setdefault((problem_of(cell).dtype, direction), {})
+            for direction, x, y in _rates(cell, row):
+                panel = panels.setdefault((problem_of(cell).dtype, direction), {})
                 point = (x, y / 1e12, row.record.status == "fail")
-                of_dtype.setdefault(row.record.kernel, []).append(point)
+                panel.setdefault(row.record.kernel, []).append(point)
     return panels
 
 
-def _placed(cell: BenchCell, row: BenchRow) -> list[tuple[str, float, float]]:
-    """Direction, operations a byte, and operations a second of what was timed."""
-    placed = []
+def _rates(cell: BenchCell, row: BenchRow) -> list[tuple[str, float, float]]:
+    """Return direction, operations a byte and operations a second of each timed direction."""
+    rates = []
     if row.forward is not None:
         flops = cell.work.forward_flops
-        placed.append(("forward", flops / cell.work.forward_bytes, flops / row.forward.median))
+        rates.append(("forward", flops / cell.work.forward_bytes, flops / row.forward.median))
     if row.both is not None:
         flops = cell.work.flops(backward=True)
         # A backward reads q, k, v, out and dout, and writes as much as it reads of the first three.
-        placed.append(
+        rates.append(
             ("forward and backward", flops / (3 * cell.work.forward_bytes), flops / row.both.median)
         )
-    return placed
+    return rates
 
 
 def _draw_roof(ax: Any, points: _Points, matmul: float, copy: float) -> None:
-    xs = [x for those in points.values() for x, _, _ in those]
+    xs = [x for values in points.values() for x, _, _ in values]
     ends = [min(xs) / 2, max(xs) * 2]
     if math.isfinite(matmul / copy) and ends[0] < matmul / copy < ends[1]:
         ends.insert(1, matmul / copy)

@@ -1,4 +1,4 @@
-"""The pages of ``attncheck check``, and of one Record in full: what its verdict is made of."""
+"""The pages of ``attncheck check``, and of one Record in full with the parts of its verdict."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ _COLUMNS = (
 )
 _WHAT = Column("what it is", words=True, wrap=True)
 _OPTION = "--question"
-# Of the command that asks one question again: what says how others are chosen or shown.
+# Options that choose or show questions, and are dropped from the command that repeats one.
 _NOT_REPEATED = {"--last-failed", "--watch", "-q", "--quiet", "-v", "--verbose"}
-_FAILING = FAILED_STATUSES | {"flaky"}  # what died once, and not again, is no pass
+_FAILING = FAILED_STATUSES | {"flaky"}  # an answer that failed once and then not is no pass
 _REMEDY = (
     "A kernel that does not take a question's sizes says so by raising ValueError or "
     "NotImplementedError; --head-dim names those that it takes."
 )
 _READING = "out/bound, LSE/bound: largest error ÷ its bound; above 1 is proof of a fault."
-# Verdict, cause, problem and the command that reproduces it are on the first screen of 24 lines.
+# Limits that keep verdict, cause, problem and reproducing command on a first screen of 24 lines.
 _MOST_CAUSES = 3
 _MOST_LIKELY = 3
 _MOST_ROWS = 5
@@ -71,19 +71,19 @@ _MOST_REFUSALS = 3
 
 
 def check_document(report: Report) -> Document:
-    """What matters first: verdict, cause and problem; then every question, the worst in full."""
+    """Return the page of a check: verdict, cause and problem; every question; the worst in full."""
     return _document(report, report.command, report.records)
 
 
 def check_summary(
     report: Report, command: str, *, quiet: bool = False, verbose: bool = False
 ) -> Document:
-    """``report`` for a terminal: verdict, cause and problem, and what did not pass.
+    """Return ``report`` for a terminal: verdict, cause and problem, and questions not passed.
 
     Args:
-        command: The command line, with its folders, for the reader is the one who typed it.
-        quiet: Whether that is all: verdict, cause and problem.
-        verbose: Whether every question is shown, and the worst in full.
+        command: The command line as typed, with its folders, since the reader typed it.
+        quiet: Whether to show only verdict, cause and problem.
+        verbose: Whether to show every question, and the worst in full.
     """
     odd = [one for one in report.records if one.status not in {"pass", "unsupported"}]
     shown = report.records if verbose else () if quiet else odd[:_MOST_ROWS]
@@ -101,7 +101,7 @@ def check_summary(
 def _document(
     report: Report, command: str, shown: Sequence[Record], *, remarks: bool = True
 ) -> Document:
-    """The page, with rows of ``shown``; with ``remarks`` also why, and the worst in full."""
+    """Return the page with rows of ``shown``; ``remarks`` adds reasons and the worst in full."""
     worst = worst_record(report)
     dtypes = dict.fromkeys(problem_of(record).dtype for record in shown)
     sections = _causes(report, command)
@@ -114,7 +114,7 @@ def _document(
         sections += explanation(worst).sections
     elif worst is None:
         notes += [f"judged as {profile}" for profile in profiles(report.records)]
-        notes += [seen] if (seen := visible_faults(report.records)) else []
+        notes += [visible] if (visible := visible_faults(report.records)) else []
     notes += refusal_lines(report.records) if remarks else []
     kernels = [" · ".join(filter(None, one)) for one in report.kernels.items()]
     if report.claims is not msgspec.UNSET:
@@ -130,13 +130,13 @@ def _document(
 
 
 def _causes(report: Report, command: str) -> list[Section]:
-    """What is wrong, cause by cause: the problem that shows it, and how to see it again."""
+    """Return a section for each cause: the problem that shows it and how to reproduce it."""
     every = [record for record in report.records if record.status in _FAILING]
-    # What is wrong beyond what the kernel takes is a finding of its own, which the verdict tells.
+    # A failure beyond the kernel's claims is a separate finding, which the verdict mentions.
     failed = [record for record in every if record.unclaimed is msgspec.UNSET] or every
     if not failed:
-        blind = _blind(report)
-        return [Section("", (Note(blind, "bad"),))] if blind else []
+        missed = _blind(report)
+        return [Section("", (Note(missed, "bad"),))] if missed else []
     groups = group_by_cause(failed)
     causes = [(group, min((failed[i] for i in group.members), key=_rank)) for group in groups]
     causes.sort(key=lambda one: _rank(one[1]))
@@ -146,28 +146,28 @@ def _causes(report: Report, command: str) -> list[Section]:
         facts = facts[: 1 if sections else _MOST_LIKELY] or [("cause", f"not known: {group.cause}")]
         problem = f"{record.variant} · {problem_of(record).dtype} {_problem(record)}"
         facts += [("problem", problem), ("shown by", footnote(record))]
-        if record.judgement is None:  # nothing else is known of what raised or died
+        if record.judgement is None:  # a kernel that raised or died has no numbers
             facts = [("cause", f"{record.status}: {footnote(record)}"), ("problem", problem)]
         facts += [("failures", f"{len(group.members)} of {len(failed)}")] if causes[1:] else []
         words = [word for word in shlex.split(command) if word not in _NOT_REPEATED]
-        # The one question that failed, so that who mends it need not wait for the others.
+        # Only the question that failed, so that reproducing it does not wait for the others.
         if record.variant not in words:
             words += [_OPTION, record.variant]
         again = Note(f"Reproduce: {shlex.join(words)}", "plain", whole=True)
         title = "" if sections else causes_title(groups)
         sections.append(Section(title, (Facts(tuple(facts)), again)))
     last: list[Note] = []
-    left = [group for group, _ in causes[_MOST_CAUSES:]]
-    if left:
-        count = number_text.plural(sum(len(group.members) for group in left), "failure")
-        last.append(Note(f"and {number_text.plural(len(left), 'more kind')} of failure, {count}"))
-    # Most who see an error have given a size that the kernel never takes.
+    others = [group for group, _ in causes[_MOST_CAUSES:]]
+    if others:
+        count = number_text.plural(sum(len(group.members) for group in others), "failure")
+        last.append(Note(f"and {number_text.plural(len(others), 'more kind')} of failure, {count}"))
+    # An error mostly means a size that the kernel does not support.
     last += [Note(_REMEDY)] if causes[0][1].status == "error" else []
     return [*sections, Section("", tuple(last))] if last else sections
 
 
 def check_section(records: Sequence[Record], *, remarks: bool = True) -> Section:
-    """The answers to questions in one dtype, a row each; those not supported are told elsewhere."""
+    """Return the answers in one dtype, a row each; questions not supported are left out."""
     rows = []
     for record in records:
         if record.status == "unsupported":
@@ -183,25 +183,25 @@ def check_section(records: Sequence[Record], *, remarks: bool = True) -> Section
 
 
 def worst_record(report: Report) -> Record | None:
-    """The failure that says most: by the order of the rules, then by its size; None if none."""
+    """Return the worst failure: by the order of the rules, then by its size; None if none."""
     return min((r for r in report.records if r.status in _FAILING), key=_rank, default=None)
 
 
 def _rank(record: Record) -> tuple[bool, int, float]:
     judgement = record.judgement
-    apart = record.unclaimed is not msgspec.UNSET
-    # It raised or died: less is known of it than of any wrong number.
+    is_unclaimed = record.unclaimed is not msgspec.UNSET
+    # The kernel raised or died, which tells less of the fault than any wrong number.
     if judgement is None:
-        return apart, len(RULE_ORDER), 0.0
-    if judgement.rule == "structure":  # names the row and the key, the first ones most readably
-        return apart, -1, 0.0
+        return is_unclaimed, len(RULE_ORDER), 0.0
+    if judgement.rule == "structure":  # it names the wrong row and key, so it comes first
+        return is_unclaimed, -1, 0.0
     shares = [judgement.out_over_bound, judgement.lse_over_bound]
     shares += gradient_shares(record).values()
-    return apart, RULE_ORDER.index(judgement.rule), -max(share or 0.0 for share in shares)
+    return is_unclaimed, RULE_ORDER.index(judgement.rule), -max(share or 0.0 for share in shares)
 
 
 def check_outcome(report: Report) -> str:
-    """``fail``; ``in doubt``: oracles disagree; ``pass``; ``untested``: nothing was answered."""
+    """Return ``fail``, ``in doubt`` (oracles disagree), ``pass`` or ``untested`` (no answer)."""
     if worst_record(report) is not None or _blind(report):
         return "fail"
     if any(r.status in UNTRUSTED_STATUSES for r in report.records):
@@ -219,8 +219,8 @@ def _problem(record: Record) -> str:
 
 def _sentence(report: Report) -> Verdict:
     name = next(iter(report.kernels), "")
-    apart = unclaimed_findings(report.records)
-    # What lies beyond its claims is told apart where it fails; asked by name it may also pass.
+    unclaimed = unclaimed_findings(report.records)
+    # Failures beyond the claims are counted apart; a question asked by name may also pass there.
     claimed = [
         one
         for one in report.records
@@ -236,14 +236,14 @@ def _sentence(report: Report) -> Verdict:
     odd += [report.incomplete] if report.incomplete else []
     rest = "".join(f", {part}" for part in odd)
     match check_outcome(report):
-        # Three ways to fail: a wrong answer; one beyond what it takes that it does not refuse;
-        # or questions that could see no fault.
+        # Three ways to fail: a wrong answer, a wrong answer beyond the claims instead of a
+        # refusal, or questions that could not have seen a fault.
         case "fail" if failed:
-            besides = "".join(f"; besides {line}" for line in apart)
+            besides = "".join(f"; besides {line}" for line in unclaimed)
             return Verdict("FAIL", f"{name}: {failed} of {questions} failed{rest}{besides}", "bad")
-        case "fail" if apart:
+        case "fail" if unclaimed:
             within = f"; {questions} passed within what it takes{rest}" if judged else ""
-            return Verdict("FAIL", f"{name}: {'; '.join(apart)}{within}", "bad")
+            return Verdict("FAIL", f"{name}: {'; '.join(unclaimed)}{within}", "bad")
         case "fail":
             blind = f"{questions} passed, but none of them could have seen a whole class of fault"
             return Verdict("FAIL", f"{name}: {blind}{rest}", "bad")
@@ -256,8 +256,8 @@ def _sentence(report: Report) -> Verdict:
 
 
 def _blind(report: Report) -> str:
-    """Faults that no question would have noticed; nothing where not all of them were asked."""
-    # Questions that were chosen by hand are not meant to see everything.
+    """Return a note on faults that no question would have noticed; "" if not all were asked."""
+    # Questions that were chosen by hand need not see every fault.
     words = shlex.split(report.command)
     if any(word.partition("=")[0] in {_OPTION, "--last-failed"} for word in words):
         return ""
@@ -266,7 +266,7 @@ def _blind(report: Report) -> str:
 
 
 def explanation(record: Record) -> Document:
-    """One Record in full: its worst element, what is allowed there, and of what that is made."""
+    """Return one Record in full: its worst element, the allowance there, and its parts."""
     look = STATUS_LOOKS[record.status]
     reason = footnote(record)
     blocks: list[Note | Facts] = [
@@ -281,12 +281,12 @@ def explanation(record: Record) -> Document:
     if judgement is not None:
         sections += [_worst(judgement, judgement.worst)] if judgement.worst else []
         sections += _budget(judgement.worst) if judgement.worst else []
-        if judgement.arithmetic:  # of a relation no bound was asked about
+        if judgement.arithmetic:  # a relation has no bounds, and so no arithmetic
             sections.append(_shares(judgement))
             sections += _gradients(record)
             sections += [_precision(judgement.precision)] if judgement.precision else []
-            seen = visible_faults([record])
-            notes = [Note(f"judged as {judgement.arithmetic}"), *([Note(seen)] if seen else [])]
+            faults = visible_faults([record])
+            notes = [Note(f"judged as {judgement.arithmetic}"), *([Note(faults)] if faults else [])]
             if notes:
                 sections.append(Section("", tuple(notes)))
     return Document(title=_record_title(record), sections=tuple(sections))
@@ -301,12 +301,12 @@ def _record_title(record: Record) -> str:
 
 
 def _worst(judgement: Judgement, worst: Worst) -> Section:
-    """The element that a failure rests on, else the largest error as a part of its bound."""
-    rests = judgement.status == "fail" and judgement.rule != "precision"
-    title = "the element that shows it" if rests else "the largest error ÷ bound"
+    """Return the element that shows a failure, else that with the largest error ÷ bound."""
+    shows_failure = judgement.status == "fail" and judgement.rule != "precision"
+    title = "the element that shows it" if shows_failure else "the largest error ÷ bound"
     error = abs(worst.got - worst.exact)
     share = f", {share_text(error / worst.allowance)} × what is allowed" if worst.allowance else ""
-    # Two runs that must agree have no allowance: equal means the same bits.
+    # Without an allowance, two runs that must agree have to give the same bits.
     exactly = ", bit for bit" if judgement.rule == "relation" and not worst.allowance else ""
     what = "rows" if worst.tensor == "lse" else "elements"
     pairs = {
@@ -323,7 +323,7 @@ def _worst(judgement: Judgement, worst: Worst) -> Section:
 
 
 def _budget(worst: Worst) -> list[Section]:
-    """Parts of the allowance there, the largest first."""
+    """Return the parts of the allowance of ``worst``, the largest first."""
     if not worst.budget:
         return []
     total = sum(worst.budget.values())
@@ -331,7 +331,7 @@ def _budget(worst: Worst) -> list[Section]:
         row(
             name,
             number_text.scientific(part),
-            _part(part / total) if total > 0 else "",
+            _percent_text(part / total) if total > 0 else "",
             Cell(TERMS.get(name, ""), "dim"),
         )
         for name, part in sorted(worst.budget.items(), key=lambda item: -item[1])
@@ -340,13 +340,13 @@ def _budget(worst: Worst) -> list[Section]:
     return [Section(title, (Table((*columns(["part"], ["size", "of all"]), _WHAT), rows),))]
 
 
-def _part(share: float) -> str:
-    least = 1e-4  # a line says that it is there; how little it is says nothing
+def _percent_text(share: float) -> str:
+    least = 1e-4  # smaller parts are shown as "<0.01 %", since their exact size does not matter
     return f"{number_text.percent(share)} %" if share == 0 or share >= least else "<0.01 %"
 
 
 def _shares(judgement: Judgement) -> Section:
-    """The largest error ÷ bound, over the whole tensor and over sampled rows."""
+    """Return the largest error ÷ bound, over the whole tensor and over sampled rows."""
     rows = f"{judgement.rows - judgement.rows_unbounded} rows"
     shares = {
         f"bound (a proof), {rows}": (judgement.out_over_bound, judgement.lse_over_bound),

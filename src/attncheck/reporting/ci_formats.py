@@ -1,4 +1,4 @@
-"""A gate for other programs: JUnit's XML, SARIF, and commands of a GitHub workflow."""
+"""Gate reports for other programs: JUnit XML, SARIF, and GitHub workflow commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
-from xml.etree import ElementTree as ET  # its usual name; it only writes
+from xml.etree import ElementTree as ET  # the usual name; only used for writing
 
 import msgspec
 
@@ -25,12 +25,12 @@ from attncheck.reporting.gate_document import failure_card, not_covered
 from attncheck.reporting.gate_verdict import (
     DOUBTFUL,
     FailureGroup,
-    alike_changes,
     failing_changes,
     failing_statuses,
     failure_groups,
     gate_exit_code,
     gate_verdict,
+    group_changes,
     policy_of,
     questions,
     status_sides,
@@ -52,15 +52,15 @@ def _failure_lines(report: GateReport, group: FailureGroup) -> list[str]:
 
 # JUnit
 
-# What XML 1.0 has no way to say, not even as a reference.
+# Characters that XML 1.0 cannot hold, not even as character references.
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _COUNTED = {"failure": "failures", "error": "errors", "skipped": "skipped"}
 
 
 def junit_text(report: GateReport) -> str:
-    """``report`` as JUnit's XML, as GitLab, Jenkins and GitHub's actions read it.
+    """Return ``report`` as JUnit XML, as GitLab, Jenkins and GitHub's actions read it.
 
-    A suite for each kernel and stage, a test case for each question.
+    There is a suite for each kernel and stage, and a test case for each question.
     """
     root = ET.Element("testsuites", {"name": "attncheck gate"})
     for name, cases in _suites(report).items():
@@ -84,7 +84,7 @@ def _suites(report: GateReport) -> dict[str, list[ET.Element]]:
     answers = questions(report)
     failing = failing_statuses(answers, policy_of(report))
     smallest = {(a.record.kernel, a.smallest_of): a for a in report.answers if a.smallest_of}
-    # Questions that passed are cases too: a dashboard counts them.
+    # Questions that passed are test cases too, since dashboards count them.
     for answer in answers:
         record = answer.record
         group = FailureGroup(answer=answer, smallest=smallest.get((record.kernel, record.case_id)))
@@ -99,7 +99,7 @@ def _suites(report: GateReport) -> dict[str, list[ET.Element]]:
         else:
             ET.SubElement(case, "system-out").text = _xml(f"{change.standing}: {text}")
         suites.setdefault(f"{change.kernel} · baseline", []).append(case)
-    # What is no kernel's fault, and still leaves the gate without an answer.
+    # Errors that are no kernel's fault, but leave the gate without an answer.
     for i, line in enumerate(report.harness, 1):
         case = _case("attncheck", f"the gate itself {i}", 0.0)
         about = {"type": "harness", "message": _xml(shortened(line))}
@@ -127,7 +127,7 @@ def _question_case(
     if record.status == "unsupported":
         ET.SubElement(case, "skipped", {"message": message})
     elif record.status in failing or record.status == "oracle disagrees":
-        # An answer that never came is an error; a wrong one is a failure.
+        # A missing answer is an error in JUnit's terms; a wrong one is a failure.
         missing = FAILED_STATUSES - {"fail"} | {"oracle disagrees"}
         rule = record.judgement.rule if record.judgement else ""
         about = {"type": _xml(rule or record.status), "message": message}
@@ -173,12 +173,12 @@ def _xml(text: str) -> str:
 MOST_RESULTS = 5000  # results of one run that GitHub keeps
 
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-# Code scanning takes no result without a file, and a kernel may be in none of the repository.
+# Code scanning requires a file for each result; this one stands in if the kernel's is not found.
 _NOWHERE = "pyproject.toml"
 
 
 def sarif_text(report: GateReport) -> str:
-    """``report`` as SARIF 2.1.0: its rules, and a result for each answer that fails or is odd."""
+    """Return ``report`` as SARIF 2.1.0: a result for each failing or odd answer, and its rules."""
     rules: dict[str, dict[str, Any]] = {}
     failing = failing_statuses(questions(report), policy_of(report))
     answers = [a for a in questions(report) if a.record.status not in {"pass", "unsupported"}]
@@ -254,9 +254,9 @@ def _rule(name: str, text: str, level: str) -> dict[str, Any]:
 
 
 def _result(rule: str, level: str, text: str, kernel: str, case_id: str) -> dict[str, Any]:
-    """A result, where it is, and how it is known again."""
+    """Return a SARIF result with its location and its fingerprint."""
     place = locate(kernel)
-    # Of kernel and Case, not of numbers: the same failure of the next run is the same alert.
+    # Hash only kernel and Case, no numbers, so that the next run's failure is the same alert.
     print_ = hashlib.sha256(f"{kernel}\0{case_id}".encode(errors="backslashreplace")).hexdigest()
     return {
         "ruleId": rule,
@@ -278,15 +278,15 @@ def _result(rule: str, level: str, text: str, kernel: str, case_id: str) -> dict
 # GitHub's workflow commands
 
 MOST_ANNOTATIONS = 10  # annotations of each level that GitHub shows of one step
-_LONGEST_TITLE = 200
+_LONGEST_TITLE = 200  # characters of an annotation's title
 
 Level = Literal["error", "warning", "notice"]
 
 
 def github_text(report: GateReport) -> str:
-    """``report`` as workflow commands, which become annotations of the pull request.
+    """Return ``report`` as workflow commands, which become annotations of the pull request.
 
-    At most ``MOST_ANNOTATIONS`` of each level; what is more is counted in the last notice.
+    There are at most ``MOST_ANNOTATIONS`` of each level; the last notice counts the others.
     """
     errors, warned = list(_errors(report)), list(_warnings(report))
     notices = [_annotation("notice", text, "not covered") for text in not_covered(report)]
@@ -302,7 +302,7 @@ def github_text(report: GateReport) -> str:
     ]
     verdict = gate_verdict(report)
     text = f"{verdict.word}  {verdict.text}" + (f" (not shown: {', '.join(more)})" if more else "")
-    # GitHub drops what is beyond its limit without a word; the last notice says how much.
+    # GitHub silently drops annotations beyond its limit, so the last notice counts them.
     last = _annotation("notice", text, "attncheck gate")
     return "".join(
         f"{line}\n" for line in [*errors[:most], *warned[:most], *notices[: most - 1], last]
@@ -315,7 +315,7 @@ def _errors(report: GateReport) -> Iterator[str]:
     for group in failure_groups(report):
         lines, kernel = _failure_lines(report, group), group.shown.record.kernel
         yield _annotation("error", "\n".join(lines), f"{kernel}: {lines[0]}", kernel)
-    for change, cases in alike_changes(failing_changes(report, policy_of(report))):
+    for change, cases in group_changes(failing_changes(report, policy_of(report))):
         text = f"{change.standing} than the baseline: {change.reason}"
         yield _annotation("error", text, cases, change.kernel)
 
@@ -334,26 +334,26 @@ def _warnings(report: GateReport) -> Iterator[str]:
 
 
 def _annotation(level: Level, text: str, title: str, kernel: str = "") -> str:
-    """``::error file=kernel.py,line=3,title=…::text``, with GitHub's escapes."""
+    """Return ``::error file=kernel.py,line=3,title=…::text``, with GitHub's escapes."""
     place = locate(kernel)
     facts = {"file": place.path, "line": str(place.line)} if place.path else {}
     facts["title"] = one_line(title)[:_LONGEST_TITLE]
     properties = ",".join(
-        f"{name}={_escaped(value).replace(':', '%3A').replace(',', '%2C')}"
+        f"{name}={_escape(value).replace(':', '%3A').replace(',', '%2C')}"
         for name, value in facts.items()
     )
     lines = (line[: len(line) - len(line.lstrip())] + shortened(line) for line in text.split("\n"))
-    message = _escaped("\n".join(lines))
+    message = _escape("\n".join(lines))
     return f"::{level} {properties}::{message}"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-# Where a kernel is defined: found in text, without importing anything
+# Location of a kernel's definition, found by parsing and without importing anything
 
-_LARGEST_SOURCE = 2**20  # bytes of a source file that is looked into
+_LARGEST_SOURCE = 2**20  # bytes of a source file that is parsed
 _ENDS = (".py", "/__init__.py")
 
 
@@ -361,22 +361,22 @@ _ENDS = (".py", "/__init__.py")
 class Location:
     """A line of a file of the working directory."""
 
-    path: str  # relative to it, with ``/``; empty where no file is known
+    path: str  # relative to that directory, with ``/``; empty if no file is known
     line: int = 1  # from 1
 
 
 def locate(kernel: str, root: Path | None = None) -> Location:
-    """The line on which ``file.py::name`` or ``package.module:name`` is defined.
+    """Return the line on which ``file.py::name`` or ``package.module:name`` is defined.
 
-    A file outside ``root``, the working directory unless told, is not looked into: names in a
-    report are foreign. The path is empty where there is no such file; the line is 1 where the file
-    does not define the name.
+    Files outside ``root`` (default: the working directory) are not read, since a report's names
+    are not trusted. The path is empty if there is no such file; the line is 1 if the file does not
+    define the name.
     """
-    return _located(kernel, (Path.cwd() if root is None else root).resolve())
+    return _locate(kernel, (Path.cwd() if root is None else root).resolve())
 
 
 @lru_cache(maxsize=64)
-def _located(kernel: str, root: Path) -> Location:
+def _locate(kernel: str, root: Path) -> Location:
     file, double, name = kernel.partition("::")
     if double:
         paths = [file]
@@ -394,7 +394,7 @@ def _located(kernel: str, root: Path) -> Location:
 
 
 def _inside(path: str, root: Path) -> Path | None:
-    """``path`` where it is a source file below ``root``."""
+    """Return the resolved ``path`` if it is a Python file below ``root``, else None."""
     try:
         file = (root / path).resolve()
         below = file.is_relative_to(root)
@@ -404,20 +404,20 @@ def _inside(path: str, root: Path) -> Path | None:
 
 
 def _line(path: Path, name: str) -> int:
-    """The first line of what defines ``name``, outermost first; 1 where nothing does."""
+    """Return the line of the outermost definition of ``name``; 1 if there is none."""
     try:
         with path.open("rb") as file:
             source = file.read(_LARGEST_SOURCE + 1)
         if len(source) > _LARGEST_SOURCE:
             return 1
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of somebody's string literals
+            warnings.simplefilter("ignore")  # invalid escapes in the file's string literals
             tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return 1
     for node in ast.walk(tree):
         if _defines(node, name):
-            return int(node.lineno)  # type: ignore[attr-defined]  # those nodes have one
+            return int(node.lineno)  # type: ignore[attr-defined]  # definitions have a line
     return 1
 
 

@@ -1,4 +1,4 @@
-"""Records as CSV: one row each, every number in full and under a name of its own."""
+"""Records as CSV: one row each, every number in full and under its own name."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from attncheck.records.run_reports import GateReport
 from attncheck.reporting.document import Document, Table
 from attncheck.reporting.number_text import quotient
 
-_OF_RECORD = ("case_id", "kernel", "variant", "head_arrangement", "status", "reason")
-_OF_ANSWER = ("unit", "stage", "test", "attempts", "smallest_of", "failure", "work_seconds")
-# A CSV has no nesting: the fields of these become columns.
+_RECORD_COLUMNS = ("case_id", "kernel", "variant", "head_arrangement", "status", "reason")
+_ANSWER_COLUMNS = ("unit", "stage", "test", "attempts", "smallest_of", "failure", "work_seconds")
+# Fields whose structs are flattened into columns, since a CSV has no nesting.
 _NESTED: dict[str, type[msgspec.Struct]] = {
     "max_at": Place,
     "at": Place,
@@ -38,32 +38,32 @@ _NESTED: dict[str, type[msgspec.Struct]] = {
     "blind_spot": BlindSpot,
 }
 
-Field = tuple[str, Any]  # a heading, and the value under it; None where there is none
+Field = tuple[str, Any]  # a heading and the value under it, which may be None
 
 
 def report_csv(report: Report) -> str:
-    """``report`` as CSV; numbers as Python's repr, text so that no spreadsheet runs it.
+    """Return ``report`` as CSV; numbers as Python's repr, texts safe from spreadsheet formulas.
 
-    Errors of gradients have columns where the report has gradients.
+    Errors of gradients have columns only if the report has gradients.
     """
     return _csv_text(_record_rows(report.records, report.environments))
 
 
 def gate_csv(report: GateReport) -> str:
-    """``report`` as CSV: the columns of a report, one row an answer, what the gate knows first."""
+    """Return ``report`` as CSV, a row for each answer: the gate's columns, then a report's."""
     rows = _record_rows([answer.record for answer in report.answers], report.environments)
-    # The first row of a report's CSV is its headings.
-    head = [*_OF_ANSWER, "compiling", *next(rows)]
+    # The first row of a report's CSV has the headings.
+    head = [*_ANSWER_COLUMNS, "compiling", *next(rows)]
     lines = [head]
     for answer, row in zip(report.answers, rows, strict=True):
-        own = [answer.unit, answer.stage, answer.test, answer.attempts]
-        own += [answer.smallest_of, answer.failure, answer.seconds, answer.compiling]
-        lines.append([*own, *row])
+        gate_values = [answer.unit, answer.stage, answer.test, answer.attempts]
+        gate_values += [answer.smallest_of, answer.failure, answer.seconds, answer.compiling]
+        lines.append([*gate_values, *row])
     return _csv_text(lines)
 
 
 def document_csv(document: Document) -> str:
-    """The tables of ``document``, each below its section's title, an empty line between them."""
+    """Return the tables of ``document``, each below its section's title, with a line between."""
     rows: list[Sequence[Any]] = []
     for section in document.sections:
         for table in (block for block in section.blocks if isinstance(block, Table)):
@@ -72,7 +72,7 @@ def document_csv(document: Document) -> str:
             rows.append([*table.groups, *(column.heading for column in table.columns), "remark"])
             for row in table.rows:
                 cells = [cell.text.strip() for cell in row.cells]
-                # A row that is cut short would move its remark under another heading.
+                # Pad short rows, whose remark would otherwise be under another heading.
                 cells += [""] * (len(table.columns) - len(cells))
                 rows.append([*row.group, *cells, "; ".join(note.text for note in row.remarks)])
     return _csv_text(rows)
@@ -81,9 +81,9 @@ def document_csv(document: Document) -> str:
 def _record_rows(
     records: Iterable[Record], environments: dict[str, Environment]
 ) -> Iterator[list[Any]]:
-    """The headings, then the values of each record."""
+    """Yield the headings, then the values of each record."""
     records = list(records)
-    # Six columns a gradient: a forward's CSV is spared them.
+    # Gradients take many columns, which a forward's CSV leaves out.
     backward = any(isinstance(record.gradients, dict) and record.gradients for record in records)
     yield [name for name, _ in _fields(None, None, backward=backward)]
     for record in records:
@@ -94,8 +94,8 @@ def _record_rows(
 def _fields(
     record: Record | None, environment: Environment | None, *, backward: bool
 ) -> Iterator[Field]:
-    """All columns of ``record`` in reading order; of None their names alone."""
-    yield from zip(_OF_RECORD, _of_record(record), strict=True)
+    """Yield all columns of ``record`` in reading order; for None only their names."""
+    yield from zip(_RECORD_COLUMNS, _record_values(record), strict=True)
     yield from _flat(ProblemSummary, None if record is None else problem_of(record))
     out = record.out if record else None
     yield from (*_flat(OutErrors, out, "out_"), *_ratios("out", out))
@@ -106,26 +106,26 @@ def _fields(
             errors = gradients.get(tensor)
             yield from (*_flat(GradientErrors, errors, f"{tensor}_"), *_ratios(tensor, errors))
     verdict = _flat(Judgement, record.judgement if record else None)
-    # The record's own columns have them.
+    # Status and reason are already among the record's own columns.
     yield from ((name, value) for name, value in verdict if name not in {"status", "reason"})
     for name in ("seconds", "interpreted", "tiling", "environment"):
         yield name, getattr(record, name, None)
     yield from _flat(Environment, environment)
 
 
-def _of_record(record: Record | None) -> tuple[str, ...]:
+def _record_values(record: Record | None) -> tuple[str, ...]:
     if record is None:
-        return ("",) * len(_OF_RECORD)
+        return ("",) * len(_RECORD_COLUMNS)
     named = record.case_id, record.kernel, record.variant, record.heads
     return *named, record.status, reason_of(record)
 
 
 def _flat(kind: type[msgspec.Struct], struct: Any, prefix: str = "") -> Iterator[Field]:
-    """The fields of a struct of a kind, those of structs in it behind their names; None: empty."""
+    """Yield the fields of a struct, or None for each; nested ones are prefixed by their name."""
     for name in kind.__struct_fields__:
         value = getattr(struct, name, None)
         if name in _NESTED:
-            # Every row has all columns, also where a tensor has no element.
+            # Every row has all columns, also if a tensor has no elements.
             yield from _flat(_NESTED[name], value, f"{prefix}{name.removeprefix('max_')}_")
         elif name == "gradients_over_bound":
             shares = value if isinstance(value, dict) else {}
@@ -151,7 +151,7 @@ def _text(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, int | float):
-        return repr(value)  # every digit: a CSV is computed with
+        return repr(value)  # every digit, for further computations
     if isinstance(value, dict):
         return for_spreadsheet(json.dumps(value, separators=(",", ":")))
     if isinstance(value, tuple):

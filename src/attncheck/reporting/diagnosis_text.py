@@ -1,4 +1,4 @@
-"""A failure as text: what was asked, what is wrong, by how much, and how to reproduce it."""
+"""A failure as text: the question, what is wrong, by how much, and how to reproduce it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attncheck.core.judgement import Judgement, Worst
 from attncheck.core.sanitize_text import one_line
 from attncheck.core.tensor_names import AXES
 from attncheck.records.failure_causes import CauseGroup, fault_text
-from attncheck.records.failures import KeptFailure
+from attncheck.records.failures import StoredFailure
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Diagnosis, ErrorMap, Explanation, Record, Status, TileMap
 from attncheck.reporting import number_text
@@ -41,35 +41,35 @@ TERMS = {
     "rounding of parts": "gradients added up tile by tile in the output format",
     "output rounding": "out rounded once to its format; a gradient likewise",
 }
-"""In the order in which a kernel makes the roundings."""
+"""Meaning of each part of an error budget, in the order in which a kernel makes the roundings."""
 
 _MOST_EXPLANATIONS = 3
 _LIKELY = ("likely", *["or"] * (_MOST_EXPLANATIONS - 1))
-_MOST_CAUSES = 10  # that a page begins with
+_MOST_CAUSES = 10  # causes at the head of a page
 _HEADS: dict[Status, str] = {
     "oom": "OUT OF MEMORY",
     "unsupported": "NOT SUPPORTED",
-}  # others are loud
-_LABEL = 11  # columns of the names on the left
-_LEAST_SHARE = 1e-3  # of an allowance, below which a part says nothing to a reader
-_LONGEST = 500  # characters of what somebody's code says
+}  # other statuses are written in capitals
+_LABEL = 11  # width in characters of the labels on the left
+_LEAST_SHARE = 1e-3  # share of an allowance below which a part is not listed
+_LONGEST = 500  # characters of a line, which may hold a message of the kernel's code
 
-# Largest error ÷ allowance of each sign, and largest part of the worst tile.
+# Largest error ÷ allowance, or largest share of the worst tile, that each character stands for.
 _ERROR_SHADES = ((0.1, "·"), (1.0, "░"), (10.0, "▒"), (100.0, "▓"), (math.inf, "█"))
 _ERROR_LEGEND = "· ≤ 0.1, ░ ≤ 1, ▒ ≤ 10, ▓ ≤ 100, █ more"
 _TILE_SHADES = ((0.01, "·"), (0.1, "░"), (0.3, "▒"), (0.7, "▓"), (math.inf, "█"))
 _TILE_LEGEND = "of the largest: · ≤ 1 %, ░ ≤ 10 %, ▒ ≤ 30 %, ▓ ≤ 70 %, █ more"
-_LEAST_CELLS = 8  # of a map that says more than its worst element
-_MOST_LINES, _MOST_COLUMNS = 8, 48
+_LEAST_CELLS = 8  # cells of a map, below which its worst element says as much
+_MOST_LINES, _MOST_COLUMNS = 8, 48  # largest size of a map of errors, in characters
 
 
 def repro_command(identifier: str) -> str:
-    """Return the command line that shows a kept failure again."""
+    """Return the command line that reproduces a kept failure."""
     return f"attncheck repro {identifier}"
 
 
-def kept_failure_text(failure: KeptFailure) -> str:
-    """Describe a failure that is kept, and how to reproduce it."""
+def kept_failure_text(failure: StoredFailure) -> str:
+    """Return a description of a kept failure, and how to reproduce it."""
     return diagnosis_text(
         failure.record,
         kernel=failure.kernel,
@@ -80,7 +80,7 @@ def kept_failure_text(failure: KeptFailure) -> str:
     )
 
 
-def diagnosis_text(  # what a Record does not know of itself
+def diagnosis_text(  # the arguments are facts that a Record does not hold
     record: Record,
     *,
     kernel: str,
@@ -89,10 +89,10 @@ def diagnosis_text(  # what a Record does not know of itself
     test: str = "",
     reproduce: str = "",
 ) -> str:
-    """Describe what one kernel answered, as lines of plain text.
+    """Return a description of one kernel's answer, as lines of plain text.
 
     Args:
-        device: Where; empty where that is not known.
+        device: The device of the run; empty if it is not known.
     """
     facts = failure_facts(
         record, kernel=kernel, device=device, question_summary=question_summary, test=test
@@ -104,7 +104,7 @@ def diagnosis_text(  # what a Record does not know of itself
 
 
 def failure_heading(record: Record) -> str:
-    """``FAIL bound compare: out[0, 3, 65, 7] = 0.41, but should be 0.31 …``."""
+    """Return ``FAIL bound compare: out[0, 3, 65, 7] = 0.41, but should be 0.31 …``."""
     judgement = record.judgement
     rule = judgement.rule if judgement else ""
     question = str(record.case.get("question", ""))
@@ -117,9 +117,9 @@ def failure_heading(record: Record) -> str:
 def failure_facts(
     record: Record, *, kernel: str, device: str = "", question_summary: str = "", test: str = ""
 ) -> list[tuple[str, str]]:
-    """Labels and texts of everything that is known of an answer; arguments as ``diagnosis_text``.
+    """Return labels and texts of all facts of an answer; for the arguments see ``diagnosis_text``.
 
-    A text without a label goes on with the one above.
+    A text without a label continues the one above.
     """
     interpreted = " in Triton's interpreter" if record.interpreted else ""
     numbers: Any = record.case.get("parameters")
@@ -133,7 +133,7 @@ def failure_facts(
         ("test", test),
     ]
     facts = [(name, text) for name, text in pairs if text]
-    # What may be wrong comes before the numbers: it is what a reader wants first.
+    # Possible causes come before the numbers, since readers want them first.
     facts += explanation_facts(record.diagnosis)
     facts += _judgement_facts(record.judgement) if record.judgement else []
     tiles = tile_picture(record.diagnosis) if isinstance(record.diagnosis, Diagnosis) else ()
@@ -162,7 +162,7 @@ def _judgement_facts(judgement: Judgement) -> Iterator[tuple[str, str]]:
 
 
 def _source(judgement: Judgement, worst: Worst) -> str:
-    """Sources of the allowance."""
+    """Return the origin of the allowance: the largest parts of its budget, or the rule."""
     if judgement.rule == "relation":
         exactly = " (bit for bit)" if worst.allowance == 0 else ""
         return exactly or " (the judge's bounds of the runs that are compared)"
@@ -175,36 +175,36 @@ def _source(judgement: Judgement, worst: Worst) -> str:
 
 
 def explanation_facts(diagnosis: object) -> Iterator[tuple[str, str]]:
-    """Labels and texts of what may be wrong; nothing where nobody looked.
+    """Yield labels and texts of possible causes; nothing without a diagnosis.
 
-    What is confirmed is ``likely``; else the family that is known, or that nothing is, with what
-    was seen, and the models that nothing refuted.
+    A confirmed cause is ``likely``. Otherwise the known family of faults, or ``unknown``, is
+    followed by observed facts and by the fault models that were not refuted.
     """
     if not isinstance(diagnosis, Diagnosis):
         return
     ranked = diagnosis.ranked
-    if ranked and not diagnosis.tried:  # the failure says it by itself: no share of an error
+    if ranked and not diagnosis.tried:  # the failure itself names its cause, without a share
         yield "likely", fault_text(ranked[0])
-        yield from (("perhaps", _explained(one)) for one in ranked[1:])
+        yield from (("perhaps", _explain(one)) for one in ranked[1:])
         return
     if ranked and diagnosis.level == "named":
         best = ranked[: max(1, diagnosis.tied)][:_MOST_EXPLANATIONS]
-        yield from ((label, _explained(one)) for label, one in zip(_LIKELY, best, strict=False))
+        yield from ((label, _explain(one)) for label, one in zip(_LIKELY, best, strict=False))
         more = diagnosis.tied - len(best)
         if more > 0:
             yield "or", f"{more} more fault models, which explain it equally well"
         return
     tried = f"none of {diagnosis.tried} fault models"
-    known = f"{diagnosis.family}; {tried} alone is confirmed"
-    yield "likely", known if diagnosis.family else f"unknown: {tried} fits"
-    yield from (("perhaps", _explained(one)) for one in ranked[:_MOST_EXPLANATIONS])
+    family_text = f"{diagnosis.family}; {tried} alone is confirmed"
+    yield "likely", family_text if diagnosis.family else f"unknown: {tried} fits"
+    yield from (("perhaps", _explain(one)) for one in ranked[:_MOST_EXPLANATIONS])
     yield from (("seen", fact) for fact in diagnosis.facts)
 
 
-def _explained(explanation: Explanation) -> str:
-    """The fault, and how much of the error it explains: never rounded up to all of it."""
+def _explain(explanation: Explanation) -> str:
+    """Return the fault and the share of the error that it explains."""
     share = explanation.share
-    # Rounded down: 99.97 % is not all, and a reader who sees 100 stops looking.
+    # Rounded down, since 99.97 % is not all, and readers of "100 %" would look no further.
     percent = "?" if math.isnan(share) else "100"
     if share < 1:
         percent = f"{math.floor(1000 * share) / 10:.3g}"
@@ -213,17 +213,17 @@ def _explained(explanation: Explanation) -> str:
 
 
 def causes_section(causes: Sequence[tuple[CauseGroup, Record, str]]) -> Section:
-    """How many causes explain how many failures, and the first of them in plain words.
+    """Return a section with the number of causes and failures, and the first causes in words.
 
     Args:
-        causes: Each with the smallest Record that has it, and the command that asks it again.
+        causes: Each cause with the smallest Record that has it, and the command that repeats it.
     """
     several = len({group.kernel for group, *_ in causes}) > 1
     pairs = []
     for group, record, command in causes[:_MOST_CAUSES]:
-        whose = f"{group.kernel}: " if several else ""
+        owner = f"{group.kernel}: " if several else ""
         cause = group.cause if group.known else f"of unknown cause: {group.cause}"
-        pairs.append((plural(len(group.members), "failure"), _cut(f"{whose}{cause}")))
+        pairs.append((plural(len(group.members), "failure"), _cut(f"{owner}{cause}")))
         pairs.append(("", _cut(f"smallest problem: {problem_of(record).full_line}")))
         pairs += [("", _cut(command))] if command else []
     more = len(causes) - _MOST_CAUSES
@@ -233,7 +233,7 @@ def causes_section(causes: Sequence[tuple[CauseGroup, Record, str]]) -> Section:
 
 
 def causes_title(groups: Sequence[CauseGroup]) -> str:
-    """``2 causes explain 70 of 71 failures``."""
+    """Return ``2 causes explain 70 of 71 failures``."""
     known = [len(group.members) for group in groups if group.known]
     failures = plural(sum(len(group.members) for group in groups), "failure")
     if not known:
@@ -243,16 +243,16 @@ def causes_title(groups: Sequence[CauseGroup]) -> str:
 
 
 def tile_picture(diagnosis: Diagnosis) -> Iterator[str]:
-    """Groups of rows down, of keys to the right, then the legend.
+    """Yield a map of tiles, rows down and keys to the right, then its legend.
 
-    Nothing where there are few cells, or all are alike: that is no picture.
+    Yield nothing if there are few cells or all look the same.
     """
     tiles = diagnosis.tiles
     if not isinstance(tiles, TileMap):
         return
     lines = ["".join(_shade(_TILE_SHADES, [cell]) for cell in line) for line in tiles.values]
-    signs = "".join(lines)
-    if len(signs) < _LEAST_CELLS or len(lines) < 2 or len(set(signs)) < 2:
+    characters = "".join(lines)
+    if len(characters) < _LEAST_CELLS or len(lines) < 2 or len(set(characters)) < 2:
         return
     yield (
         f"weights that are off; a line is {plural(tiles.rows, 'row')}, "
@@ -263,10 +263,10 @@ def tile_picture(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def map_lines(record: Record) -> Iterator[str]:
-    """Heads down, rows to the right, then the legend; nothing where one element says it all.
+    """Yield a map of errors, heads down and rows to the right, then its legend.
 
-    That is where a single cell is beyond what is allowed, or every cell, or none, and where there
-    are only a handful: a problem that was shrunk is small enough.
+    Yield nothing if one, every or no cell is beyond its allowance, or if there are few cells, as
+    in a shrunk problem: the worst element then says as much.
     """
     error_map = record.error_map
     if not isinstance(error_map, ErrorMap):
@@ -290,7 +290,7 @@ def map_lines(record: Record) -> Iterator[str]:
 
 
 def _shade(shades: Sequence[tuple[float, str]], shares: Sequence[float]) -> str:
-    """The sign of the largest of ``shares``; NaN is as large as can be."""
+    """Return the character of the largest of ``shares``; NaN counts as the largest."""
     places = [
         next((i for i, (most, _) in enumerate(shades) if share <= most), len(shades) - 1)
         for share in shares
@@ -299,6 +299,6 @@ def _shade(shades: Sequence[tuple[float, str]], shares: Sequence[float]) -> str:
 
 
 def _cut(text: str) -> str:
-    """One harmless line, of a length to read."""
+    """Return ``text`` as one sanitized line of limited length."""
     line = one_line(text)
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"

@@ -1,6 +1,6 @@
-"""The document model: what a page says, whatever it is written as.
+"""The document model: the contents of a page, independent of its format.
 
-Every kind of report becomes a ``Document`` by one function, and every format is written from one:
+One function for each kind of report makes a ``Document``, from which every format is written:
 ``terminal``, ``markdown``, ``html`` and ``csv_text`` know nothing of attention.
 """
 
@@ -21,30 +21,30 @@ STYLES: dict[Look, str] = {
     "notable": "yellow",
     "bad": "red",
 }
-"""rich's words for each look, on a terminal."""
+"""rich's style for each look, on a terminal."""
 
-# Here, since who makes the points and who draws the axes must agree on them.
+# Defined here, since the code that places points and the code that draws axes must agree on them.
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 352.0, 12.0, 208.0
-"""Place of a ``Chart``'s axes, in the drawing's own units."""
+"""Ends of a ``Chart``'s axes, in the drawing's own units."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A piece of text in a table; may be foreign, as every text of a document may."""
+    """A piece of text in a table; as every text of a document, it may be untrusted."""
 
     text: str
     look: Look = "plain"
-    # A sign or a colour alone says nothing to a screen reader.
-    spoken: str = ""  # the same in words, for those who hear the page; empty where the text says it
-    code: bool = False  # whether it is a name that somebody types
+    # A screen reader does not read out a symbol or a colour.
+    spoken: str = ""  # the text in words, for screen readers; empty where the text suffices
+    code: bool = False  # whether the text is an identifier, shown in a code font
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A line of prose; ``whole`` where it is to be copied, and is never wrapped."""
+    """A line of prose; if ``whole``, it is meant to be copied and never wrapped."""
 
     text: str
-    # Prose is quieter than the numbers that it explains.
+    # Prose is dimmer than the numbers that it explains.
     look: Look = "dim"
     whole: bool = False
 
@@ -54,36 +54,35 @@ class Column:
     """A column of a table."""
 
     heading: str
-    words: bool = False  # whether it holds words, which begin in line; numbers end in line
-    # Where a terminal is narrow, columns of 1 go first, then those of 2, and so on; those of 0
-    # stay.
-    # Numbers that cannot be read in part are left out whole; words can be cut.
+    words: bool = False  # whether it holds words, aligned left; numbers are aligned right
+    # On a narrow terminal columns of rank 1 are left out first, then those of 2, and so on; those
+    # of 0 stay. Columns of numbers are left out whole, since a cut number is useless.
     spare: int = 0
-    cut: bool = False  # whether its texts may be cut where the page is narrow
-    # Whether its texts go on below where the page is narrow: of a last column of words.
+    cut: bool = False  # whether its texts may be cut on a narrow page
+    # Whether its texts wrap on a narrow page; only for a last column of words.
     wrap: bool = False
-    # One long foreign name must not push every number off the terminal.
-    most: int = 10_000  # columns of a terminal that its texts take at most
-    least: int = 0  # those that it takes at least, so that rows shown one by one stand in line
+    # Largest width in characters, so that one long name does not push numbers off the terminal.
+    most: int = 10_000
+    least: int = 0  # least width in characters, so that rows shown one by one are aligned
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A row of a table."""
 
-    cells: tuple[Cell, ...]  # one for each column; fewer where there is no more to say
-    remarks: tuple[Note, ...] = ()  # what the cells alone would hide
-    # What neighbouring rows share, one text for each of the table's ``groups``.
+    cells: tuple[Cell, ...]  # one for each column; fewer if the others would be empty
+    remarks: tuple[Note, ...] = ()  # lines below the row
+    # Texts that neighbouring rows share, one for each of the table's ``groups``.
     group: tuple[str, ...] = ()
-    # Names and values by which a page can be narrowed to it.
+    # Values of the page's filters that select this row.
     facets: FacetValues = field(default_factory=dict)
 
 
-DASH = Cell("—", "dim")  # where there is nothing to show
+DASH = Cell("—", "dim")  # an empty cell
 
 
 def count_cell(number: int, look: Look = "plain") -> Cell:
-    """Return the cell of a count; of none a dash."""
+    """Return the cell of a count; a dash for 0."""
     return Cell(f"{number:,}", look) if number else DASH
 
 
@@ -101,7 +100,7 @@ def row(
     group: tuple[str, ...] = (),
     facets: FacetValues | None = None,
 ) -> Row:
-    """Return a row: a text is a plain cell, None a dash; remarks stand out, empty ones are none."""
+    """Return a row: texts become plain cells, None a dash; empty remarks are dropped."""
     shown = (DASH if c is None else Cell(c) if isinstance(c, str) else c for c in cells)
     notes = (Note(remark, "notable") for remark in remarks if remark)
     return Row(tuple(shown), tuple(notes), group, facets or {})
@@ -113,33 +112,33 @@ class Table:
 
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
-    # Headings of what rows share: columns on a page, a line above rows on a terminal.
+    # Headings of the rows' ``group`` texts: columns on a page, a line above rows on a terminal.
     groups: tuple[str, ...] = ()
-    # How many columns, from the left, say what a row is: where a terminal is too narrow for the
-    # others, they are shown in several tables, which all begin with these. 0 for none.
-    # Without them nobody could tell which row of the second table is which.
+    # Number of columns, from the left, that identify a row. If a terminal is too narrow for the
+    # others, these are split into several tables, which all begin with the identifying columns.
+    # 0 never splits.
     keys: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Labels with a text each; a text without a label goes on with the one above."""
+    """Labels with a text each; a text without a label continues the one above."""
 
     pairs: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Lines of signs that stand as they are."""
+    """Lines of characters that are never wrapped."""
 
     title: str
-    lines: tuple[str, ...]  # of one length; cut where the terminal ends
-    cut_note: str = ""  # what to say then; ``{shown}`` and ``{all}`` are columns
+    lines: tuple[str, ...]  # lines of equal length; cut at the width of the terminal
+    cut_note: str = ""  # note below cut lines; ``{shown}`` and ``{all}`` are columns
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Neighbouring cells of one level in a heat map, in its own units."""
+    """Neighbouring cells of one level in a heat map, as a rectangle in the drawing's units."""
 
     x: float
     y: float
@@ -151,20 +150,20 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeatMap:
-    """A drawing of where errors are: heads down, rows to the right."""
+    """A drawing of the places of errors: heads down, rows to the right."""
 
-    # width, height: of all tiles.
+    # width, height: size of all tiles together.
     width: float
     height: float
     tiles: tuple[Tile, ...]  # in reading order
     levels: tuple[str, ...]  # names of the levels, for a legend
-    description: str  # for those who do not see it
-    caption: str  # what is drawn
+    description: str  # text for screen readers
+    caption: str  # text below the drawing
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A point of a series: where it is drawn, and what it says."""
+    """A point of a series: its place in the drawing, and its text."""
 
     x: float
     y: float
@@ -173,7 +172,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of one colour and mark, which ``place`` chooses; those of one line are joined."""
+    """Points of one colour and marker, which ``place`` chooses; points of a line are joined."""
 
     name: str
     place: int
@@ -182,7 +181,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A logarithmic axis: where each of its labels is."""
+    """A logarithmic axis: the place and text of each label."""
 
     ticks: tuple[tuple[float, str], ...]
 
@@ -192,31 +191,31 @@ class Chart:
     """Curves on two logarithmic axes."""
 
     title: str
-    description: str  # the same for those who do not see it, with the largest value
+    description: str  # text for screen readers, with the largest value
     # x, y: axes.
     x: Axis
     y: Axis
-    x_name: str  # what the x axis counts
-    limit: tuple[float, str]  # where a line is drawn across, and what it means
-    series: tuple[Series, ...]  # one a colour
+    x_name: str  # the quantity on the x axis
+    limit: tuple[float, str]  # y of a line drawn across the chart, and its label
+    series: tuple[Series, ...]  # one for each colour
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A failure in full."""
+    """A failure in full: its heading, facts, map, script and similar failures."""
 
     kernel: str
-    heading: str  # what is wrong, in a line
-    meaning: str = ""  # what that means, for readers who see it for the first time
+    heading: str  # description of the failure, in a line
+    meaning: str = ""  # explanation of the heading, for first-time readers
     facts: tuple[tuple[str, str], ...] = ()
-    map: HeatMap | None = None  # where the errors are; None where that says nothing
-    command: str = ""  # what shows it again
-    script: str = ""  # text of a script that asks the same; empty where there is none to show
-    # Too large a script is left out of the page, and then only this names it.
-    script_file: str = ""  # where that lies
-    others: str = ""  # ids of what fails alike
-    other_count: int = 0  # how many of those there are
-    facets: FacetValues = field(default_factory=dict)  # as of a Row
+    map: HeatMap | None = None  # places of the errors; None if a map would show nothing
+    command: str = ""  # command that reproduces it
+    script: str = ""  # text of a script that reproduces it; empty if there is none
+    # A script that is too large for the page is named only by this path.
+    script_file: str = ""  # path of the script
+    others: str = ""  # ids of failures with the same cause
+    other_count: int = 0  # number of those failures
+    facets: FacetValues = field(default_factory=dict)  # see Row
 
 
 Block: TypeAlias = Note | Facts | Table | Picture | Card | Chart
@@ -228,9 +227,9 @@ class Section:
 
     title: str
     blocks: tuple[Block, ...]
-    name: str = ""  # stands in a page's list of sections
-    folded: bool = False  # whether a page of HTML shows the title alone until somebody opens it
-    facets: FacetValues = field(default_factory=dict)  # as of a Row
+    name: str = ""  # its entry in a page's list of sections
+    folded: bool = False  # whether a page of HTML shows only the title until it is opened
+    facets: FacetValues = field(default_factory=dict)  # see Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,31 +243,31 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A page."""
+    """The contents of a page."""
 
-    title: str  # of a page that is read elsewhere
-    # Comes last on a terminal and first on a page; None where there is none.
+    title: str
+    # Shown last on a terminal, unless ``verdict_first``, and first on a page.
     verdict: Verdict | None = None
-    verdict_first: bool = False  # whether it comes first on a terminal too
-    # Names, numbers and looks that a page begins with.
+    verdict_first: bool = False  # whether the verdict comes first on a terminal too
+    # Names, numbers and looks of the counters at the head of a page.
     counters: tuple[tuple[str, int, Look], ...] = ()
     command: str = ""
-    facts: tuple[str, ...] = ()  # where and when, a line each
-    # Facets that a page of HTML can be narrowed by, each with its values.
+    facts: tuple[str, ...] = ()  # environments and dates, a line each
+    # Facets by which a page of HTML can be filtered, each with its values.
     filters: FacetValues = field(default_factory=dict)
     sections: tuple[Section, ...] = ()
-    notes: tuple[Note, ...] = ()  # how to read it, and the arithmetic that was assumed
-    closing: tuple[Note, ...] = ()  # what it comes to, the last lines
+    notes: tuple[Note, ...] = ()  # how to read the page, and the arithmetic that was assumed
+    closing: tuple[Note, ...] = ()  # the last lines, with the conclusion
 
 
 class LiveRows(Protocol):
-    """A page whose rows come one by one: it is shown as it grows."""
+    """A page whose rows come one by one and are shown as they come."""
 
-    head: Document  # what it begins with
-    tables: dict[Any, Table]  # one of those shown for each set of columns
+    head: Document  # the head of the page
+    tables: dict[Any, Table]  # for each set of columns one of the tables shown so far
 
     def row(self, one: Any) -> tuple[Section, bool]:
-        """Return a section of what is new, and whether its title and headings are too."""
+        """Return a section of one new row, and whether its title and headings are new too."""
 
     def closing(self, report: Any) -> Document:
-        """Return what stands below the rows of ``report``, which have all been shown."""
+        """Return the end of the page, below all rows of ``report``."""

@@ -1,4 +1,4 @@
-"""Exit codes that reports deserve; a gate's is in ``gate_verdict``."""
+"""Exit codes of reports, except those of a gate, which are in ``gate_verdict``."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ PASSED, FAILED, USAGE, INCOMPLETE, UNTESTED, INTERRUPTED = 0, 1, 2, 3, 5, 130
 
 
 def exit_code(report: msgspec.Struct) -> int:
-    """Return what a verb ends with that made ``report``, which is of any kind but a gate's."""
+    """Return the exit code of the command that made ``report``, of any kind except a gate's."""
     match report:
         case Report() | BenchReport() | ModelReport():
-            code = _of_statuses(_statuses(report))
+            code = _code_of_statuses(_statuses(report))
             cut = not isinstance(report, ModelReport) and report.incomplete
             code = INCOMPLETE if cut and code != FAILED else code
         case FaultReport() | MutantReport() | OwnTestsReport():
-            code = _of_scores(report)
+            code = _code_of_scores(report)
         case SensitivityReport():
-            # The gate must see each fault of some size.
+            # The gate must see each fault at some size.
             unseen = any(one.rules[ATTNCHECK_RULE].size is None for one in report.seen)
             code = FAILED if unseen else PASSED
         case FingerprintReport():
-            code = _of_fingerprint(report)
+            code = _code_of_fingerprint(report)
         case ModReport():
             answers = [answer for record in report.records for answer in record.answers.values()]
             code = FAILED if {a.status for a in answers} - {"equal", "unsupported"} else PASSED
         case OracleReport():
-            code = _of_oracles(report)
+            code = _code_of_oracles(report)
         case CertificateReport():
-            # The truth's error may be too much of an allowance, or more than is assumed of it.
+            # The truth's error may exceed its share of an allowance, or the error assumed of it.
             proven = (r.holds(report.limit) and r.within_a_priori for r in report.truths)
             code = PASSED if all(proven) else FAILED
         case _:
@@ -61,19 +61,19 @@ def exit_code(report: msgspec.Struct) -> int:
 
 
 def check_exit_code(report: Report) -> int:
-    """Return what ``attncheck check`` ends with: where all pass, blind spots fail too."""
+    """Return the exit code of ``attncheck check``; if all questions pass, blind spots fail it."""
     codes = {"pass": PASSED, "fail": FAILED, "in doubt": INCOMPLETE, "untested": UNTESTED}
     return codes[check_outcome(report)]
 
 
 def record_exit_code(status: Status) -> int:
-    """Return what ``attncheck repro`` ends with."""
-    return _of_statuses({status})
+    """Return the exit code of ``attncheck repro``."""
+    return _code_of_statuses({status})
 
 
-def _of_statuses(statuses: set[Status]) -> int:
+def _code_of_statuses(statuses: set[Status]) -> int:
     # A proof of a fault outweighs a doubt, and a doubt outweighs a pass.
-    if statuses & FAILED_STATUSES or "flaky" in statuses:  # that died once is no pass
+    if statuses & FAILED_STATUSES or "flaky" in statuses:  # failing once is no pass
         return FAILED
     if statuses & UNTRUSTED_STATUSES:
         return INCOMPLETE
@@ -81,7 +81,7 @@ def _of_statuses(statuses: set[Status]) -> int:
 
 
 def _statuses(report: Report | BenchReport | ModelReport) -> set[Status]:
-    """Of what was judged; a kernel that is slower than another commit's has failed."""
+    """Return the statuses of judged kernels; being slower than another commit counts as fail."""
     if isinstance(report, Report):
         return {record.status for record in report.records}
     if isinstance(report, ModelReport):
@@ -90,8 +90,8 @@ def _statuses(report: Report | BenchReport | ModelReport) -> set[Status]:
     return statuses | {"fail" for one in report.changes if one.finding == "slower"}
 
 
-def _of_scores(report: FaultReport | MutantReport | OwnTestsReport) -> int:
-    """1 where a fault was missed or a control flagged; 3 where not all has a score; 5 for none."""
+def _code_of_scores(report: FaultReport | MutantReport | OwnTestsReport) -> int:
+    """Return 1 if a fault was missed or a control flagged, 3 if scores are missing, 5 for none."""
     if isinstance(report, OwnTestsReport):
         count = Counter[str](score.status for score in report.scores)
     else:
@@ -105,16 +105,16 @@ def _of_scores(report: FaultReport | MutantReport | OwnTestsReport) -> int:
     return PASSED if count["caught"] or count["clean"] else UNTESTED
 
 
-def _of_fingerprint(report: FingerprintReport) -> int:
-    """1 where something read differs from what is declared, and is not finer."""
+def _code_of_fingerprint(report: FingerprintReport) -> int:
+    """Return 1 if a reading differs from the declaration and is not finer."""
     if not any(record.calls for record in report.records):
         return UNTESTED
     readings = (reading for record in report.records for reading in record.readings)
     return FAILED if any(reading.standing == "differs" for reading in readings) else PASSED
 
 
-def _of_oracles(report: OracleReport) -> int:
-    """1 where one that must not is not finite, wrong in a row without keys, or they disagree."""
+def _code_of_oracles(report: OracleReport) -> int:
+    """Return 1 for unexpected NaN or infinity, a wrong row without keys, or a disagreement."""
     wrong = any(
         (record.rows.nonfinite and record.oracle not in report.may_overflow)
         or record.rows.dead_wrong

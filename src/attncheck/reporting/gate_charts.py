@@ -1,4 +1,4 @@
-"""Drawings of a gate's page: results by mask and dtype, error against length, where errors are."""
+"""Drawings of a gate's page: results by mask and dtype, maps of errors, error against length."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from attncheck.reporting import document, number_text
 from attncheck.reporting.gate_verdict import questions, status_sides
 from attncheck.reporting.number_text import plural
 
-_DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")  # the most exact first
+_DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")  # the most precise first
 
 
 def results_table(report: GateReport, kernel: str) -> document.Table:
-    """Results of ``kernel``, by mask and score mod and by dtype."""
+    """Return a table of the results of ``kernel``, by mask and score mod and by dtype."""
     counts: dict[str, dict[str, Counter[Status]]] = {}
     for answer in questions(report):
         if answer.record.kernel == kernel:
@@ -40,7 +40,7 @@ def results_table(report: GateReport, kernel: str) -> document.Table:
 def _result(
     count: Counter[Status], failing: frozenset[Status], doubtful: frozenset[Status]
 ) -> document.Cell:
-    """Cell of a result: a sign that says the colour, a count, and the same in words."""
+    """Return the cell of a result: a symbol for the colour, a count, and both in words."""
     total = count.total()
     if not total:
         return document.Cell("", "dim", "not asked")
@@ -69,21 +69,21 @@ LEVELS: tuple[tuple[float, str], ...] = (
     (100.0, "≤ 100"),
     (math.inf, "> 100"),
 )
-"""Largest share of each level, and how a legend calls it; above 1 is wrong."""
+"""Largest error ÷ allowance of each level, and its name in a legend; above 1 is wrong."""
 
-_MAP_WIDTH, _MAP_HEIGHT = 320.0, 220.0
+_MAP_WIDTH, _MAP_HEIGHT = 320.0, 220.0  # largest size of a map, in units of the drawing
 _LEAST_CELL, _LARGEST_CELL = 6.0, 26.0
 
 
 def level(share: float) -> int:
-    """Return the place of ``share`` in ``LEVELS``; of NaN the last."""
+    """Return the index of ``share`` in ``LEVELS``; the last for NaN."""
     return next((i for i, (most, _) in enumerate(LEVELS) if share <= most), len(LEVELS) - 1)
 
 
 def heat_map(record: Record, *, before_shrinking: bool = False) -> document.HeatMap | None:
-    """Draw where the errors of ``record`` are; None where that is not known, or says nothing.
+    """Return a map of the errors of ``record``, or None if there is none worth showing.
 
-    Nothing is said by a map of a single cell, nor by one of a right out where LSE or a gradient is
+    A map of a single cell is not worth showing, nor one of a right out when LSE or a gradient is
     wrong.
     """
     error_map = record.error_map
@@ -117,7 +117,7 @@ def heat_map(record: Record, *, before_shrinking: bool = False) -> document.Heat
 def _tiles(
     error_map: ErrorMap, i: int, line: tuple[float, ...], wide: float, high: float
 ) -> list[document.Tile]:
-    """Line ``i`` of the map, neighbours of one level as one tile: pages stay small."""
+    """Return line ``i`` of the map, with neighbours of one level merged into a tile."""
     # Thousands of cells with a title each would make a page of megabytes.
     tiles, start = [], 0
     for place, cells in groupby(line, key=level):
@@ -135,14 +135,14 @@ def _tiles(
 
 # Error against length
 
-_MOST_TICKS = 6
-_CEILING = 1e12  # what is infinite is drawn there
+_MOST_TICKS = 6  # labels of an axis
+_CEILING = 1e12  # y at which infinite values are drawn
 _COLOURS = 6
-_MOST_LINES = 120
+_MOST_LINES = 120  # lines of a chart
 
 
 def charts(report: GateReport, kernel: str) -> tuple[document.Chart, ...]:
-    """Two drawings of ``kernel``; none where it was compared at one length only."""
+    """Return two charts of ``kernel``; none if it was compared at only one length."""
     records = [a.record for a in questions(report) if a.record.kernel == kernel]
 
     def share(record: Record) -> float | None:
@@ -162,9 +162,9 @@ def charts(report: GateReport, kernel: str) -> tuple[document.Chart, ...]:
 def _chart(
     records: Iterable[Record], title: str, limit: str, value: Callable[[Record], float | None]
 ) -> document.Chart | None:
-    """``value`` at each number of keys, a series a dtype; of equal Problems the largest.
+    """Return a chart of the largest ``value`` at each number of keys, a series for each dtype.
 
-    A line joins Problems that differ in their lengths alone, and in batch, heads and seed.
+    A line joins Problems that differ only in lengths, batch, heads and seed.
     """
     lines: dict[tuple[str, str], dict[int, float]] = {}
     for record in records:
@@ -180,10 +180,10 @@ def _chart(
     if len(lengths) < 2:  # a point is no curve
         return None
     x = _Scale(lengths[0], lengths[-1], document.LEFT + 12, document.RIGHT - 12)
-    # 1 is always in sight: it is where the bound, or the ideal kernel, lies.
+    # 1 is always in range, since the bound or the ideal kernel lies there.
     y = _Scale(min(*values, 1.0), max(*values, 1.0), document.BOTTOM, document.TOP, whole=True)
-    # Of very many those with the largest errors: a page must stay small enough to open.
-    kept = set(sorted(lines, key=lambda key: -max(lines[key].values()))[:_MOST_LINES])
+    # Only the lines with the largest errors, since a page must stay small enough to open.
+    drawn_lines = set(sorted(lines, key=lambda key: -max(lines[key].values()))[:_MOST_LINES])
     series = tuple(
         document.Series(
             dtype,
@@ -193,15 +193,15 @@ def _chart(
                     document.Point(x(kv), y(n), f"{dtype} {name}, {kv:,} keys: {share_text(n)}")
                     for kv, n in sorted(lines[dtype, name].items())
                 )
-                for of, name in lines
-                if of == dtype and (of, name) in kept
+                for line_dtype, name in lines
+                if line_dtype == dtype and (line_dtype, name) in drawn_lines
             ),
         )
         for place, dtype in enumerate(dict.fromkeys(dtype for dtype, _ in lines))
     )
-    left_out = f"; {len(lines) - len(kept):,} lines of smaller errors are left out"
+    left_out = f"; {len(lines) - len(drawn_lines):,} lines of smaller errors are left out"
     labelled: list[int] = []
-    for kv in lengths:  # those whose labels do not touch
+    for kv in lengths:  # choose lengths whose labels do not touch
         if (
             not labelled
             or x(kv) - x(labelled[-1]) >= (document.RIGHT - document.LEFT) / _MOST_TICKS
@@ -211,7 +211,7 @@ def _chart(
         title=title,
         description=f"{title} against the number of keys, {lengths[0]:,} to {lengths[-1]:,}, both "
         f"logarithmic; the largest is {share_text(max(values))}"
-        f"{left_out if len(kept) < len(lines) else ''}",
+        f"{left_out if len(drawn_lines) < len(lines) else ''}",
         x=document.Axis(tuple((x(kv), f"{kv:,}") for kv in labelled)),
         y=document.Axis(y.ticks),
         x_name="keys",
@@ -221,7 +221,7 @@ def _chart(
 
 
 def _line_name(record: Record) -> str:
-    """``causal softcap D64 large_logits decode``: what points of one line have in common."""
+    """Return the name of a record's line, such as ``causal softcap D64 large_logits decode``."""
     problem = problem_of(record)
     dims = f"D{problem.head_dim}"
     if problem.value_dim != problem.head_dim:
@@ -250,7 +250,7 @@ class _Scale:
 
     @property
     def ticks(self) -> tuple[tuple[float, str], ...]:
-        """Powers of ten, a handful."""
+        """Return places and labels of a few powers of ten."""
         low, high = int(self._low), int(self._high)
         step = max(1, math.ceil((high - low) / _MOST_TICKS))
         return tuple((self(10.0**n), f"{10.0**n:g}") for n in range(low, high + 1, step))

@@ -1,4 +1,4 @@
-"""The page of a gate: counts, what changed, failures worst first, and what was not looked at."""
+"""The page of a gate: counts, changes, failures (the worst first), and what was not covered."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from attncheck.reporting.document import (
 from attncheck.reporting.gate_charts import charts, heat_map, results_table
 from attncheck.reporting.gate_verdict import (
     FailureGroup,
-    alike_changes,
     failure_groups,
     gate_verdict,
+    group_changes,
     questions,
     status_sides,
     untested_kernels,
@@ -48,13 +48,13 @@ from attncheck.reporting.gate_verdict import (
 MOST_ON_TERMINAL = 5  # failures that a terminal shows in full
 MOST_ON_PAGE = 50  # failures that the page of HTML shows
 
-_MOST_REASONS = 5
-_MOST_CHANGES = 20
-_MOST_NAMED = 3
-_MOST_IDS = 200
-_MOST_ROWS = 1000  # of a table on a page
-_LARGEST_SCRIPT = 2**18  # characters of one that a page shows; a larger one lies beside it
-_LARGEST_SCRIPTS = 2**22  # of all together
+_MOST_REASONS = 5  # kinds of warnings that are listed
+_MOST_CHANGES = 20  # changes from the baseline that are listed
+_MOST_NAMED = 3  # ids of similar failures among the facts of a failure
+_MOST_IDS = 200  # ids of similar failures on a card
+_MOST_ROWS = 1000  # rows of a table on a page
+_LARGEST_SCRIPT = 2**18  # characters of a script that a page shows; larger ones are files beside it
+_LARGEST_SCRIPTS = 2**22  # characters of all scripts that a page shows together
 _STANDING_LOOKS: dict[BaselineStanding, Look] = {"better": "notable", "worse": "bad"}
 _READING = (
     "odd: warn, inconclusive, flaky, or the oracle disagrees; work: time in kernel, oracle and "
@@ -70,10 +70,10 @@ _METHOD = (
 def gate_document(
     report: GateReport, *, most: int = MOST_ON_TERMINAL, where: str = "--out has all of them"
 ) -> Document:
-    """``report`` for a terminal or a summary.
+    """Return the page of ``report`` for a terminal or a summary.
 
     Args:
-        where: Where the others are.
+        where: Where the failures beyond the first ``most`` are.
     """
     sections = (
         *_causes(report),
@@ -93,7 +93,7 @@ def gate_document(
 
 
 def gate_page(report: GateReport, scripts: Mapping[str, str] | None = None) -> Document:
-    """``report`` as a page of its own: the failures first, with drawings and scripts.
+    """Return the page of ``report`` for HTML: the failures first, with drawings and scripts.
 
     Args:
         scripts: The text of a standalone script by the id of its failure.
@@ -107,9 +107,9 @@ def gate_page(report: GateReport, scripts: Mapping[str, str] | None = None) -> D
         verdict=verdict,
         counters=tuple(_counters(report)),
         command=report.command,
-        # Environments stand at the end of a page, and at the head of a terminal.
+        # Unlike on a terminal, environments stand at the end of the page.
         facts=tuple(_run_facts(report))[:1],
-        # By what is the same throughout nobody can choose.
+        # A facet with only one value is no filter.
         filters={k: v for k, v in _facets(questions(report)).items() if v[1:]},
         sections=(
             *_causes(report),
@@ -119,7 +119,7 @@ def gate_page(report: GateReport, scripts: Mapping[str, str] | None = None) -> D
             *_kernel_sections(report),
             *_baseline(report),
             *_not_covered(report, refusals=False),
-            *_refused(report),
+            *_unsupported_section(report),
             *_every_answer(report),
             Section(
                 "How it was made", (*map(Note, provenance), Note(_METHOD)), name="How it was made"
@@ -129,7 +129,7 @@ def gate_page(report: GateReport, scripts: Mapping[str, str] | None = None) -> D
 
 
 def failure_card(report: GateReport, group: FailureGroup, *, drawn: bool = False) -> Card:
-    """A failure in full: what was asked, what is wrong, and how to see it again.
+    """Return a failure in full: the question, what is wrong, and how to reproduce it.
 
     Args:
         drawn: Whether a map of the errors is drawn; else facts show it in signs.
@@ -142,13 +142,13 @@ def failure_card(report: GateReport, group: FailureGroup, *, drawn: bool = False
     facts = diagnosis_text.failure_facts(record, kernel=record.kernel, device=device, test=test)
     if group.smallest is not None:
         facts.append(("shrunk", f"from {problem_of(group.answer.record).full_line}"))
-    # Two stages may ask the same case: it has one id.
+    # Two stages may ask the same case, which has one id.
     ids = list(dict.fromkeys(one.failure or one.record.case_id for one in group.others))
     if ids:
         cut = ", …" if len(ids) > _MOST_NAMED else ""
         more = f"{len(group.others):,} more: {', '.join(ids[:_MOST_NAMED])}{cut}"
         facts.append(("like it", more))
-    # A shrunk problem is often too small for a map: the one before it then shows the pattern.
+    # A shrunk problem is often too small for a map; the problem before shrinking then has one.
     error_map = None
     if drawn:
         error_map = heat_map(record) or heat_map(group.answer.record, before_shrinking=True)
@@ -166,7 +166,7 @@ def failure_card(report: GateReport, group: FailureGroup, *, drawn: bool = False
 
 
 def not_covered(report: GateReport, *, refusals: bool = True) -> Iterator[str]:
-    """Cases that were not looked at, and why, a line each; without ``refusals`` of kernels' own."""
+    """Yield what the gate did not cover and why; ``refusals`` adds questions not supported."""
     yield from (f"the gate itself: {line}" for line in report.harness)
     if report.unfinished:
         why = f": {report.unfinished_because.rstrip('.')}" if report.unfinished_because else ""
@@ -176,13 +176,13 @@ def not_covered(report: GateReport, *, refusals: bool = True) -> Iterator[str]:
             counts = [f"{count:,} of {stage}" for stage, count in stages.items()]
             yield f"not asked of {kernel}: {', '.join(counts) or 'anything at all'}"
     yield from (f"{kernel} is absent: {reason}" for kernel, reason in report.absent.items())
-    # A kernel without an answer must not pass for one without a failure.
+    # A kernel without any answer must not look like one without failures.
     for kernel in untested_kernels(report):
         if kernel not in report.absent:
             yield f"{kernel} is untested: no answer says anything of it"
-    left = [stage for stage in STAGES if stage not in report.stages]
-    if left:
-        yield f"not part of this run: {', '.join(left)}"
+    missing_stages = [stage for stage in STAGES if stage not in report.stages]
+    if missing_stages:
+        yield f"not part of this run: {', '.join(missing_stages)}"
     if report.shard:
         yield f"this is part {report.shard} of a run that was shared out"
     if refusals:
@@ -190,12 +190,12 @@ def not_covered(report: GateReport, *, refusals: bool = True) -> Iterator[str]:
 
 
 def _refusals(report: GateReport) -> Counter[tuple[str, str]]:
-    """Questions by the kernel that does not take them, and why."""
+    """Return the numbers of unsupported questions by kernel and reason."""
     return record_text.refusal_counts(answer.record for answer in questions(report))
 
 
 def _run_facts(report: GateReport) -> Iterator[str]:
-    """Date, duration and speed of the run; then its environment."""
+    """Yield a line of the tier, date, duration and speed of the run; then its environments."""
     parts = [f"tier {report.tier}", report.started, number_text.duration(report.seconds).strip()]
     parts += [*_pace(report), *([f"part {report.shard}"] if report.shard else [])]
     yield " · ".join(parts)
@@ -203,8 +203,8 @@ def _run_facts(report: GateReport) -> Iterator[str]:
 
 
 def _pace(report: GateReport) -> Iterator[str]:
-    """``2.6 questions a second`` and ``61 % of the work in compilers``, as far as known."""
-    # A refusal takes no time: counted, it would make the gate look faster.
+    """Yield ``2.6 questions a second`` and ``61 % of the work in compilers``, as far as known."""
+    # Refusals take no time; counting them would make the gate look faster.
     answers = [a for a in questions(report) if a.record.status != "unsupported"]
     work = sum(answer.seconds for answer in answers)
     compiling = sum(answer.compiling for answer in answers)
@@ -222,7 +222,7 @@ def _environment_lines(report: GateReport) -> Iterator[str]:
 
 
 def _stage_counts(report: GateReport) -> dict[tuple[str, Stage], list[Answer]]:
-    """Answers by kernel and stage, kernels as asked for."""
+    """Return answers by kernel and stage, in the order of the report's kernels and of STAGES."""
     groups: dict[tuple[str, Stage], list[Answer]] = {}
     for answer in questions(report):
         groups.setdefault((answer.record.kernel, answer.stage), []).append(answer)
@@ -257,9 +257,9 @@ def _counts(report: GateReport, *, reading: bool = False) -> Section:
 
 
 def _warnings(report: GateReport) -> list[Section]:
-    """What is odd and fails nothing: the first of each kind, and how many; most frequent first.
+    """Return warnings that fail nothing: the first of each kind and its count, most frequent first.
 
-    A kind is of one kernel and question, and of one reason but for the numbers in it.
+    Warnings of a kind have the same kernel, question and reason, except for numbers in the reason.
     """
     _, doubtful = status_sides(report)
     groups: dict[tuple[str, str, str], list[str]] = {}
@@ -284,7 +284,7 @@ def _warnings(report: GateReport) -> list[Section]:
 
 
 def _counters(report: GateReport) -> Iterator[tuple[str, int, Look]]:
-    """Head of the page; what there is none of is left out, but for what was asked."""
+    """Yield the counters at the head of the page; zeros are left out, except of ``asked``."""
     status = Counter(answer.record.status for answer in questions(report))
     failing, doubtful = status_sides(report)
     yield "asked", status.total() - status["unsupported"], "plain"
@@ -302,7 +302,7 @@ def _counters(report: GateReport) -> Iterator[tuple[str, int, Look]]:
 
 
 def _baseline(report: GateReport) -> list[Section]:
-    """Counts of each kernel's cases by change, then those that are worse or better."""
+    """Return each kernel's numbers of cases by standing, then the worse and better cases."""
     if not report.changes:
         return []
     rows = []
@@ -310,8 +310,8 @@ def _baseline(report: GateReport) -> list[Section]:
         count = Counter(c.standing for c in report.changes if c.kernel == kernel)
         cells = (count_cell(count[one], _STANDING_LOOKS.get(one, "plain")) for one in STANDINGS)
         rows.append(row(kernel, *cells))
-    # What is within rounding or identical asks for nothing: it is counted alone.
-    shown = alike_changes(c for s in ("worse", "better") for c in report.changes if c.standing == s)
+    # Cases of other standings need no action and are only counted.
+    shown = group_changes(c for s in ("worse", "better") for c in report.changes if c.standing == s)
     blocks: list[Block] = [Table(columns(["kernel"], STANDINGS, cut=1), tuple(rows))]
     blocks += [_change(change, cases) for change, cases in shown[:_MOST_CHANGES]]
     more = len(shown) - _MOST_CHANGES
@@ -327,10 +327,10 @@ def _change(change: Change, cases: str) -> Note:
 
 def _causes(report: GateReport) -> list[Section]:
     groups = failure_groups(report)
-    shown = [
+    causes = [
         (g.cause, g.shown.record, diagnosis_text.repro_command(g.id)) for g in groups if g.cause
     ]
-    return [diagnosis_text.causes_section(shown)] if shown else []
+    return [diagnosis_text.causes_section(causes)] if causes else []
 
 
 def _failures(
@@ -340,14 +340,14 @@ def _failures(
     if not groups:
         return []
     cards: list[Block] = []
-    left = _LARGEST_SCRIPTS
+    remaining = _LARGEST_SCRIPTS
     for group in groups[:most]:
         script = (scripts or {}).get(group.id, "")
         card = failure_card(report, group, drawn=scripts is not None)
         if script:
-            # A script may hold its inputs: the page must stay small enough to open.
-            fits = len(script) <= min(left, _LARGEST_SCRIPT)
-            left -= len(script) if fits else 0
+            # A script may contain its inputs, and the page must stay small enough to open.
+            fits = len(script) <= min(remaining, _LARGEST_SCRIPT)
+            remaining -= len(script) if fits else 0
             file = f"repro/{group.id}.py"
             card = replace(card, script=script if fits else "", script_file=file)
         cards.append(card)
@@ -362,8 +362,8 @@ def _not_covered(report: GateReport, *, refusals: bool = True) -> list[Section]:
     return [Section("not covered", notes, name="Not covered")] if notes else []
 
 
-def _refused(report: GateReport) -> list[Section]:
-    """What kernels do not take, folded: it is long, and nothing is wrong with it."""
+def _unsupported_section(report: GateReport) -> list[Section]:
+    """Return the unsupported questions, folded since the list is long and shows no failure."""
     reasons = _refusals(report).most_common()
     rows = tuple(
         row(reason, f"{count:,}", kernel, facets={"kernel": (kernel,)})
@@ -376,29 +376,29 @@ def _refused(report: GateReport) -> list[Section]:
 
 
 def _every_answer(report: GateReport) -> list[Section]:
-    """What was asked, question by question, folded: failures first, what was refused left out."""
+    """Return all supported questions, failures first; folded."""
     failing, doubtful = status_sides(report)
     answers = [a for a in questions(report) if a.record.status != "unsupported"]
 
-    def place(answer: Answer) -> int:
+    def severity(answer: Answer) -> int:
         status = answer.record.status
         return 0 if status in failing else 1 if status in doubtful else 2
 
     rows = []
-    for answer in sorted(answers, key=place)[:_MOST_ROWS]:
+    for answer in sorted(answers, key=severity)[:_MOST_ROWS]:
         record = answer.record
         share = record.judgement.out_over_bound if record.judgement else None
         cells = (
             problem_of(record).full_line,
-            Cell(record.status, ("bad", "notable", "plain")[place(answer)]),
+            Cell(record.status, ("bad", "notable", "plain")[severity(answer)]),
             number_text.NOTHING if share is None else share_text(share),
             str(record.case.get("question", "")),
             answer.stage,
             Cell(record.kernel, "dim"),
         )
         rows.append(row(*cells, facets=_facets([answer])))
-    left = columns(["problem", "verdict"], ["÷ bound"])
-    table = Table((*left, *columns(["question", "stage", "kernel"])), tuple(rows))
+    left_columns = columns(["problem", "verdict"], ["÷ bound"])
+    table = Table((*left_columns, *columns(["question", "stage", "kernel"])), tuple(rows))
     blocks: list[Block] = [table]
     more = len(answers) - len(rows)
     blocks += [Note(f"and {more:,} more: gate.json has all of them")] if more > 0 else []
@@ -407,7 +407,7 @@ def _every_answer(report: GateReport) -> list[Section]:
 
 
 def _facets(answers: Iterable[Answer]) -> dict[str, tuple[str, ...]]:
-    """Kernels, dtypes, stages and statuses of answers, each in the order in which it comes."""
+    """Return kernels, dtypes, stages and statuses of answers, in order of first appearance."""
     values: dict[str, dict[str, None]] = {}
     for answer in answers:
         record = answer.record
@@ -418,11 +418,11 @@ def _facets(answers: Iterable[Answer]) -> dict[str, tuple[str, ...]]:
             strict=True,
         ):
             values.setdefault(name, {})[shortened(value)] = None
-    return {name: tuple(those) for name, those in values.items()}
+    return {name: tuple(distinct) for name, distinct in values.items()}
 
 
 def _kernel_sections(report: GateReport) -> Iterator[Section]:
-    # Those asked for first, in their order; then any that only answers name.
+    # First the report's kernels in their order, then any that occur only in answers.
     answered = (answer.record.kernel for answer in report.answers)
     for name in dict.fromkeys([*report.kernels, *answered]):
         summary = report.kernels.get(name, "")

@@ -1,4 +1,4 @@
-"""A gate's verdict: what failed, worst first, and the exit code that it deserves."""
+"""A gate's verdict: its failures by cause, worst first, and its exit code."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from attncheck.reporting.number_text import plural
 from attncheck.reporting.record_text import gradient_shares
 
 DOUBTFUL: tuple[Status, ...] = ("flaky", "oracle disagrees", "inconclusive", "warn")
-"""Those that are no pass, and fail no kernel by themselves."""
+"""Statuses that are no pass, and do not fail a kernel by themselves."""
 
 _CASES_NAMED = 3
-_LONGEST_COMMAND = 10_000  # characters: shlex takes the square of the time
-# The worst first: a process that is lost says more of a kernel than any number.
+_LONGEST_COMMAND = 10_000  # characters that are parsed, since shlex takes quadratic time
+# The worst first: the death of a process is worse than any wrong number.
 _ORDER: tuple[Status, ...] = (
     *("crash", "timeout", "oom", "fail", "error", "flaky", "oracle disagrees", "inconclusive"),
     *("warn", "unsupported", "pass"),
@@ -33,48 +33,48 @@ _STRICT: frozenset[Status] = frozenset({"warn", "inconclusive"})
 _TESTED: frozenset[Status] = frozenset(
     {"pass", "warn", "fail", "flaky", "error", "crash", "timeout", "oom"}
 )
-"""Those that say something of a kernel."""
+"""Statuses that show something about a kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Conditions that fail a gate besides what is wrong."""
+    """Conditions that fail a gate besides failures."""
 
-    strict: bool = False  # whether ``warn`` and ``inconclusive`` do
-    # Whether a case that is better than its baseline does, or gone: it is to be accepted.
+    strict: bool = False  # whether ``warn`` and ``inconclusive`` fail
+    # Whether cases that are better than the baseline or gone fail, until they are accepted.
     strict_baseline: bool = False
-    flaky: int = 0  # answers that may be flaky
+    flaky: int = 0  # number of flaky answers that do not fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureGroup:
-    """Answers of one kernel that are wrong for the same cause, as far as is known."""
+    """Answers of one kernel that are wrong for the same cause, as far as known."""
 
     answer: Answer  # the one to look at first
-    # What is known of it; None of an answer that is looked at alone.
+    # The common cause; None for an answer that was not grouped.
     cause: CauseGroup | None = None
-    # The same failure on the smallest Case that has it; None where none was looked for.
+    # The same failure on the smallest Case that has it; None if it was not shrunk.
     smallest: Answer | None = None
     others: tuple[Answer, ...] = ()  # the rest
 
     @property
     def shown(self) -> Answer:
-        """The Record that a reader is shown: the smallest there is."""
+        """Return the answer that readers see: the smallest there is."""
         return self.smallest or self.answer
 
     @property
     def id(self) -> str:
-        """The argument of ``attncheck repro``; the Case's id where nothing is kept."""
+        """Return the argument of ``attncheck repro``; the Case's id if no failure is kept."""
         return self.shown.failure or self.answer.failure or self.shown.record.case_id
 
 
 def policy_of(report: GateReport) -> Policy:
-    """Conditions that the command line of ``report`` set."""
-    typed = report.command[:_LONGEST_COMMAND]
+    """Return the policy that the command line of ``report`` set."""
+    command = report.command[:_LONGEST_COMMAND]
     try:
-        words = shlex.split(typed)
-    except ValueError:  # it is foreign, and may be cut in the middle of a quoted word
-        words = typed.split()
+        words = shlex.split(command)
+    except ValueError:  # it may be malformed, or cut in the middle of a quoted word
+        words = command.split()
     flaky = 0
     for word, following in itertools.pairwise([*words, ""]):
         name, _, value = word.partition("=")
@@ -87,10 +87,10 @@ def policy_of(report: GateReport) -> Policy:
 
 
 def gate_exit_code(report: GateReport, policy: Policy | None = None) -> int:
-    """The exit code: 0 passed, 1 a check failed, 3 incomplete or infrastructure, 5 nothing tested.
+    """Return 0 if passed, 1 if a check failed, 3 if incomplete or broken, 5 if nothing was tested.
 
-    One kernel of which nothing was tested is enough for 5. The policy is that of the report's
-    command line unless another is given.
+    One kernel without any test is enough for 5. The policy defaults to that of the report's
+    command line.
     """
     policy = policy or policy_of(report)
     answers = questions(report)
@@ -104,18 +104,18 @@ def gate_exit_code(report: GateReport, policy: Policy | None = None) -> int:
 
 
 def untested_kernels(report: GateReport) -> tuple[str, ...]:
-    """Kernels of which nothing was tested: they are absent, take nothing, or nobody could tell.
+    """Return kernels that were not tested: absent, supporting no question, or without any verdict.
 
-    None of a part of a run, or of one that is not finished: the rest may say something of them.
+    Return none for a part of a run or an unfinished one, since the rest may test them.
     """
-    if report.shard or report.unfinished:  # it is too early to say
+    if report.shard or report.unfinished:  # too early to know
         return ()
     tested = {a.record.kernel for a in questions(report) if a.record.status in _TESTED}
     return tuple(kernel for kernel in (report.kernels | report.absent) if kernel not in tested)
 
 
 def gate_verdict(report: GateReport) -> Verdict:
-    """The verdict by the report's own policy: a word, then what failed and what is missing."""
+    """Return the verdict by the report's own policy: a word, then failures and what is missing."""
     policy = policy_of(report)
     answers = questions(report)
     failing = failing_statuses(answers, policy)
@@ -146,20 +146,20 @@ def gate_verdict(report: GateReport) -> Verdict:
 
 
 def questions(report: GateReport) -> tuple[Answer, ...]:
-    """The answers to what was planned: not those that shrinking found."""
+    """Return the answers to planned questions, without those from shrinking."""
     return tuple(answer for answer in report.answers if not answer.smallest_of)
 
 
 def failing_changes(report: GateReport, policy: Policy) -> tuple[Change, ...]:
-    """Cases whose change from the baseline fails under ``policy``."""
+    """Return the changes from the baseline that fail under ``policy``."""
     standings = {"worse", "better", "gone"} if policy.strict_baseline else {"worse"}
     return tuple(change for change in report.changes if change.standing in standings)
 
 
-def alike_changes(changes: Iterable[Change]) -> list[tuple[Change, str]]:
-    """Return the first of each kernel's changes of one reason, and which cases they are of.
+def group_changes(changes: Iterable[Change]) -> list[tuple[Change, str]]:
+    """Return the first of each kernel's changes with one reason, and the cases of that reason.
 
-    A fault that one changed line makes shows in most cases of a baseline, in the same words.
+    A single faulty line mostly changes many cases of a baseline for the same reason.
     """
     alike: dict[tuple[str, str, str], list[Change]] = {}
     for change in changes:
@@ -177,22 +177,22 @@ def _cases_text(changes: Sequence[Change]) -> str:
 
 
 def failing_statuses(answers: Iterable[Answer], policy: Policy) -> frozenset[Status]:
-    """Those that fail under ``policy``."""
+    """Return the statuses that fail under ``policy``."""
     flaky = sum(answer.record.status == "flaky" for answer in answers) > policy.flaky
     return FAILED_STATUSES | (_STRICT if policy.strict else set()) | ({"flaky"} if flaky else set())
 
 
 def status_sides(report: GateReport) -> tuple[frozenset[Status], frozenset[Status]]:
-    """Statuses that fail ``report``, and those that are doubtful without failing it."""
+    """Return the statuses that fail ``report``, and those that are doubtful without failing it."""
     failing = failing_statuses(questions(report), policy_of(report))
     return failing, frozenset(DOUBTFUL) - failing
 
 
 def failure_groups(report: GateReport) -> tuple[FailureGroup, ...]:
-    """Failures by their cause, worst first: of one status known ones, then the most frequent."""
+    """Return failures by cause: the worst status first, then known causes, then frequent ones."""
     answers = questions(report)
     failing = failing_statuses(answers, policy_of(report))
-    # By kernel too: another kernel may have shrunk the same Case to something else.
+    # By kernel too, since another kernel's failure of the same Case may shrink differently.
     smallest: dict[tuple[str, str], list[Answer]] = {}
     for answer in report.answers:
         if answer.smallest_of:
@@ -209,7 +209,7 @@ def failure_groups(report: GateReport) -> tuple[FailureGroup, ...]:
         def place(i: int, shrunk: dict[int, Answer] = shrunk) -> tuple[int, tuple[int, int, float]]:
             return problem_of(shrunk.get(i, failed[i]).record).size, _rank(failed[i].record)
 
-        # The smallest Case of all; of equals the worst answer.
+        # The smallest Case first, and the worst answer among equals.
         first, *others = sorted(cause.members, key=place)
         groups.append(
             FailureGroup(

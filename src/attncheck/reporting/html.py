@@ -1,4 +1,4 @@
-"""Documents as one self-contained page of HTML: it works offline, and asks nobody for anything."""
+"""Documents as a self-contained page of HTML, which works offline and requests nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIGNS: dict[Look, str] = {"good": "✓", "bad": "✗", "notable": "!", "plain":
 
 
 def html_text(document: Document) -> str:
-    """``document`` as a page, with a policy that lets nothing in but its own style and script."""
+    """Return ``document`` as a page whose content policy allows only its own style and script."""
     css, script = (
         Markup((_TEMPLATES / name).read_text(encoding="utf-8"))  # noqa: S704  # our own
         for name in ("page.css", "page.js")
@@ -27,12 +27,12 @@ def html_text(document: Document) -> str:
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=_harmless,
+        finalize=_one_line,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    # By the name of its class: a template cannot say isinstance.
+    # Tests the name of a block's class, since a template has no isinstance.
     environment.filters["script"] = _script
     environment.tests["block"] = lambda block, kind: type(block).__name__ == kind
     look: Look = document.verdict.look if document.verdict else "plain"
@@ -50,22 +50,22 @@ def html_text(document: Document) -> str:
     )
 
 
-def _harmless(value: Any) -> Any:
-    """Return an expression's value as text in one line; what is markup already is our own."""
+def _one_line(value: Any) -> Any:
+    """Return text of an expression as one line; markup is our own and stays as it is."""
     return shortened(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _script(text: str) -> Markup:
-    """Several lines, as they are but for what is not seen."""
+    """Return the lines of ``text`` without characters that are not printable."""
     return escape("".join(c for c in text if c in "\n\t" or c.isprintable()))
 
 
 def _policy(css: str, script: str) -> Markup:
-    """Nothing is loaded, and of styles and scripts those of this page alone."""
+    """Return a policy that loads nothing and allows only this page's style and script."""
     style, code = (
         base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (css, script)
     )
-    # Hashes, and no unsafe-inline: a script in foreign text would not run even unescaped.
+    # Hashes instead of unsafe-inline, so that a script in a report's text could never run.
     return Markup(  # noqa: S704  # base64
         f"default-src 'none'; style-src 'sha256-{style}'; script-src 'sha256-{code}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"

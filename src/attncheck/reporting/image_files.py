@@ -1,6 +1,6 @@
-"""Plots as image files; and where a Record's error is, as a figure: tiles, heads and rows.
+"""Plots of reports as image files, and figures of a Record's error over tiles, heads and rows.
 
-matplotlib, the extra ``plot``, is imported when one is drawn and not before.
+matplotlib, the extra ``plot``, is imported only when something is drawn.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".svg")
 INSTALL = "pip install 'attncheck[plot]'"
 
-_DPI = 200  # 3200 × 1800 pixels or more; half of them are enough to read it
+_DPI = 200  # gives 3200 × 1800 pixels or more; half of that is still readable
 
 
 def check_plots(paths: Sequence[str]) -> None:
     """Raise UsageError unless a figure could be written to each of ``paths`` now.
 
-    For a name that does not end in one of ``SUFFIXES``, a folder that cannot be written to, and
-    where matplotlib is missing; nothing is drawn, and nothing left behind.
+    Each path must end in one of ``SUFFIXES``, its folder must be writable, and matplotlib must be
+    installed. Nothing is drawn, and no file is left behind.
     """
     for path in map(Path, paths):
         if path.suffix.lower() not in SUFFIXES:
@@ -54,20 +54,20 @@ def check_plots(paths: Sequence[str]) -> None:
 
 
 def write_plots(report: Report | BenchReport | ModelReport, paths: Sequence[str]) -> None:
-    """Draw ``report`` once for each of ``paths``; each file replaces an older one in one step.
+    """Draw ``report`` to each of ``paths``; each file atomically replaces an older one.
 
     Raises:
-        UsageError: as ``check_plots``, and where no cell of the report was measured.
+        UsageError: as ``check_plots``, and if no cell of the report was measured.
     """
     _write(lambda suffix: report_image(report, suffix), paths)
 
 
 def write_error_plots(record: Record, paths: Sequence[str], *, kernel: str) -> None:
-    """Draw where the error of ``record`` is, as ``write_plots`` does a report.
+    """Draw the places of the error of ``record`` to each of ``paths``, as ``write_plots`` does.
 
     Args:
-        record: For which ``error_figure.is_mapped``.
-        kernel: What was asked, in a line.
+        record: A record for which ``is_mapped`` is true.
+        kernel: The kernel and device, in a line.
 
     Raises:
         UsageError: as ``check_plots``, and for a Record that holds no Problem.
@@ -83,13 +83,13 @@ def _write(image: Callable[[str], bytes], paths: Sequence[str]) -> None:
 
 
 def report_image(report: Report | BenchReport | ModelReport, suffix: str) -> bytes:
-    """The image of ``report``, the same bytes for the same report and matplotlib.
+    """Return the image of ``report``, the same bytes for the same report and matplotlib.
 
     Args:
         suffix: One of ``SUFFIXES``.
 
     Raises:
-        UsageError: where no cell of the report was measured.
+        UsageError: if no cell of the report was measured.
     """
     if isinstance(report, BenchReport):
         return _image(lambda: bench_figure(report), suffix)
@@ -99,9 +99,9 @@ def report_image(report: Report | BenchReport | ModelReport, suffix: str) -> byt
 
 
 def error_image(record: Record, suffix: str, *, kernel: str) -> bytes:
-    """The image of where the error of ``record`` is, the same bytes for the same Record.
+    """Return the image of the error of ``record``, the same bytes for the same Record.
 
-    Arguments as of ``report_image`` and ``write_error_plots``.
+    For the arguments see ``report_image`` and ``write_error_plots``.
     """
     return _image(lambda: error_figure(record, kernel=kernel), suffix)
 
@@ -109,12 +109,12 @@ def error_image(record: Record, suffix: str, *, kernel: str) -> bytes:
 def _image(figure_: Callable[[], Any], suffix: str) -> bytes:
     import matplotlib as mpl
 
-    # matplotlib's own settings: a user's matplotlibrc changes no report.
+    # matplotlib's default settings, so that a user's matplotlibrc changes no image.
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(STYLE)
         file = io.BytesIO()
-        # Neither the date nor the version: they would be news where there is none.
+        # Without date and version, which would make equal images differ.
         metadata = {"Date": None, "Creator": None} if suffix == ".svg" else {"Software": None}
         figure_().savefig(file, format=suffix[1:], dpi=_DPI, metadata=metadata)
     return file.getvalue()
@@ -122,45 +122,45 @@ def _image(figure_: Callable[[], Any], suffix: str) -> bytes:
 
 _PANEL, _HEIGHT = 7.6, 7.2  # inches
 _LEFT, _TOP, _BOTTOM, _BETWEEN, _RIGHT = 0.8, 1.35, 0.95, 1.5, 0.7
-_LETTER = 0.098  # inches of one at 10 points, on average
+_LETTER = 0.098  # average width in inches of a letter at 10 points
 _MOST_TICKS = 17
-_APART = 0.6  # of the usual distance: ticks that are closer would touch
-_MOST_NUMBERS = 24  # cells side by side with a number in each that is still read
-_DARK = 0.55  # of a scale of colours: numbers are white above
-_DECADES = 2  # that are told apart, above what is allowed and below
+_LEAST_TICK_GAP = 0.6  # of the usual distance between ticks, below which labels would touch
+_MOST_NUMBERS = 24  # cells side by side up to which each has a readable number
+_DARK = 0.55  # part of the colour scale above which numbers are white
+_DECADES = 2  # powers of ten that colours distinguish, above the allowance and below
 
 
 class _Panel(NamedTuple):
-    """One map, in words and numbers."""
+    """The contents of one map."""
 
-    title: str  # what it shows
-    # across, down: what the axes count.
+    title: str
+    # across, down: names of the axes.
     across: str
     down: str
-    # edges_across, edges_down: where cells begin and end, in units of the axes.
+    # edges_across, edges_down: edges of the cells, in units of the axes.
     edges_across: list[int]
     edges_down: list[int]
-    shades: list[list[float]]  # for each cell where it lies on the scale of colours
-    texts: list[list[str]]  # what stands in it
-    colours: tuple[str, float, float]  # of matplotlib, and the ends of the scale
-    ticks: dict[float, str]  # of the colour bar, by place on the scale
-    unit: str  # what the colour bar shows
+    shades: list[list[float]]  # place of each cell on the colour scale
+    texts: list[list[str]]  # number in each cell
+    colours: tuple[str, float, float]  # matplotlib's name of the scale, and its ends
+    ticks: dict[float, str]  # labels of the colour bar, by place on the scale
+    unit: str  # label of the colour bar
 
 
 def is_mapped(record: Record) -> bool:
-    """Return whether anything is known of where its error is."""
+    """Return whether the places of the error of ``record`` are known."""
     return bool(_panels(record))
 
 
 def error_figure(record: Record, *, kernel: str) -> Any:
-    """A ``matplotlib.figure.Figure`` of where the error of a failure is.
+    """Return a ``matplotlib.figure.Figure`` of the places of a failure's error.
 
-    One panel for the tiles of rows and keys that it is from, one for the heads and rows that are
-    wrong; each where the Record knows.
+    One panel shows the tiles of rows and keys that cause it, one the heads and rows that are
+    wrong; a panel is left out if the Record has no data for it.
 
     Args:
-        record: For which ``is_mapped``.
-        kernel: What was asked, in a line: ``mine.py::attention on cuda``.
+        record: A record for which ``is_mapped`` is true.
+        kernel: The kernel and device, in a line: ``mine.py::attention on cuda``.
 
     Raises:
         UsageError: for a Record that holds no Problem.
@@ -250,7 +250,7 @@ def _draw(fig: Any, ax: Any, panel: _Panel) -> None:
         gid="cells",
     )
     ax.set_xlim(panel.edges_across[0], panel.edges_across[-1])
-    ax.set_ylim(panel.edges_down[-1], panel.edges_down[0])  # rows down, as they are read
+    ax.set_ylim(panel.edges_down[-1], panel.edges_down[0])  # rows downwards, as in a matrix
     ax.set_title(panel.title, loc="left", fontsize=10, fontweight="bold", pad=6)
     ax.set_xlabel(panel.across)
     ax.set_ylabel(panel.down)
@@ -263,7 +263,7 @@ def _draw(fig: Any, ax: Any, panel: _Panel) -> None:
 
 
 def _write_numbers(ax: Any, panel: _Panel) -> None:
-    """In each cell, where there are few enough of them."""
+    """Write its number into each cell, unless there are too many cells."""
     down, across = len(panel.texts), len(panel.texts[0])
     if max(down, across) > _MOST_NUMBERS:
         return
@@ -286,23 +286,23 @@ def _write_numbers(ax: Any, panel: _Panel) -> None:
 
 
 def _edges(cells: int, step: int, size: int) -> list[int]:
-    """Of ``cells`` cells; the last may be a part of one."""
+    """Return the edges of ``cells`` cells of ``step``; the last cell may be shorter."""
     edges = [step * cell for cell in range(cells + 1)]
-    if edges[-2] < size <= edges[-1]:  # of a relation's own runs another size may be meant
+    if edges[-2] < size <= edges[-1]:  # a relation's runs may have another size
         edges[-1] = size
     return edges
 
 
 def _ticks(edges: Sequence[int]) -> tuple[list[float], list[str]]:
-    """Places and numbers of the ticks: between cells; of cells that are one each, in their middle.
+    """Return as many places and labels of ticks as have room.
 
-    So many that they have room.
+    Ticks are between cells, but in the middle of cells that hold a single row, key or head.
     """
     every = math.ceil(len(edges) / _MOST_TICKS)
     if edges[-1] - edges[0] == len(edges) - 1:
         shown = edges[:-1:every]
         return [number + 0.5 for number in shown], [str(number) for number in shown]
-    shown, least = edges[:-1:every], _APART * (edges[1] - edges[0]) * every
+    shown, least = edges[:-1:every], _LEAST_TICK_GAP * (edges[1] - edges[0]) * every
     if edges[-1] - shown[-1] < least:
         shown = shown[:-1]
     shown = [*shown, edges[-1]]
@@ -310,7 +310,7 @@ def _ticks(edges: Sequence[int]) -> tuple[list[float], list[str]]:
 
 
 def _decades(ratio: float) -> float:
-    """Its power of ten, within the scale; NaN is as wrong as can be."""
+    """Return the power of ten of ``ratio``, clipped to the scale; its upper end for NaN."""
     if ratio != ratio:  # noqa: PLR0124  # NaN
         return float(_DECADES)
     return max(-_DECADES, min(_DECADES, math.log10(ratio))) if ratio > 0 else float(-_DECADES)

@@ -67,10 +67,10 @@ COLUMNS = {
     "time": "time",
     "environment": "env",
 }
-"""Headings by key, in reading order; gradients and environment are shown where there are some."""
+"""Headings by key, in reading order; gradients and environment are shown only if needed."""
 
-# What a narrow terminal does without, the first to go first. Of gradients RMSE stays longest: the
-# verdict says whether they are right, and a footnote which is not.
+# Columns that a narrow terminal leaves out, in this order. RMSE of gradients stays longest, since
+# the verdict says whether gradients are right, and a footnote which of them is not.
 _SPARED: tuple[tuple[str, ...], ...] = (
     *(("at",), ("bias",), ("inputs",), ("max",), ("lse",), ("time",), ("floor",), ("lse_share",)),
     ("environment",),
@@ -78,27 +78,27 @@ _SPARED: tuple[tuple[str, ...], ...] = (
     ("dsink_ideal", "dsink_rmse", "dcaptured_ideal", "dcaptured_rmse"),
     ("dq_ideal", "dk_ideal", "dv_ideal"),
 )
-_SPARED_FOR_GRADIENTS = (("ideal",), ("share",))  # where there is still no room
-_NOTABLE, _BAD = 2.0, 10.0  # × ideal, where a reader's eye is drawn; the judge reads neither
+_SPARED_FOR_GRADIENTS = (("ideal",), ("share",))  # left out next, if there are gradients
+_NOTABLE, _BAD = 2.0, 10.0  # ×ideal from which a number is coloured; the judge uses neither
 _LONGEST_KERNEL = 28
-_VERDICT, _NUMBER = 12, 8  # columns of ``inconclusive`` and of 1.53e-03
+_VERDICT, _NUMBER = 12, 8  # characters of ``inconclusive`` and of 1.53e-03
 _LEAST = {
     **dict.fromkeys(("RMSE", "inputs", "LSE error", "time"), _NUMBER),
     **dict.fromkeys(("max error", "bias"), _NUMBER + 1),
     "at b,h,q,d": 12,
 }
-"""Columns of rows that are shown one by one, by heading."""
+"""Least width in characters of the columns of rows shown one by one, by heading."""
 _NO_NUMBER = Cell(number_text.NOTHING, "dim")
 
 
 def measurement_document(report: Report) -> Document:
-    """``report`` in reading order: sections and blocks as planned, kernels as asked for."""
+    """Return the page of ``report``: sections and blocks as planned, kernels as asked for."""
     shown = _shown_columns(report)
     notes: dict[tuple[str, str], int] = {}
     letters = environment_letters(report)
     sections = tuple(
         _section(title, blocks, report, shown, notes, letters)
-        for title, blocks in _grouped(report).items()
+        for title, blocks in _group_records(report).items()
     )
     return replace(
         _closing(report, notes, sections),
@@ -110,7 +110,7 @@ def measurement_document(report: Report) -> Document:
 def _closing(
     report: Report, notes: dict[tuple[str, str], int], sections: tuple[Section, ...]
 ) -> Document:
-    """The page from its ``sections`` on: why rows are no pass, and how to read them."""
+    """Return the page from its ``sections`` on: reasons of rows not passed, how to read it."""
     below = record_text.reason_sections(notes, report.claims, report.absent)
     missed = " or ".join(record_text.missed_faults(report.records))
     insensitive = f"insensitive: nothing here would have shown {missed}"
@@ -142,13 +142,13 @@ class RowsAsMeasured(LiveRows):
     def row(self, record: Record) -> tuple[Section, bool]:
         """Return a section of ``record`` alone."""
         report = replace_struct(self._report, records=(record,))
-        ((title, blocks),) = _grouped(report).items()
+        ((title, blocks),) = _group_records(report).items()
         letters = environment_letters(report)
         shown = _shown_columns(report)
         section = _section(title, blocks, report, shown, self._notes, letters)
         (table, *_) = section.blocks
         assert isinstance(table, Table)
-        # Nobody knows yet how wide the other rows will be.
+        # The widths of later rows are not known yet.
         kernels = min(max(map(len, self._report.kernels)), _LONGEST_KERNEL)
         least = {"kernel": kernels, "verdict": _VERDICT} | dict.fromkeys(_ERRORS.values(), _NUMBER)
         columns = tuple(
@@ -157,7 +157,7 @@ class RowsAsMeasured(LiveRows):
         )
         (row,) = table.rows
         old_title, old_columns, old_group = self._before
-        # A row without numbers says nothing of which columns others have.
+        # A row without numbers does not show which columns the others have.
         new = title != old_title or (record.status in record_text.JUDGED and columns != old_columns)
         columns = columns if new else old_columns
         self._before = title, columns, row.group
@@ -167,8 +167,8 @@ class RowsAsMeasured(LiveRows):
         return Section(title, (table,)), new
 
     def closing(self, report: Report) -> Document:
-        """Return what these problems would have shown, and the rest of the page."""
-        grouped, notes = _grouped(report), []
+        """Return the faults that the problems would have shown, and the rest of the page."""
+        grouped, notes = _group_records(report), []
         for title, blocks in grouped.items():
             visible = record_text.visible_faults(
                 [one for records in blocks.values() for one in records]
@@ -180,14 +180,14 @@ class RowsAsMeasured(LiveRows):
 
 
 def environment_letters(report: Report) -> dict[str, str]:
-    """A letter for each environment, ``A`` for the first."""
+    """Return a letter for each environment, ``A`` for the first."""
     return {
         key: chr(ord("A") + i % 26) * (i // 26 + 1) for i, key in enumerate(report.environments)
     }
 
 
 def environment_lines(report: Report) -> tuple[str, ...]:
-    """Each environment in a line, with its letter where there are several."""
+    """Return a line for each environment, with its letter if there are several."""
     lines = []
     interpreted = {record.environment for record in report.records if record.interpreted}
     for key, letter in environment_letters(report).items():
@@ -201,36 +201,36 @@ def environment_lines(report: Report) -> tuple[str, ...]:
 
 
 def profiles(records: Iterable[Record]) -> Iterator[str]:
-    """``bf16: …`` where one arithmetic is assumed of all kernels, else with their names."""
+    """Yield ``bf16: …`` if all kernels have one assumed arithmetic, else lines with their names."""
     users: dict[str, dict[str, dict[str, None]]] = {}
     for record in records:
-        if record.judgement and record.judgement.arithmetic:  # of a process nothing is assumed
+        if record.judgement and record.judgement.arithmetic:  # empty if no arithmetic is assumed
             kernels = users.setdefault(problem_of(record).dtype, {})
             kernels.setdefault(record.judgement.arithmetic, {})[record.kernel] = None
     for dtype, arithmetics in users.items():
-        kernels_known = {kernel for those in arithmetics.values() for kernel in those}
+        all_kernels = {kernel for by_kernel in arithmetics.values() for kernel in by_kernel}
         first: tuple[str, ...] = ()
-        for arithmetic, kernels_of_it in arithmetics.items():
+        for arithmetic, users_of_it in arithmetics.items():
             parts = tuple(arithmetic.split("; "))
-            if len(kernels_known) == 1 and first:
-                # Of one kernel, whose backward does more than its forward: what is other there.
+            if len(all_kernels) == 1 and first:
+                # A kernel's backward does more than its forward: show only what differs.
                 others = "; ".join(part for part in parts if part not in first)
                 yield f"{dtype} in other questions: {others or arithmetic}"
                 continue
             first = parts
-            who = f" of {', '.join(kernels_of_it)}" if len(kernels_known) > 1 else ""
-            who = who if len(arithmetics) > 1 else ""
-            yield f"{dtype}{who}: {arithmetic}"
+            owners = f" of {', '.join(users_of_it)}" if len(all_kernels) > 1 else ""
+            owners = owners if len(arithmetics) > 1 else ""
+            yield f"{dtype}{owners}: {arithmetic}"
 
 
 def _shown_columns(report: Report) -> tuple[tuple[str, Column], ...]:
-    """Those that the records have something for, by their keys."""
+    """Return the keys and columns that the records have data for."""
     tensors = {name for record in report.records for name in record_text.gradients_of(record)}
     used = {f"{name}_{part}" for name in tensors for part in ("share", "rmse", "ideal")}
     hidden = (_SHARES.keys() | _ERRORS.keys()) - used
     hidden |= {"environment"} if len(report.environments) <= 1 else set()
-    spared = _SPARED + (_SPARED_FOR_GRADIENTS if tensors else ())
-    rank = {key: i for i, keys in enumerate(spared, 1) for key in keys}
+    left_out_order = _SPARED + (_SPARED_FOR_GRADIENTS if tensors else ())
+    rank = {key: i for i, keys in enumerate(left_out_order, 1) for key in keys}
     return tuple(
         (key, Column(heading, words=key == "verdict", spare=rank.get(key, 0)))
         for key, heading in COLUMNS.items()
@@ -238,8 +238,8 @@ def _shown_columns(report: Report) -> tuple[tuple[str, Column], ...]:
     )
 
 
-def _grouped(report: Report) -> dict[str, dict[tuple[str, str], list[Record]]]:
-    """Records by section and block, each opened by its first record: the plan's order."""
+def _group_records(report: Report) -> dict[str, dict[tuple[str, str], list[Record]]]:
+    """Return records by section and block, in order of first appearance, which is the plan's."""
     groups: dict[str, dict[tuple[str, str], list[Record]]] = {}
     for record in report.records:
         problem = problem_of(record)
@@ -254,7 +254,7 @@ def _title(problem: ProblemSummary) -> str:
     return " · ".join([*parts, problem.backward_too] if problem.backward_too else parts)
 
 
-def _section(  # what a page numbers and letters throughout
+def _section(  # notes and letters are shared by all sections of a page
     title: str,
     blocks: dict[tuple[str, str], list[Record]],
     report: Report,
@@ -284,11 +284,11 @@ def _section(  # what a page numbers and letters throughout
 
 
 def _cells(record: Record) -> dict[str, Cell]:
-    """The cells of a judged record that have something to show."""
-    # Nothing is compared where no row sees a key: a 0 there would look like a perfect kernel.
+    """Return by key those cells of a judged record that have something to show."""
+    # If no row sees a key, nothing is compared, and a 0 would look like a perfect kernel.
     judgement, lse = record.judgement, record.lse
     cells = _out_cells(record.out) if record.out is not None and record.out.elements else {}
-    # Without a place, as where no row sees a key, nothing was compared.
+    # Without a place of the largest error nothing was compared, for example if no row sees a key.
     if lse is not None and lse.max_at is not None:
         cells["lse"] = _error(lse.max_error)
     if judgement is not None:
@@ -317,7 +317,7 @@ def _out_cells(out: OutErrors) -> dict[str, Cell]:
 
 
 def share_cell(share: float | None) -> Cell:
-    """An error as a part of its bound; bad beyond it."""
+    """Return the cell of an error ÷ its bound; it looks bad above 1."""
     if share is None:
         return _NO_NUMBER
     return Cell(share_text(share), "plain" if share <= 1 else "bad")
@@ -332,7 +332,7 @@ def _over_ideal(errors: OutErrors | GradientErrors) -> Cell:
     text = number_text.ratio(errors.rmse, errors.ideal_rmse)
     value = number_text.quotient(errors.rmse, errors.ideal_rmse)
     if value is None:
-        # Wrong where the ideal kernel is exact stands out more than any ratio.
+        # An error where the ideal kernel is exact is worse than any ratio.
         return Cell(text, "plain" if errors.rmse == 0 else "bad")
     if not value < _BAD:
         return Cell(text, "bad")
@@ -345,12 +345,12 @@ def _time(record: Record) -> Cell:
         return Cell(text, "dim")
     if not record.interpreted:
         return Cell(text)
-    # Behind the unit, before what keeps units in line.
+    # The mark goes after the unit, before the spaces that align units.
     return Cell((text.rstrip() + _DAGGER).ljust(len(text) + 1), "dim")
 
 
 def _remarks(record: Record) -> Iterator[Note]:
-    """Remarks on what the numbers alone would hide."""
+    """Yield remarks on wrong values that the numbers alone would hide."""
     out, lse = record.out, record.lse
     if out and out.elements == 0:
         yield Note("nothing to compare: no row sees a key", "bad")
@@ -386,8 +386,8 @@ def _reading(report: Report) -> Iterator[str]:
 def _counts(report: Report) -> str:
     count = Counter(record.status for record in report.records)
     statuses = (status for status in record_text.STATUS_LOOKS if count[status])
-    said = ", ".join(
+    counts = ", ".join(
         number_text.plural(count[s], s) if s == "error" else f"{count[s]} {s}" for s in statuses
     )
     cells = number_text.plural(len(report.records), "cell")
-    return f"{cells}: {said}." if said else f"{cells}."
+    return f"{cells}: {counts}." if counts else f"{cells}."

@@ -1,4 +1,4 @@
-"""The page of a model's report: what the model says with each kernel, and which call is wrong."""
+"""The page of a model's report: the model's drift with each kernel, and the first wrong call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PHASES: tuple[Phase, ...] = ("prefill", "decode", "training")
 
 
 def model_document(report: ModelReport) -> Document:
-    """Each model: its kernels beside right ones, and the layers of those that were asked for."""
+    """Return a page of each model: its kernels beside right ones, and layers with their calls."""
     sections: list[Section] = []
     for name, what in report.models.items():
         records = [record for record in report.records if record.model == name]
@@ -59,7 +59,7 @@ def model_document(report: ModelReport) -> Document:
 
 
 def model_facts(report: ModelReport) -> tuple[str, str]:
-    """Machine and versions, and what the models were given."""
+    """Return two lines: machine and versions, and the models' inputs."""
     prompts = number_text.plural(report.batch, "prompt")
     tokens = f"{report.dtype} · {prompts} of {report.length} tokens"
     return (
@@ -68,18 +68,18 @@ def model_facts(report: ModelReport) -> tuple[str, str]:
     )
 
 
-def _verdict(asked: list[ModelRecord]) -> Verdict:
-    wrong = [record for record in asked if record.status in FAILED_STATUSES]
+def _verdict(judged_records: list[ModelRecord]) -> Verdict:
+    wrong = [record for record in judged_records if record.status in FAILED_STATUSES]
     if wrong:
         first = wrong[0]
         more = f"; {len(wrong) - 1} more" if len(wrong) > 1 else ""
         return Verdict("FAIL", f"{first.kernel} in {first.model}: {_place(first)}{more}", "bad")
-    doubts = [record for record in asked if record.status in UNTRUSTED_STATUSES | {"warn"}]
+    doubts = [record for record in judged_records if record.status in UNTRUSTED_STATUSES | {"warn"}]
     if doubts:
         first = doubts[0]
         text = f"{first.kernel} in {first.model}: {first.reason}"
         return Verdict("IN DOUBT", text, "notable")
-    ran = [record for record in asked if record.status != "unsupported"]
+    ran = [record for record in judged_records if record.status != "unsupported"]
     if not ran:
         return Verdict("NOTHING TESTED", "no kernel takes a model", "notable")
     kernels, models = ({getattr(one, name) for one in ran} for name in ("kernel", "model"))
@@ -88,13 +88,13 @@ def _verdict(asked: list[ModelRecord]) -> Verdict:
 
 
 def _place(record: ModelRecord) -> str:
-    """Where it is wrong first, and why."""
+    """Return the place of the first fault and its reason, or only the record's reason."""
     fault = record.fault
     return record.reason if fault is None else f"{fault_place(fault)}: {fault.reason}"
 
 
 def fault_place(fault: ModelFault) -> str:
-    """``layer 2 (model.layers.2.self_attn), decoded token 3, head 1, position 50``."""
+    """Return ``layer 2 (model.layers.2.self_attn), decoded token 3, head 1, position 50``."""
     where = "the prompt" if not fault.step else f"decoded token {fault.step}"
     parts = [f"layer {fault.layer} ({fault.module})", where]
     if fault.backward:
@@ -109,12 +109,12 @@ def _summary(records: list[ModelRecord], report: ModelReport) -> Table:
     kernel = Column("kernel", words=True, cut=True, most=40)
     headings = (kernel, *columns(["verdict"], [*numbers, "KL", "words", "chance"]))
     rows = []
-    known = max(records, key=lambda record: len(record.drifts), default=None)
-    if known is not None and known.drifts:
+    reference = max(records, key=lambda record: len(record.drifts), default=None)
+    if reference is not None and reference.drifts:
         name = Cell(f"{report.right} right kernels", "dim")
-        floors = [cell for drift in _answers(known) for cell in (_floor(drift), "")]
-        words = Cell(_words(known.right_diverge), "dim")
-        rows.append(row(name, "", *floors, _floor(_drift(known, "prefill", "KL")), words, ""))
+        floors = [cell for drift in _answers(reference) for cell in (_floor(drift), "")]
+        words = Cell(_words(reference.right_diverge), "dim")
+        rows.append(row(name, "", *floors, _floor(_drift(reference, "prefill", "KL")), words, ""))
     for record in records:
         name = Cell(record.kernel, "dim" if record.beside else "plain")
         cells = [name, Cell(*_status(record))]

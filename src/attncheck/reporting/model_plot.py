@@ -1,4 +1,4 @@
-"""The plot of ``attncheck model``: each layer's drift over that of right kernels."""
+"""The plot of ``attncheck model``: each layer's drift ÷ that of right kernels."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 _PHASES: tuple[Phase, ...] = ("prefill", "decode")
 _BAND, _MEDIAN, _FAULT = "#E4E4E4", "#404040", "#C00000"
-_LEAST = (0.8, 1.25)  # ends of a y axis at least, so that rounding looks as small as it is
-_FINE = (0.8, 0.9, 1.0, 1.1, 1.2)  # ticks, of an axis with no other ends
+_LEAST = (0.8, 1.25)  # range that a y axis shows at least, so that rounding errors look small
+_FINE = (0.8, 0.9, 1.0, 1.1, 1.2)  # ticks of an axis with exactly that range
 
 
 def model_figure(report: ModelReport) -> Any:
-    """A ``matplotlib.figure.Figure``: a column for each model, above the prompt, below decoding.
+    """Return a ``matplotlib.figure.Figure``: a column for each model, rows for prefill and decode.
 
-    Drift of the state after each layer and of the logits, ÷ the median of the right kernels; what
-    is above the shade is further than each of those. A circle is the first call that failed.
+    Points are drifts of the state after each layer and of the logits ÷ the median of right
+    kernels; above the shade they are larger than all of those. A circle is the first failed call.
 
     Raises:
-        UsageError: where no kernel took a model.
+        UsageError: if no kernel ran in a model.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
@@ -68,7 +68,7 @@ def _layers(record: ModelRecord, phase: Phase) -> list[Drift]:
 
 
 def _ratios(record: ModelRecord, phase: Phase) -> list[float]:
-    """Those above nothing and finite, of the kernel and of the furthest right kernel."""
+    """Return positive, finite ratios of the kernel's and the furthest right kernel's drifts."""
     pairs = [(each, one.floor) for one in _layers(record, phase) for each in (one.error, one.most)]
     ratios = [each / floor for each, floor in pairs if floor]
     return [ratio for ratio in ratios if 0 < ratio < math.inf]

@@ -1,4 +1,4 @@
-"""The page of mutants: what was caught, named, how soon, and every one that was missed."""
+"""The page of mutants: how many were caught and named, how soon, and each that was missed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from attncheck.reporting.document import (
 )
 from attncheck.reporting.score_documents import run_facts
 
-_STEPS = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)  # questions that the curve is shown at
+_STEPS = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)  # questions at points of the curve
 
 
 def mutant_document(report: MutantReport) -> Document:
-    """Scores by kernel and by operator, the curve, then what was missed, argued and unscored."""
+    """Return a page of scores by kernel and operator, the curve, and lists of mutants."""
     scores = report.scores
     rules = list(dict.fromkeys(rule for score in scores for rule in score.peers))
     sections = [
@@ -35,17 +35,17 @@ def mutant_document(report: MutantReport) -> Document:
         _curve(report),
     ]
     alike = [score for score in scores if score.outcome == "missed" and score.identical]
-    other = [score for score in scores if score.outcome == "missed" and not score.identical]
+    different = [score for score in scores if score.outcome == "missed" and not score.identical]
     wrong = [score for score in scores if score.named == "wrong"]
-    for title, some in (
-        ("Missed", other),
+    for title, mutants in (
+        ("Missed", different),
         ("Missed, with the same bits on all of a reference set: presumed equivalent", alike),
         ("Named wrongly, with certainty", wrong),
     ):
-        sections += [_each(title, some)] if some else []
+        sections += [_mutant_list(title, mutants)] if mutants else []
     for title, outcome in (("Equivalent, with the reason", "equivalent"), ("Unscored", "harness")):
-        some = [score for score in scores if score.outcome == outcome]
-        sections += [_each(title, some)] if some else []
+        mutants = [score for score in scores if score.outcome == outcome]
+        sections += [_mutant_list(title, mutants)] if mutants else []
     notes = [
         (
             "scored: caught or missed. Those that raise on the plainest problem (stillborn) and "
@@ -101,9 +101,9 @@ def _total(name: str, scores: Sequence[MutantScore], rules: Sequence[str]) -> Ro
     scored = [score for score in scores if score.outcome in {"caught", "missed"}]
     caught = [score for score in scored if score.outcome == "caught"]
     named = Counter(score.named for score in caught)
-    judged = _judged(named)
-    # Of what another rule never saw, it is not said that it missed it.
-    shown = [score for score in scored if score.peers]
+    judged = _judged_count(named)
+    # A mutant that another rule never saw does not count as missed by it.
+    ruled = [score for score in scored if score.peers]
     nothing = number_text.NOTHING
     return row(
         name,
@@ -115,7 +115,7 @@ def _total(name: str, scores: Sequence[MutantScore], rules: Sequence[str]) -> Ro
         count_cell(count["stillborn"]),
         f"{median(score.seconds for score in caught):.1f}" if caught else nothing,
         f"{median(score.questions for score in caught):g}" if caught else nothing,
-        *(f"{sum(s.peers.get(rule, False) for s in shown)}/{len(shown)}" for rule in rules),
+        *(f"{sum(s.peers.get(rule, False) for s in ruled)}/{len(ruled)}" for rule in rules),
         f"{named['right'] + named['proven']}/{judged}" if judged else nothing,
         count_cell(named["proven"]),
         count_cell(named["family"] + named["neighbour"]),
@@ -123,7 +123,7 @@ def _total(name: str, scores: Sequence[MutantScore], rules: Sequence[str]) -> Ro
     )
 
 
-def _judged(named: Counter[NameWorth]) -> int:
+def _judged_count(named: Counter[NameWorth]) -> int:
     return sum(number for worth, number in named.items() if worth not in {"", "unjudged"})
 
 
@@ -139,11 +139,11 @@ def _curve(report: MutantReport) -> Section:
     return Section("How soon", (Table(headings, rows),))
 
 
-def _each(title: str, scores: Sequence[MutantScore]) -> Section:
+def _mutant_list(title: str, scores: Sequence[MutantScore]) -> Section:
     headings = (Column("mutant", words=True), Column("says", words=True, cut=True))
     rows = tuple(
         Row(
-            (Cell(score.mutant, code=True), Cell(_said(score))),
+            (Cell(score.mutant, code=True), Cell(_mutant_text(score))),
             tuple(Note(line, "notable", whole=True) for line in score.diff.splitlines()),
         )
         for score in scores
@@ -151,7 +151,7 @@ def _each(title: str, scores: Sequence[MutantScore]) -> Section:
     return Section(title, (Table(headings, rows),))
 
 
-def _said(score: MutantScore) -> str:
+def _mutant_text(score: MutantScore) -> str:
     if score.named == "wrong":
         return f"{', '.join(score.models[: score.certain]) or score.kind}; it is {score.family}"
     return score.reason or f"{score.questions} questions"
@@ -166,7 +166,7 @@ def _sentence(scores: Sequence[MutantScore]) -> str:
     alike = sum(score.identical for score in scores if score.outcome == "missed")
     parts += [f"{alike} of the {count['missed']} missed give the same bits"] if alike else []
     named = Counter(score.named for score in scores)
-    judged, kind = _judged(named), named["family"] + named["neighbour"]
+    judged, kind = _judged_count(named), named["family"] + named["neighbour"]
     parts += [f"{named['right'] + named['proven']} of {judged} named"] if judged else []
     parts += [f"{kind} by their kind"] if kind else []
     parts += [f"{named['wrong']} wrongly named with certainty"] if named["wrong"] else []

@@ -1,4 +1,4 @@
-"""Parts of a Record as text: its status, why it has it, its environment, its gradients."""
+"""Parts of a Record as text: its status and reason, its environment, its gradients."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ STATUS_LOOKS: dict[Status, Look] = {
     "oracle disagrees": "notable",
     "unsupported": "dim",
 }
-"""Every status in the order in which they are counted, and how it looks."""
+"""The look of every status, in the order in which statuses are listed."""
 
-# Only of these an error ÷ bound can be shown, and a blind spot be asked for.
+# Only records of these statuses have an error ÷ bound and a blind spot.
 JUDGED: frozenset[Status] = frozenset({"pass", "warn", "inconclusive", "fail"})
-"""Those that mean that there are numbers."""
+"""Statuses of a measured and judged answer."""
 
 RULES: dict[Rule, str] = {
     "contract": "The kernel gave something other than was asked for: another shape, dtype or "
@@ -53,7 +53,7 @@ RULES: dict[Rule, str] = {
     "determinism": "The same call gave other bits than the kernel promises.",
     "regression": "Worse than the baseline.",
 }
-"""By the rule that a verdict rests on."""
+"""Meaning of the rule that a verdict rests on."""
 
 STATUSES: dict[Status, str] = {
     "pass": "Right, as far as this question can tell.",
@@ -68,24 +68,24 @@ STATUSES: dict[Status, str] = {
     "oracle disagrees": "The truth itself is in doubt: nothing is said of the kernel.",
     "unsupported": "The kernel said beforehand that it does not take this problem.",
 }
-"""By status."""
+"""Meaning of each status."""
 
 
 def rule_id(record: Record) -> str:
-    """``fail/bound``, or the status where no rule says more."""
+    """Return ``fail/bound``, or the status alone if the verdict has no rule."""
     rule = record.judgement.rule if record.judgement else ""
     return f"{record.status}/{rule}".rstrip("/").replace(" ", "-")
 
 
 def rule_text(record: Record) -> str:
-    """Its meaning, in a sentence."""
+    """Return the meaning of the record's rule or status, in a sentence."""
     rule = record.judgement.rule if record.judgement else ""
-    # A rule says more than the status that it leads to.
+    # A rule is more specific than the status that it leads to.
     return RULES[rule] if rule else STATUSES[record.status]
 
 
 def footnote(record: Record) -> str:
-    """Reason for the record's status, in one line; empty where a pass needs none."""
+    """Return the reason for the record's status in one line; "" for a pass without one."""
     judgement = record.judgement
     if record.status not in JUDGED or judgement is None:
         return "" if record.status in JUDGED else record.reason or "no reason given"
@@ -95,8 +95,8 @@ def footnote(record: Record) -> str:
 
 
 def status_cell(record: Record, reason: str, notes: dict[tuple[str, str], int]) -> Cell:
-    """``fail ¹``: the status, with the number of its reason among the ``notes`` of a page."""
-    # A reason is said once however many cells it holds for.
+    """Return ``fail ¹``: the status with the number of its reason among the page's ``notes``."""
+    # A reason is listed once, however many cells share it.
     number = notes.setdefault((record.status, reason), len(notes) + 1) if reason else 0
     mark = f" {superscript(number)}" if number else ""
     return Cell(f"{record.status}{mark}", STATUS_LOOKS[record.status])
@@ -105,7 +105,7 @@ def status_cell(record: Record, reason: str, notes: dict[tuple[str, str], int]) 
 def reason_sections(
     notes: Mapping[tuple[str, str], int], claims: object, absent: Mapping[str, str]
 ) -> list[Section]:
-    """Return what stands below such a table: reasons by their numbers, claims, absent kernels."""
+    """Return a section of numbered reasons, claims and absent kernels, to follow a table."""
     looks: dict[str, Look] = dict(STATUS_LOOKS.items())
     lines = [
         Note(f"{superscript(number)} {status}: {reason}", looks.get(status, "plain"))
@@ -118,9 +118,9 @@ def reason_sections(
 
 
 def refusal_lines(records: Iterable[Record], most: int = 5) -> Iterator[str]:
-    """Reasons why questions are not supported, the ``most`` frequent in a line each."""
+    """Yield reasons why questions are not supported, the ``most`` frequent in a line each."""
     reasons = refusal_counts(records)
-    # Thousands of refusals have a handful of reasons.
+    # Thousands of refusals mostly have a handful of reasons.
     for (kernel, reason), count in reasons.most_common(most):
         yield f"{kernel} does not support {plural(count, 'question')}: {reason}"
     if others := reasons.most_common()[most:]:
@@ -129,7 +129,7 @@ def refusal_lines(records: Iterable[Record], most: int = 5) -> Iterator[str]:
 
 
 def refusal_counts(records: Iterable[Record]) -> Counter[tuple[str, str]]:
-    """Questions by the kernel that does not support them, and why."""
+    """Return the number of unsupported questions by kernel and reason."""
     return Counter(
         (record.kernel, record.reason or "no reason given")
         for record in records
@@ -138,7 +138,7 @@ def refusal_counts(records: Iterable[Record]) -> Counter[tuple[str, str]]:
 
 
 def verdict_remarks(judgement: Judgement | None) -> Iterator[Note]:
-    """Warnings beside the verdict, rows that were not judged, and another profile that fits."""
+    """Yield further warnings, the rows that were not judged, and another profile that fits."""
     if judgement is None:
         return
     for warning in judgement.warnings:
@@ -153,20 +153,20 @@ def verdict_remarks(judgement: Judgement | None) -> Iterator[Note]:
 
 
 def gradients_of(record: Record) -> dict[TensorName, GradientErrors]:
-    """Errors of gradients; none without a backward, or where nothing was measured."""
+    """Return the errors of gradients; none without a backward or without a measurement."""
     return record.gradients if isinstance(record.gradients, dict) else {}
 
 
 def gradient_shares(record: Record) -> dict[TensorName, float]:
-    """The largest error ÷ bound of each gradient; none where they were not judged."""
+    """Return the largest error ÷ bound of each gradient; none if they were not judged."""
     shares = record.judgement.gradients_over_bound if record.judgement else None
     return shares if isinstance(shares, dict) else {}
 
 
 def environment_facts(environment: Environment, **versions: str) -> str:
-    """Device and versions in a line, with ``versions`` of what else was used."""
+    """Return device and versions in a line; ``versions`` are those of further packages."""
     capability = f" ({environment.capability})" if environment.capability else ""
-    known = {
+    all_versions = {
         "torch": environment.torch,
         "triton": environment.triton or "missing",
         "CUDA": environment.cuda,
@@ -174,18 +174,18 @@ def environment_facts(environment: Environment, **versions: str) -> str:
         "attncheck": environment.attncheck,
         **versions,
     }
-    said = [f"{name} {version}" for name, version in known.items() if version]
-    return " · ".join([f"{environment.device}{capability}", environment.machine, *said])
+    texts = [f"{name} {version}" for name, version in all_versions.items() if version]
+    return " · ".join([f"{environment.device}{capability}", environment.machine, *texts])
 
 
-_SCALE = 0.01  # the class of fault "a scale 1 % off"
+_SCALE = 0.01  # relative error of the fault "a scale 1 % off"
 
 
 def visible_faults(records: Iterable[Record]) -> str:
-    """Describe what the problems of ``records`` would have shown, the easiest first.
+    """Return which faults the problems of ``records`` would have shown, and which they would not.
 
-    ``would have shown: the scale off by 0.12–0.43 %, half, zeros; not: …``; empty where nothing
-    was judged.
+    For example ``would have shown: the scale off by 0.12–0.43 %, half, zeros; not: …``; "" if
+    nothing was judged.
     """
     by_record = list(_spots(records))
     if not by_record:
@@ -193,18 +193,18 @@ def visible_faults(records: Iterable[Record]) -> str:
     spots = [spot for _, spot in by_record]
     scaled = [spot for record, spot in by_record if problem_of(record).operation != "softmax"]
     facts = [
-        _least("the scale off by", [spot.scale for spot in scaled]),
-        _least("one key's weight off by", [spot.weight for spot in spots]),
-        _dropped([s.dropped_keys for s in spots if s.dropped_keys is not None]),
-        _bits([spot.accumulator_bits for spot in scaled]),
-        _always("half the output", [spot.half for spot in spots]),
-        _always("zeros", [spot.zeros for spot in spots]),
+        _least_size("the scale off by", [spot.scale for spot in scaled]),
+        _least_size("one key's weight off by", [spot.weight for spot in spots]),
+        _dropped_keys([s.dropped_keys for s in spots if s.dropped_keys is not None]),
+        _accumulator_bits([spot.accumulator_bits for spot in scaled]),
+        _fixed_fault("half the output", [spot.half for spot in spots]),
+        _fixed_fault("zeros", [spot.zeros for spot in spots]),
     ]
-    shown = [fact for fact, seen in facts if fact and seen]
-    hidden = [fact for fact, seen in facts if fact and not seen]
-    parts = [f"would have shown: {', '.join(shown)}"] if shown else []
+    visible = [fact for fact, is_visible in facts if fact and is_visible]
+    hidden = [fact for fact, is_visible in facts if fact and not is_visible]
+    parts = [f"would have shown: {', '.join(visible)}"] if visible else []
     parts += (
-        [f"{'not' if shown else 'would not have shown'}: {', '.join(hidden)}"] if hidden else []
+        [f"{'not' if visible else 'would not have shown'}: {', '.join(hidden)}"] if hidden else []
     )
     return "; ".join(parts)
 
@@ -215,7 +215,7 @@ def missed_faults(records: Sequence[Record]) -> tuple[str, ...]:
     if not by_record:
         return ()
     spots = [spot for _, spot in by_record]
-    # With one key there is none to drop.
+    # A problem with one key has none to drop.
     several = [spot for spot in spots if spot.dropped_keys is not None]
     scaled = [spot for record, spot in by_record if problem_of(record).operation != "softmax"]
     classes = {
@@ -234,15 +234,15 @@ def _spots(records: Iterable[Record]) -> Iterator[tuple[Record, BlindSpot]]:
 
 
 _Fact = tuple[str, bool]
-"""A fault's name, and whether it would have shown; nothing where nobody could ask."""
+"""A fault's name, and whether it would have shown; ``_NOTHING`` if no problem can show it."""
 _NOTHING: _Fact = ("", False)
 
 
-def _least(fault: str, sizes: list[float]) -> _Fact:
-    """A fault of a size: the least that shows, in the best problem and in the worst."""
+def _least_size(fault: str, sizes: list[float]) -> _Fact:
+    """Return the least size of a fault that shows, in the best problem and in the worst."""
     if not sizes:
         return _NOTHING
-    # The best problem decides what a suite sees; the worst how far to trust one of it.
+    # The best problem decides what a suite sees, the worst how far to trust a single problem.
     best, worst = min(sizes), max(sizes)
     if math.isinf(best):
         return f"{fault.removesuffix(' off by')} of any size", False
@@ -251,7 +251,7 @@ def _least(fault: str, sizes: list[float]) -> _Fact:
     return f"{fault} {_range(percent(best), percent(worst))} %", True
 
 
-def _dropped(shares: list[float]) -> _Fact:
+def _dropped_keys(shares: list[float]) -> _Fact:
     if not shares:
         return _NOTHING
     if not any(shares):
@@ -259,7 +259,7 @@ def _dropped(shares: list[float]) -> _Fact:
     return f"{_range(percent(min(shares)), percent(max(shares)))} % of single dropped keys", True
 
 
-def _bits(bits: list[int]) -> _Fact:
+def _accumulator_bits(bits: list[int]) -> _Fact:
     if not bits:
         return _NOTHING
     if not any(bits):
@@ -267,9 +267,9 @@ def _bits(bits: list[int]) -> _Fact:
     return f"sums of {_range(str(min(bits)), str(max(bits)))} bits", True
 
 
-def _always(fault: str, seen: list[bool]) -> _Fact:
-    some = any(seen) and not all(seen)
-    return f"{fault} (in {_count(seen)})" if some else fault, any(seen)
+def _fixed_fault(fault: str, answers: list[bool]) -> _Fact:
+    partly = any(answers) and not all(answers)
+    return f"{fault} (in {_count(answers)})" if partly else fault, any(answers)
 
 
 def _count(seen: Iterable[bool]) -> str:

@@ -1,4 +1,4 @@
-"""Reports in the format asked for: one document for each kind, one writer for each format."""
+"""Reports in any format: one document for each kind, and one writer for each format."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FORMATS = ("table", "json", "md", "csv", "html")  # of every report
 
 GATE_FORMATS = (*FORMATS, "junit", "sarif", "github")  # of a gate
 
-LARGEST_SUMMARY = 2**20  # bytes of a step's summary: GitHub shows nothing of a larger one
+LARGEST_SUMMARY = 2**20  # bytes of a step's summary; GitHub does not show larger ones
 
 SCRIPTS = "repro"  # folder of standalone scripts, beside a gate's reports
 
@@ -91,18 +91,18 @@ def render(
     """Return ``report`` in ``fmt``, the same on every machine (no colours).
 
     Args:
-        fmt: One of ``FORMATS``, of a gate of ``GATE_FORMATS``.
-        document: Makes its page, where there is another than that of its kind.
+        fmt: One of ``FORMATS``, or for a gate of ``GATE_FORMATS``.
+        document: Makes the page of ``report``; by default the function of its kind.
 
     Raises:
-        UnknownName: for another format.
+        UnknownName: if there is no such format.
     """
     check_format(fmt, GATE_FORMATS if isinstance(report, GateReport) else FORMATS)
     if fmt == "json":
         return report_json(report)
     if isinstance(report, GateReport):
         return _render_gate(report, fmt)
-    # Every number in full and under a name, not the cells of the page.
+    # Unlike the page's cells, a report's CSV has every number in full, each under its own name.
     if fmt == "csv" and isinstance(report, Report):
         return report_csv(report)
     writers = {"table": plain_text, "md": markdown_text, "csv": document_csv, "html": html_text}
@@ -125,13 +125,13 @@ def _render_gate(report: GateReport, fmt: str) -> str:
 
 def gate_markdown(report: GateReport, *, largest: int = LARGEST_SUMMARY) -> str:
     """Return ``report`` as Markdown of at most ``largest`` bytes; left-out failures are counted."""
-    # Failures are what grows: as many of them are shown in full as fit.
+    # Failures take most of the space, so only as many of them as fit are shown in full.
     text = ""
     for most in (100, 50, 20, 10, 5, 2, 1, 0):
         text = markdown_text(gate_document(report, most=most, where="gate.json has all of them"))
         if len(text.encode(errors="backslashreplace")) <= largest:
             return text
-    # Of hundreds of kernels not even the head fits.
+    # With hundreds of kernels not even the head fits.
     return cut_markdown(text, largest, f"cut after {largest:,} bytes: gate.json has everything.")
 
 
@@ -141,10 +141,10 @@ def show(
     stream: TextIO | None = None,
     document: Callable[[Any], Document] | None = None,
 ) -> None:
-    """Write ``report`` to ``stream`` (default: standard output); arguments as of ``render``.
+    """Write ``report`` to ``stream`` (default: standard output); for the arguments see ``render``.
 
     A table takes the terminal's width and colours; NO_COLOR, FORCE_COLOR and COLUMNS are heeded.
-    A stream that cannot encode a sign gets a question mark for it.
+    A character that the stream cannot encode becomes a question mark.
     """
     stream = stream or sys.stdout
     if fmt == "table":
@@ -162,9 +162,9 @@ _FILE_FORMATS = ("json", "md", "csv")
 
 
 def check_writable(directory: Path | str, stem: str = "rmse") -> None:
-    """Raise UsageError unless ``write_report`` could write there now; leaves nothing behind.
+    """Raise UsageError unless ``write_report`` could write to ``directory``; leave no file behind.
 
-    A directory that does not exist yet is fine where it could be made.
+    A directory that does not exist yet is fine if it can be created.
     """
     check_names(directory, [f"{stem}.{suffix}" for suffix in _FILE_FORMATS])
 
@@ -177,15 +177,15 @@ def write_report(
     formats: tuple[str, ...] = _FILE_FORMATS,
     document: Callable[[Any], Document] | None = None,
 ) -> tuple[Path, ...]:
-    """Write ``stem``.json, .md and .csv into ``directory``, which is made if need be.
+    """Write ``stem``.json, .md and .csv into ``directory``, which is created if missing.
 
-    Everything is rendered before anything is written, and each file replaces the old one in one
-    step: a reader finds the old report or the new one.
+    Everything is rendered before anything is written, and each file atomically replaces the old
+    one, so that readers find the old report or the new one.
 
     Raises:
-        UsageError: where the directory cannot be written to.
+        UsageError: if the directory cannot be written to.
     """
-    # All of them before the first is written: an error leaves the old files as they were.
+    # Render all formats before writing any, so that an error leaves the old files unchanged.
     texts = {f"{stem}.{fmt}": render(report, fmt, document) for fmt in formats}
     return write_texts(texts, directory)
 
@@ -199,14 +199,14 @@ def write_gate(
         scripts: The text of a standalone script by the id of its failure.
 
     Raises:
-        UsageError: where the directory cannot be written to, or for an id that is none.
+        UsageError: if the directory cannot be written to, or an id is malformed.
     """
-    # Ids come from a report, which may be foreign: none may name a file elsewhere.
+    # Ids come from a report, which may be untrusted: none may name a file elsewhere.
     for name in scripts:
         if not _ID.fullmatch(name):
             raise UsageError(f"{one_line(name)!r} is no id: it has letters and digits.")
     texts = {name: render(report, fmt) for name, fmt in _GATE_FILES.items()}
     texts["report.html"] = html_text(gate_page(report, scripts))
     texts |= {f"{SCRIPTS}/{name}.py": text for name, text in scripts.items()}
-    check_names(directory, texts)  # where one cannot be replaced, none is
+    check_names(directory, texts)  # if one file cannot be replaced, none is
     return write_texts(texts, directory)

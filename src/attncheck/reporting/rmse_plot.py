@@ -1,7 +1,7 @@
 """The plot of ``attncheck rmse``: a panel for each dtype, RMSE on a log scale.
 
-First what is shown and where, as plain data; then the drawing of it with matplotlib, the extra
-``plot``, which is imported when something is drawn and not before.
+The first half computes as plain data which marks are drawn where; the second half draws them with
+matplotlib (the extra ``plot``), which is imported only when something is drawn.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from attncheck.records.record import FAILED_STATUSES, Record, Report, Status
 from attncheck.reporting.measurement_document import environment_lines
 from attncheck.reporting.record_text import JUDGED, gradients_of
 
-GAP = 0.3  # between variants, where a slot is 1 wide
-_TAKEN = 0.84  # of a slot's width by its marks
-_LONGEST_VARIANT = 28  # characters of its name; a kernel's are _LONGEST
+GAP = 0.3  # space between variants; a slot is 1 wide
+_MARKS_WIDTH = 0.84  # part of a slot's width over which its marks spread
+_LONGEST_VARIANT = 28  # characters of a variant's name; a kernel's name may have _LONGEST
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Place of the marks of one variant and head arrangement, in every panel alike."""
+    """Place on the x axis of one variant and head arrangement, the same in every panel."""
 
-    label: str  # the variant, with sizes that differ from those of the panel's title
+    label: str  # the variant, with the sizes that differ from the panel's title
     heads: str  # ``MHA``, ``GQA``, ``MQA``; ``rows`` of a softmax
-    left: float  # where it begins; it is 1 wide
-    kernels: tuple[str, ...]  # those that have a mark there in any panel, in the report's order
+    left: float  # its left end on the x axis; it is 1 wide
+    kernels: tuple[str, ...]  # kernels with a mark here in any panel, in the report's order
 
     @property
     def extent(self) -> tuple[float, float]:
-        """From where to where its marks may spread."""
-        return self.left + (1 - _TAKEN) / 2, self.left + (1 + _TAKEN) / 2
+        """Return the left and right end of the range in which its marks are drawn."""
+        return self.left + (1 - _MARKS_WIDTH) / 2, self.left + (1 + _MARKS_WIDTH) / 2
 
     def places(self) -> dict[str, tuple[float, float]]:
-        """Of each kernel, from where to where its share of the width reaches."""
-        step = _TAKEN / max(1, len(self.kernels))
+        """Return for each kernel the left and right end of its share of the width."""
+        step = _MARKS_WIDTH / max(1, len(self.kernels))
         begin, _ = self.extent
         return {k: (begin + i * step, begin + (i + 1) * step) for i, k in enumerate(self.kernels)}
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One kernel in one cell."""
+    """The result of one kernel in one cell, and where it is drawn."""
 
     kernel: str
     operation: str
-    reach: tuple[float, float]  # from where to where on the x axis it may spread
+    reach: tuple[float, float]  # left and right end of its room on the x axis
     status: Status
-    rmse: float = math.nan  # NaN where it raised
+    rmse: float = math.nan  # NaN where the kernel raised
     floor: float = math.nan  # RMSE of the exact result correctly rounded; NaN where it raised
     ideal: float = math.nan  # RMSE of the ideal kernel at its tiles; NaN where it raised
 
     @property
     def middle(self) -> float:
-        """Position on the x axis."""
+        """Return the position of the mark on the x axis."""
         return sum(self.reach) / 2
 
 
@@ -72,10 +72,10 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class PlotColumn:
-    """The x axis of one operation, which all panels share: its slots from left to right.
+    """The x axis of one operation, shared by all panels: its slots from left to right.
 
-    Attention and softmax stand side by side: weights are smaller than sums of values, and one
-    scale would show neither.
+    Attention and softmax have columns side by side with scales of their own, since softmax
+    weights are much smaller than attention outputs.
     """
 
     operation: str
@@ -83,7 +83,7 @@ class PlotColumn:
 
     @property
     def variants(self) -> tuple[tuple[str, float, float], ...]:
-        """Labels with where each begins and ends."""
+        """Return each label with its left and right end."""
         extents: dict[str, tuple[float, float]] = {}
         for slot in self.slots:
             left, _ = extents.get(slot.label, (slot.left, 0.0))
@@ -92,7 +92,7 @@ class PlotColumn:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Its two ends, with half a gap on either side; at least two slots apart."""
+        """Return both ends of the axis: half a gap beyond the slots, at least two slots apart."""
         used = self.slots[-1].left + 1
         spare = max(0.0, 2 - used) / 2
         return -GAP / 2 - spare, used + GAP / 2 + spare
@@ -100,12 +100,12 @@ class PlotColumn:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Panels one below the other, and what they share."""
+    """Panels one below the other, and the x axes and kernels that they share."""
 
     columns: tuple[PlotColumn, ...]  # the x axes, one for each operation
     panels: tuple[Panel, ...]  # in the report's order
     kernels: tuple[str, ...]  # every kernel with a mark, in the report's order
-    unsupported: int  # how many cells have no mark because the kernel does not take them
+    unsupported: int  # number of cells without a mark because the kernel does not support them
 
 
 def measured(report: Report) -> bool:
@@ -114,15 +114,15 @@ def measured(report: Report) -> bool:
 
 
 def plot_of(report: Report) -> Plot:
-    """Everything that a plot of ``report`` shows.
+    """Return the contents of a plot of ``report``.
 
     Raises:
-        UsageError: where no cell of the report was measured, and for one of several machines or
-            with gradients.
+        UsageError: if no cell of the report was measured, or if the report is of several machines
+            or has gradients.
     """
     if not measured(report):
         raise UsageError("the report has no cell that was measured: there is nothing to plot.")
-    # Numbers of two machines under one mark would look like one measurement.
+    # Marks do not show the machine, so numbers of two machines would look like one measurement.
     if len(report.environments) > 1:
         raise UsageError(
             f"the reports are of {len(report.environments)} machines: a plot shows one. Plot each."
@@ -131,20 +131,20 @@ def plot_of(report: Report) -> Plot:
         raise UsageError(
             "the report has gradients, which a plot does not show: plot one without --backward."
         )
-    shown = [
+    records = [
         r for r in report.records if r.status in FAILED_STATUSES or (r.status in JUDGED and r.out)
     ]
-    # Of each operation its first shape: titles say attention's, or softmax's where it is alone.
+    # The first shape of each operation; titles show attention's, or softmax's if it is alone.
     usual: dict[str, str] = {}
-    for record in shown:
+    for record in records:
         usual.setdefault(problem_of(record).operation, problem_of(record).shape)
-    # Kernels as they were asked for, then any others.
+    # Kernels in the order of the command line, then any others.
     names = dict.fromkeys([*report.kernels, *(record.kernel for record in report.records)])
     order = {name: i for i, name in enumerate(names)}
-    columns = tuple(_column(name, shown, usual, order) for name in usual)
+    columns = tuple(_column(name, records, usual, order) for name in usual)
     places = {(slot.label, slot.heads): slot.places() for c in columns for slot in c.slots}
     panels: dict[str, Panel] = {}
-    for record in shown:
+    for record in records:
         problem, out = problem_of(record), record.out
         shape = usual.get("attention", usual.get(problem.operation, ""))
         words = (problem.dtype, shape, problem.distribution, f"seed {problem.seed}")
@@ -158,24 +158,24 @@ def plot_of(report: Report) -> Plot:
     return Plot(
         columns=columns,
         panels=tuple(panels.values()),
-        kernels=tuple(sorted({record.kernel for record in shown}, key=order.__getitem__)),
+        kernels=tuple(sorted({record.kernel for record in records}, key=order.__getitem__)),
         unsupported=sum(record.status == "unsupported" for record in report.records),
     )
 
 
 def _key(record: Record, usual: dict[str, str]) -> tuple[str, str]:
-    """Label and heads of a record's slot."""
+    """Return the label and the heads of a record's slot."""
     problem = problem_of(record)
     label = cut_line(record.variant, _LONGEST_VARIANT) or "?"
-    known = usual[problem.operation].split()
-    others = " ".join(size for size in problem.shape.split() if size not in known)
+    usual_sizes = usual[problem.operation].split()
+    others = " ".join(size for size in problem.shape.split() if size not in usual_sizes)
     return (f"{label} ({others})" if others else label), one_line(record.heads) or "rows"
 
 
 def _column(
     operation: str, records: list[Record], usual: dict[str, str], order: dict[str, int]
 ) -> PlotColumn:
-    """Slots in the order of the report, those of one label side by side."""
+    """Return the x axis of an operation: slots in the report's order, grouped by label."""
     labels: dict[str, dict[str, set[str]]] = {}
     for record in records:
         if problem_of(record).operation == operation:
@@ -190,27 +190,27 @@ def _column(
     return PlotColumn(operation, tuple(slots))
 
 
-# Okabe and Ito's colours, told apart by colour-blind readers; yellow, which white paper hides, is
-# left out. Seven colours and nine shapes have no common divisor: 63 kernels look different.
+# Okabe and Ito's colours for colour-blind readers, without yellow, which is hard to see on white.
+# Seven colours and nine shapes have no common divisor, so that 63 kernels look different.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 _SHAPES = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _FAILED, _FLOOR, _IDEAL, _BAND = "#C00000", "#404040", "#8A8A8A", "#F3F3F3"
 
 _WIDTH, _LEAST_HEIGHT = 16.0, 9.0  # inches
-_LEFT, _RIGHT, _TOP, _BETWEEN, _PANEL = 0.85, 2.7, 0.95, 0.42, 1.9
-_LEVEL, _TILTED = 0.95, 1.6  # below the panels, by how the names of variants stand
-_APART = 0.015  # attention from softmax, in their mean width
-_LONGEST, _LINE = 24, 190
+_LEFT, _RIGHT, _TOP, _BETWEEN, _PANEL = 0.85, 2.7, 0.95, 0.42, 1.9  # inches
+_LEVEL, _TILTED = 0.95, 1.6  # margin in inches below the panels for level and tilted variant names
+_COLUMN_GAP = 0.015  # space between attention and softmax, in units of their mean width
+_LONGEST, _LINE = 24, 190  # characters of a kernel's name, and of a line above or below panels
 _TICKS = ((1,), (1, 2, 5), tuple(range(1, 10)), tuple(1 + i / 2 for i in range(18)))
-_LEAST_TICKS = 3
-_MOST_ACROSS, _MOST_LEVEL = 44, 10  # slots and variants whose labels have room side by side
+_LEAST_TICKS = 3  # on a y axis
+_MOST_ACROSS, _MOST_LEVEL = 44, 10  # most slots and variants whose labels fit side by side
 _DOUBTED: frozenset[Status] = frozenset({"warn", "inconclusive"})
 STYLE = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9.0,
-    "text.parse_math": False,  # names are foreign: a $ is a $
-    "svg.hashsalt": "attncheck",  # the same report gives the same bytes
+    "text.parse_math": False,  # a $ in a kernel's name must not start mathematics
+    "svg.hashsalt": "attncheck",  # so that the same report gives the same bytes
 }
 """matplotlib's settings for a figure."""
 
@@ -220,7 +220,7 @@ Looks = dict[str, tuple[str, str]]
 
 
 def kernel_looks(kernels: Sequence[str]) -> Looks:
-    """Return for each of ``kernels`` a look of its own."""
+    """Return a colour and a marker shape for each of ``kernels``."""
     return {
         name: (_COLOURS[i % len(_COLOURS)], _SHAPES[i % len(_SHAPES)])
         for i, name in enumerate(kernels)
@@ -228,47 +228,47 @@ def kernel_looks(kernels: Sequence[str]) -> Looks:
 
 
 def figure(report: Report) -> Any:
-    """A ``matplotlib.figure.Figure`` of ``report``, 16 inches wide and 9 or more high.
+    """Return a ``matplotlib.figure.Figure`` of ``report``, 16 inches wide and 9 or more high.
 
-    One panel for each dtype (and distribution and seed); on the x axis variants with their head
-    arrangements, on the y axis the RMSE of out against exact attention in fp64, in the units of
-    the values. Every measured cell and every one that raised is one mark.
+    There is one panel for each dtype (and distribution and seed). The x axis shows variants with
+    their head arrangements, the y axis the RMSE of out against exact attention in fp64, in the
+    units of the values. Every cell that was measured or raised is one mark.
 
     Raises:
-        UsageError: where no cell of the report was measured.
+        UsageError: if no cell of the report was measured.
     """
     from matplotlib.figure import Figure
 
-    shown = plot_of(report)
-    tilted = sum(len(column.variants) for column in shown.columns) > _MOST_LEVEL
-    frame = _Frame(len(shown.panels), _TILTED if tilted else _LEVEL)
+    plot = plot_of(report)
+    tilted = sum(len(column.variants) for column in plot.columns) > _MOST_LEVEL
+    frame = _Frame(len(plot.panels), _TILTED if tilted else _LEVEL)
     fig = Figure(figsize=(_WIDTH, frame.height))
-    widths = [ends[1] - ends[0] for ends in (column.ends for column in shown.columns)]
+    widths = [ends[1] - ends[0] for ends in (column.ends for column in plot.columns)]
     rows = fig.subplots(
         frame.panels,
-        len(shown.columns),
+        len(plot.columns),
         sharex="col",
         squeeze=False,
-        gridspec_kw={**frame.grid(), "wspace": _APART, "width_ratios": widths},
+        gridspec_kw={**frame.grid(), "wspace": _COLUMN_GAP, "width_ratios": widths},
     )
-    looks = kernel_looks(shown.kernels)
-    for row, panel in zip(rows, shown.panels, strict=True):
+    looks = kernel_looks(plot.kernels)
+    for row, panel in zip(rows, plot.panels, strict=True):
         row[0].set_title(panel.title, loc="left", fontsize=10, fontweight="bold", pad=4)
         row[0].set_ylabel("RMSE of out")
-        for ax, column in zip(row, shown.columns, strict=True):
+        for ax, column in zip(row, plot.columns, strict=True):
             marks = [mark for mark in panel.marks if mark.operation == column.operation]
             _draw_panel(ax, marks, column, looks)
         for ax in row[1:]:
             ax.yaxis.tick_right()
-    for ax, column in zip(rows[-1], shown.columns, strict=True):
+    for ax, column in zip(rows[-1], plot.columns, strict=True):
         _draw_variants(ax, column, tilted=tilted)
     _draw_titles(fig, report, frame.height)
-    _draw_legend(fig, shown, looks, frame.height)
+    _draw_legend(fig, plot, looks, frame.height)
     return fig
 
 
 class _Frame:
-    """Inches of each part: panels share what the margins leave, or the page grows."""
+    """Sizes of the figure's parts in inches; the page grows if its panels would get too small."""
 
     def __init__(self, panels: int, bottom: float) -> None:
         self.panels, self.bottom = panels, bottom
@@ -277,7 +277,7 @@ class _Frame:
         self.panel = (self.height - _TOP - bottom - between) / panels
 
     def grid(self) -> dict[str, float]:
-        """Margins as matplotlib takes them, parts of the whole."""
+        """Return the margins for matplotlib, as fractions of the figure."""
         return {
             "left": _LEFT / _WIDTH,
             "right": 1 - _RIGHT / _WIDTH,
@@ -312,7 +312,7 @@ def _draw_panel(ax: Any, marks: list[Mark], column: PlotColumn, looks: Looks) ->
 
 
 def _draw_scale(ax: Any, marks: list[Mark]) -> None:
-    """A log scale that holds every number, and twice the smallest at least."""
+    """Set up a log y axis that holds every number, with its ticks and grid."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     numbers = [x for m in marks for x in (m.rmse, m.floor, m.ideal)]
@@ -321,7 +321,7 @@ def _draw_scale(ax: Any, marks: list[Mark]) -> None:
     low, high = 10 ** (min(logs) - margin), 10 ** (max(logs) + margin)
     ax.set_yscale("log")
     ax.set_ylim(low, high)
-    # Without a mark, as of softmax in fp8, there is nothing to read.
+    # A panel without marks, such as softmax in fp8, needs no ticks.
     ax.yaxis.set_major_locator(FixedLocator(_ticks(low, high) if marks else []))
     ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.1e}".replace(".0e", "e")))
@@ -330,11 +330,11 @@ def _draw_scale(ax: Any, marks: list[Mark]) -> None:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers between the two: as few to the power of ten as give at least three."""
+    """Return round numbers from low to high: the fewest per decade that give three or more."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks: list[float] = []
     for digits in _TICKS:
-        # As a reader would write them: 2e-05, and not 2 · 10⁻⁵ with a rounding error.
+        # Parsed from text, since 2 * 10**-5 would have a rounding error and 2e-05 has none.
         numbers = [float(f"{digit}e{power}") for power in powers for digit in digits]
         ticks = [number for number in numbers if low <= number <= high]
         if len(ticks) >= _LEAST_TICKS:
@@ -343,7 +343,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _draw_yardsticks(ax: Any, marks: list[Mark], column: PlotColumn) -> None:
-    """The floor as a line through a whole slot, the ideal kernel below each mark's own place."""
+    """Draw the rounding floor across each slot, and the ideal kernel across each mark's room."""
     floors = {
         (mark.floor, slot.extent)
         for slot in column.slots
@@ -355,11 +355,11 @@ def _draw_yardsticks(ax: Any, marks: list[Mark], column: PlotColumn) -> None:
         ("floor", floors, _FLOOR, 1.4, "solid"),
         ("ideal", ideals, _IDEAL, 1.2, (0, (2, 1))),
     ):
-        known = sorted((at, reach) for at, reach in lines if 0 < at < math.inf)
+        drawable = sorted((at, reach) for at, reach in lines if 0 < at < math.inf)
         ax.hlines(
-            [at for at, _ in known],
-            [left for _, (left, _) in known],
-            [right for _, (_, right) in known],
+            [at for at, _ in drawable],
+            [left for _, (left, _) in drawable],
+            [right for _, (_, right) in drawable],
             colors=colour,
             linewidths=width,
             linestyles=[dashes],
@@ -369,19 +369,19 @@ def _draw_yardsticks(ax: Any, marks: list[Mark], column: PlotColumn) -> None:
 
 
 def _draw_kernel(ax: Any, marks: list[Mark], colour: str, shape: str) -> None:
-    """One kernel's marks: filled, hollow where there is a doubt, a cross where it raised."""
+    """Draw a kernel's marks: filled, hollow where the status is doubtful, a cross if it raised."""
     for raised, marker, gid in ((False, shape, "marks"), (True, "x", "raised")):
-        some = [m for m in marks if (m.status == "error") == raised]
-        if not some:
+        chosen = [m for m in marks if (m.status == "error") == raised]
+        if not chosen:
             continue
-        hollow = [m.status in _DOUBTED for m in some]
-        filled = {  # marks side by side may touch: white keeps them apart
+        hollow = [m.status in _DOUBTED for m in chosen]
+        filled = {  # a white edge separates marks that touch
             "edgecolors": [colour if h else "white" for h in hollow],
             "facecolors": ["white" if h else colour for h in hollow],
         }
         ax.scatter(
-            [m.middle for m in some],
-            [_height(ax, m) for m in some],
+            [m.middle for m in chosen],
+            [_height(ax, m) for m in chosen],
             s=26,
             marker=marker,
             linewidths=[1.5 if raised else 1.1 if h else 0.4 for h in hollow],
@@ -393,7 +393,7 @@ def _draw_kernel(ax: Any, marks: list[Mark], colour: str, shape: str) -> None:
 
 
 def _height(ax: Any, mark: Mark) -> float:
-    """On the lower edge what is exact or raised, on the upper one what is no number."""
+    """Return the y of a mark: the lower edge if exact or raised, the upper one if not finite."""
     lowest, highest = map(float, ax.get_ylim())
     if mark.rmse == 0 or mark.status == "error":
         return lowest
@@ -401,7 +401,7 @@ def _height(ax: Any, mark: Mark) -> float:
 
 
 def _draw_variants(ax: Any, column: PlotColumn, *, tilted: bool) -> None:
-    """Below the last panel: head arrangements, and under them the variants."""
+    """Label the head arrangements below the last panel, and the variants below those."""
     slots = column.slots
     ax.set_xticks([slot.left + 0.5 for slot in slots], [slot.heads for slot in slots])
     crowded = len(slots) > _MOST_ACROSS
@@ -438,7 +438,7 @@ def _draw_titles(fig: Any, report: Report, height: float) -> None:
 
 
 def draw_outside_legend(fig: Any) -> None:
-    """Each label of any panel once, right of all of them."""
+    """Draw a legend right of all panels, with each label once."""
     handles: dict[str, Any] = {}
     for ax in fig.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -446,7 +446,7 @@ def draw_outside_legend(fig: Any) -> None:
     fig.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False)
 
 
-def _draw_legend(fig: Any, shown: Plot, looks: Looks, height: float) -> None:
+def _draw_legend(fig: Any, plot: Plot, looks: Looks, height: float) -> None:
     from matplotlib.lines import Line2D
 
     def sign(**look: Any) -> Any:
@@ -456,7 +456,7 @@ def _draw_legend(fig: Any, shown: Plot, looks: Looks, height: float) -> None:
         cut_line(kernel, _LONGEST) or "?": sign(marker=shape, color=colour, markersize=6)
         for kernel, (colour, shape) in looks.items()
     }
-    statuses = {mark.status for panel in shown.panels for mark in panel.marks}
+    statuses = {mark.status for panel in plot.panels for mark in panel.marks}
     entries["rounding floor"] = sign(linestyle="solid", color=_FLOOR, linewidth=1.4)
     entries["ideal kernel"] = sign(linestyle=(0, (2, 1)), color=_IDEAL, linewidth=1.2)
     hollow = {"color": "#555555", "markerfacecolor": "white"}
@@ -470,10 +470,10 @@ def _draw_legend(fig: Any, shown: Plot, looks: Looks, height: float) -> None:
         entries["raised, at the bottom"] = sign(marker="x", markersize=6, color="#555555")
     legend = fig.legend(
         list(entries.values()),
-        [str(i) for i in range(len(entries))],  # a name that begins with _ would be left out
+        [str(i) for i in range(len(entries))],  # matplotlib leaves out names that begin with _
         loc="upper left",
         bbox_to_anchor=(
-            1 - (_RIGHT - (0.12 if len(shown.columns) == 1 else 0.6)) / _WIDTH,
+            1 - (_RIGHT - (0.12 if len(plot.columns) == 1 else 0.6)) / _WIDTH,
             1 - (_TOP - 0.1) / height,
         ),
         frameon=False,
@@ -483,8 +483,8 @@ def _draw_legend(fig: Any, shown: Plot, looks: Looks, height: float) -> None:
     )
     for text, name in zip(legend.get_texts(), entries, strict=True):
         text.set_text(name)
-    if shown.unsupported:
-        cells = "1 cell" if shown.unsupported == 1 else f"{shown.unsupported} cells"
+    if plot.unsupported:
+        cells = "1 cell" if plot.unsupported == 1 else f"{plot.unsupported} cells"
         fig.text(
             1 - 0.15 / _WIDTH,
             0.15 / height,

@@ -1,4 +1,4 @@
-"""Pages of scores: planted faults, somebody's own tests, sensitivity, properties, a baseline."""
+"""Pages of scores: planted faults, a user's own tests, sensitivity, properties, baselines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from attncheck.reporting.document import (
 )
 from attncheck.reporting.record_text import environment_facts
 
-# The gate on planted faults
+# Scores of the gate on planted faults
 
 _FAULT_LOOKS: dict[fault_scores.FaultOutcome, Look] = {
     "caught": "good",
@@ -45,12 +45,12 @@ _SHORT_RULES = {"allclose(1e-2)": "allclose", "1.1× mean": "mean"}
 
 
 def fault_document(report: fault_scores.FaultReport) -> Document:
-    """The score by category and fault by fault, for each host; then the controls."""
+    """Return the page of a fault report: by host, category and fault; then controls."""
     sections = []
     for host in dict.fromkeys(score.host for score in report.scores if score.host):
         sections.append(_totals(host, [total for total in report.totals if total.host == host]))
         scores = [score for score in report.scores if score.host == host]
-        # What gives the bits of a right kernel cannot be caught: it has a list of its own.
+        # A fault that leaves every bit unchanged cannot be caught, so these are listed apart.
         sections.append(_fault_by_fault(host, [s for s in scores if s.outcome != "equivalent"]))
         if equivalent := [score for score in scores if score.outcome == "equivalent"]:
             sections.append(_reasons(f"{host}: no fault in this host", equivalent))
@@ -81,7 +81,7 @@ def fault_document(report: fault_scores.FaultReport) -> Document:
 def run_facts(
     report: fault_scores.FaultReport | fault_scores.MutantReport, *how: str
 ) -> tuple[str, ...]:
-    """Environments of a run, a line each; then how it asked, when, and for how long."""
+    """Return the environments of a run, a line each; then ``how``, its start and its duration."""
     took = number_text.duration(report.seconds).strip() if report.seconds else ""
     run = " · ".join(filter(None, [*how, report.started, took]))
     return (*map(environment_facts, report.environments.values()), run)
@@ -92,11 +92,11 @@ def _totals(host: str, totals: Sequence[fault_scores.Total]) -> Section:
     heads = [_SHORT_RULES.get(rule, rule) for rule in rules]
     numbers = ("caught", "missed", "median s", "problems", *heads, "named 1st", "≤ 3rd")
     rows = []
-    # The total of the host goes below its categories.
+    # The total of the host, which has no category, goes below its categories.
     for one in sorted(totals, key=lambda each: not each.category):
         scored = one.caught + one.missed
-        named = (one.named_first, one.named_third)
-        # Once, beside the total: categories would say the same again.
+        named_counts = (one.named_first, one.named_third)
+        # Shown only beside the total, since the categories would repeat it.
         unscored = f"{one.unscored} not scored" if one.unscored and not one.category else ""
         cells = (
             one.category or "all",
@@ -105,7 +105,7 @@ def _totals(host: str, totals: Sequence[fault_scores.Total]) -> Section:
             None if one.seconds is None else f"{one.seconds:.1f}",
             None if one.problems is None else f"{one.problems:g}",
             *(Cell(f"{one.peers.get(rule, 0)}/{scored}", "dim") for rule in rules),
-            *(f"{number}/{one.diagnosed}" if one.diagnosed else None for number in named),
+            *(f"{number}/{one.diagnosed}" if one.diagnosed else None for number in named_counts),
         )
         rows.append(row(*cells, remarks=[unscored]))
     table = Table(columns(["category"], numbers, cut=1), tuple(rows))
@@ -155,7 +155,7 @@ def _fault(score: fault_scores.FaultScore, rules: list[str]) -> Row:
 def _cost(
     score: fault_scores.FaultScore | fault_scores.ControlScore, *, scored: bool
 ) -> tuple[Cell, Cell]:
-    """Problems and seconds that it took."""
+    """Return the cells of the problems and seconds that a score took; dashes if not scored."""
     if not scored:
         return DASH, DASH
     return Cell(str(score.problems)), Cell(f"{score.seconds:.1f}")
@@ -166,7 +166,7 @@ def _peer(verdict: fault_scores.PeerVerdict | None) -> Cell:
         return DASH
     if verdict.caught:
         return Cell(str(verdict.problems))
-    # Problems on which it refuses a right kernel too tell nothing of the fault.
+    # Problems on which the rule refuses a right kernel too are no evidence about the fault.
     return Cell(f"0/{verdict.problems - verdict.alarms}", "notable")
 
 
@@ -197,7 +197,7 @@ def _score_sentence(report: fault_scores.FaultReport) -> str:
     scored = outcomes["caught"] + outcomes["missed"]
     parts = [f"{outcomes['caught']} of {scored} faults caught"] if scored else []
     broken = outcomes["harness"] + controls["harness"]
-    # Never silent: a harness that fails scores fewer faults, and looks better.
+    # Always mentioned: a failing harness scores fewer faults, which would look better.
     parts += [f"{broken} could not be scored"] if broken else []
     scored_controls = controls["clean"] + controls["flagged"]
     parts += (
@@ -206,13 +206,13 @@ def _score_sentence(report: fault_scores.FaultReport) -> str:
     return f"{', '.join(parts if scored else ['no fault was scored', *parts])}."
 
 
-# Somebody's own tests on planted faults
+# A user's own tests on planted faults
 
 _TEST_LOOKS: dict[str, Look] = {"caught": "good", "missed": "bad", "not scored": "bad"}
 
 
 def own_tests_document(report: fault_scores.OwnTestsReport) -> Document:
-    """Score of somebody's own tests on the planted faults."""
+    """Return the page of the scores of a user's own tests on the planted faults."""
     categories = dict.fromkeys(score.category for score in report.scores)
     totals = [
         *(_by_status(one, [s for s in report.scores if s.category == one]) for one in categories),
@@ -269,11 +269,11 @@ def _by_status(name: str, scores: Sequence[fault_scores.OwnTestsScore]) -> Row:
     return row(name, Cell(f"{count['caught']}/{scored}", caught), *others)
 
 
-# The smallest faults that are seen
+# Sensitivity: the smallest faults that are seen
 
 
 def sensitivity_document(report: fault_scores.SensitivityReport) -> Document:
-    """Smallest size at which each continuous fault is still seen, by dtype and rule."""
+    """Return a page of the smallest size of each fault that is seen, by dtype and rule."""
     sections = []
     for dtype in dict.fromkeys(one.dtype for one in report.seen):
         faults = [one for one in report.seen if one.dtype == dtype]
@@ -290,7 +290,7 @@ def sensitivity_document(report: fault_scores.SensitivityReport) -> Document:
     notes += [
         f"attncheck asks {one.questions} questions; the rules are asked of the {one.plain} "
         "plain ones among them, but for those on which they refuse a right kernel."
-        # Alike in all of one run: the first stands for them.
+        # The counts are the same for every fault of a run, so the first is enough.
         for one in report.seen[:1]
     ]
     return Document(
@@ -304,7 +304,7 @@ def sensitivity_document(report: fault_scores.SensitivityReport) -> Document:
 
 def _sensitivity(one: fault_scores.FaultSensitivity, rules: Sequence[str]) -> Row:
     sizes = (_size(one.rules.get(rule), one.unit) for rule in rules)
-    # The gate always has a row: it is what the others are compared with.
+    # The gate always has an entry, since the other rules are compared with it.
     question = one.rules[ATTNCHECK_RULE].question
     remark = f"by {question}" if question else ""
     return row(one.summary, Cell(one.unit, "dim"), *sizes, f"{one.seconds:.0f}", remarks=[remark])
@@ -321,11 +321,11 @@ def _size(smallest: fault_scores.SmallestFault | None, unit: str) -> Cell:
 # The property suite
 
 _STATUSES = ("warn", "inconclusive", "fail", "error")
-_COUNTED = {"error": FAILED_STATUSES - {"fail"}}  # where a word stands for several
+_COUNTED = {"error": FAILED_STATUSES - {"fail"}}  # headings that count several statuses
 
 
 def property_document(report: PropertyReport) -> Document:
-    """Tests, problems and seconds of the property suite, by kernel, dtype, mask and file."""
+    """Return a page of the property suite's results by kernel, dtype, mask family and file."""
     sections = [
         _counted_by(report, "kernel", lambda one: one.kernel),
         _counted_by(report, "dtype", lambda one: one.dtype),
@@ -358,14 +358,14 @@ def property_document(report: PropertyReport) -> Document:
                 "warn and inconclusive are no proof of a fault. known: fails as it is known to, "
                 "with a reason; skipped: the kernel takes none of those problems."
             ),
-            *map(Note, _unsupported(report)),
+            *map(Note, _unsupported_lines(report)),
         ),
         closing=(Note(f"{len(report.outcomes):,} tests: {counts}", "plain"),),
     )
 
 
 def total(outcomes: Iterable[PropertyOutcome]) -> Tally:
-    """Add up what these outcomes counted."""
+    """Return the sum of the tallies of ``outcomes``."""
     tally = Tally()
     for outcome in outcomes:
         tally.add(outcome.tally)
@@ -373,7 +373,7 @@ def total(outcomes: Iterable[PropertyOutcome]) -> Tally:
 
 
 def rate(tally: Tally, seconds: float) -> str:
-    """``2,345 problems in 61 s (38 a second), 12 % of the work compiling``."""
+    """Return ``2,345 problems in 61 s (38 a second), 12 % of the work compiling``."""
     speed = f" ({tally.total / seconds:.3g} a second)" if seconds > 0 and tally.total else ""
     share = (
         f", {tally.compiling / tally.seconds:.0%} of the work compiling" if tally.seconds else ""
@@ -405,10 +405,10 @@ def _counted_by(
 
 
 def _failures_of(title: str, outcomes: list[PropertyOutcome]) -> Section:
-    """One row a kernel, test and reason: with the dtypes and families that it holds for."""
+    """Return a section with a row of dtypes and families for each kernel, test and reason."""
     groups: dict[tuple[str, str, str], list[PropertyOutcome]] = {}
     for one in outcomes:
-        # A broken kernel fails alike in every dtype: one row, and not forty.
+        # A broken kernel fails in the same way in every dtype, which makes one row, not forty.
         groups.setdefault((one.kernel, one.test, one.reason), []).append(one)
     rows = []
     for (kernel, test, reason), several in groups.items():
@@ -419,14 +419,14 @@ def _failures_of(title: str, outcomes: list[PropertyOutcome]) -> Section:
     return Section(title, (Table(headings, tuple(rows)),))
 
 
-def _unsupported(report: PropertyReport) -> Iterator[str]:
-    """``mine does not support fp64: …``."""
+def _unsupported_lines(report: PropertyReport) -> Iterator[str]:
+    """Yield a line for each kernel, such as ``mine does not support fp64: …``."""
     for kernel, dtypes in report.untaken.items():
         reasons: dict[str, list[str]] = {}
         for dtype, reason in dtypes.items():
-            # By reason: a kernel mostly lacks several dtypes for one.
+            # Grouped by reason, since a kernel mostly lacks several dtypes for the same one.
             reasons.setdefault(reason, []).append(dtype)
-        causes = "; ".join(f"{', '.join(some)}: {reason}" for reason, some in reasons.items())
+        causes = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
         yield f"{kernel} does not support {causes}"
 
 
@@ -440,18 +440,18 @@ _STANDING_LOOKS: dict[BaselineStanding, Look] = {
     "within rounding": "dim",
     "identical": "dim",
 }
-_MOST = 50  # of a standing that asks for nothing, on a page; the JSON has all
+_MOST = 50  # cases shown of a standing that needs no action; the JSON has all
 
 
 def baseline_document(report: BaselineComparison) -> Document:
-    """Change of each case, the worst first."""
+    """Return the page of each case's change since the baseline, the worst standings first."""
     sections = []
     for standing in _STANDING_LOOKS:
         changes = [change for change in report.changes if change.standing == standing]
-        # Identical cases are counted above: there is nothing to show of them.
+        # Identical cases are counted in the facts above and have nothing else to show.
         if not changes or standing == "identical":
             continue
-        # Every case that got worse is shown; of thousands of new ones the first tell enough.
+        # Every worse or better case is shown, but only the first of thousands of new ones.
         most = len(changes) if standing in {"worse", "better"} else _MOST
         more = f" (the first {most} of {len(changes):,})" if most < len(changes) else ""
         words = ["kernel", "case", "problem", "standing"]
@@ -475,7 +475,7 @@ def baseline_document(report: BaselineComparison) -> Document:
 
 
 def tally(changes: Iterable[Change]) -> str:
-    """``1 worse, 2 better, 31 identical``; standings that nothing has are left out."""
+    """Return ``1 worse, 2 better, 31 identical``, without standings that no case has."""
     counts = Counter(change.standing for change in changes)
     parts = [f"{counts[standing]:,} {standing}" for standing in _STANDING_LOOKS if counts[standing]]
     return ", ".join(parts) or "nothing to compare"
@@ -486,14 +486,14 @@ def _change(change: Change, report: BaselineComparison) -> Row:
         None if value is None else number_text.scientific(value)
         for value in (change.before, change.after)
     )
-    # A new case has nothing before it, and one that is gone nothing after.
-    known = change.before is not None and change.after is not None
+    # A new case has no value before, and a gone case none after.
+    has_both = change.before is not None and change.after is not None
     return row(
         change.kernel,
         change.case_id,
         report.problems.get(change.case_id, ""),
         Cell(change.standing, _STANDING_LOOKS[change.standing]),
         *numbers,
-        number_text.ratio(change.after or 0.0, change.before or 0.0) if known else None,
+        number_text.ratio(change.after or 0.0, change.before or 0.0) if has_both else None,
         remarks=[change.reason],
     )

@@ -34,7 +34,7 @@ _LONGEST_BACKEND = 28
 
 
 def _by_case(records: Iterable[C]) -> dict[str, dict[str, list[C]]]:
-    """Records by variant and shape, and in each by Case, in the order of the plan."""
+    """Return records by variant and shape, and within these by Case, in the order of the plan."""
     groups: dict[str, dict[str, list[C]]] = {}
     for record in records:
         cases = groups.setdefault(f"{record.variant} · {problem_of(record).line}", {})
@@ -42,23 +42,23 @@ def _by_case(records: Iterable[C]) -> dict[str, dict[str, list[C]]]:
     return groups
 
 
-# Distances of the oracles, measured in many digits
+# Distances of the float64 oracles from a result in many digits
 
 _UNITS = {
     "out": "out in units of 2^-53 Σ p|v|",
     "lse": "LSE in units of 2^-53 max(1, |LSE|)",
 }
 _UNITS_OF_SOFTMAX = _UNITS | {"out": "out in units of 2^-53 p"}
-_LEAST_UNITS = 0.01
+_LEAST_UNITS = 0.01  # smaller distances are shown as <0.01
 
 
 def oracle_document(report: survey_reports.OracleReport) -> Document:
-    """Distance of each float64 oracle from the exact result, by case and oracle."""
+    """Return a page of the distance of each float64 oracle from the exact result, by case."""
     agreements = {agreement.case_id: agreement for agreement in report.agreements}
     sections = []
     for title, cases in _by_case(report.records).items():
         names = [record.oracle for record in next(iter(cases.values()))]
-        # A softmax has no values: its outputs are the weights themselves.
+        # A softmax has no V: its outputs are the weights themselves.
         units = _UNITS_OF_SOFTMAX if title.startswith("softmax ") else _UNITS
         for tensor, unit in units.items():
             with_agreement = tensor == "out"
@@ -102,7 +102,7 @@ def oracle_document(report: survey_reports.OracleReport) -> Document:
 
 
 def _distance(distance: survey_reports.Distance, rows: survey_reports.Rows) -> Cell:
-    # Where some are not finite, the largest error of the others is in the row's remark.
+    # If some numbers are not finite, the row's remark has the largest error of the others.
     if not distance.nonfinite:
         return DASH if distance.units is None else Cell(_units(distance.units))
     if rows.overflowed:
@@ -111,16 +111,16 @@ def _distance(distance: survey_reports.Distance, rows: survey_reports.Rows) -> C
 
 
 def _units(units: float) -> str:
-    """Two decimals; of what is not 0 never ``0.00``."""
+    """Return ``units`` with two decimals, but never ``0.00`` for a number that is not 0."""
     if units == 0:
         return "0"
-    if units < _LEAST_UNITS:  # 0.00 would say that the numbers are the very same
+    if units < _LEAST_UNITS:  # 0.00 would claim that the numbers are equal
         return f"<{_LEAST_UNITS}"
     return f"{units:.2f}" if units < 1000 else f"{units:.2e}"
 
 
 def _apart(agreement: survey_reports.Agreement | None, report: survey_reports.OracleReport) -> Cell:
-    """Distance between the recurrences in many digits."""
+    """Return the largest distance between the recurrences in many digits."""
     if agreement is None:
         return DASH
     text = "infinite" if agreement.infinite else "0"
@@ -134,7 +134,7 @@ def _oracle_remarks(
     agreement: survey_reports.Agreement | None,
     report: survey_reports.OracleReport,
 ) -> Iterator[str]:
-    """``naive overflows in 37 of 48 rows; at most 1.20 units elsewhere``, and disagreements."""
+    """Yield ``naive overflows in 37 of 48 rows; at most 1.20 units elsewhere``, disagreements."""
     for record in records:
         rows = record.rows
         other = rows.nonfinite - rows.overflowed - rows.vanished
@@ -146,7 +146,7 @@ def _oracle_remarks(
         facts = [f"{what} {n} of {rows.total} rows" for what, n in counts.items() if n]
         if rows.dead_wrong:
             facts.append(f"is wrong in {rows.dead_wrong} rows that see no key")
-        # Finite rows of an oracle that overflows are worth a number too.
+        # An oracle that overflows in some rows may still be accurate in the others.
         rest = record.out.units
         elsewhere = f"; at most {_units(rest)} units elsewhere" if rest is not None else ""
         if facts:
@@ -160,17 +160,17 @@ def _oracle_remarks(
         yield f"{where} {furthest} and {reference} agree to fewer than {report.must_agree}"
         return
     numbers = "1 number is" if count == 1 else f"{count} numbers are"
-    who = f"{furthest}'s" + (" among them" if count > 1 else "")
-    yield f"{where} {numbers} infinitely far from {reference}'s: {who}"
+    owner = f"{furthest}'s" + (" among them" if count > 1 else "")
+    yield f"{where} {numbers} infinitely far from {reference}'s: {owner}"
 
 
-# Errors of the oracles, proven on balls
+# Errors of the oracles, proven in ball arithmetic
 
 _PARTS = {"out": "out", "lse": "LSE"}
 
 
 def certificate_document(report: survey_reports.CertificateReport) -> Document:
-    """Proven errors of the oracles, beside what the judge allows a kernel there."""
+    """Return a page of the oracles' proven errors, beside the judge's allowances for a kernel."""
     sections = []
     for title, cases in _by_case(report.records).items():
         names = [record.oracle for record in next(iter(cases.values()))]
@@ -218,7 +218,7 @@ def _proven_row(
         record.oracle: getattr(record, part) for record in records
     }
     truth = proven.get(TRUTH)
-    # A certificate of other oracles alone: what the truth would fill stays empty.
+    # A certificate of only other oracles leaves the truth's cells empty.
     cells = [DASH] * 4
     if truth is not None:
         beyond = truth.a_priori is not None and truth.a_priori > 1
@@ -240,12 +240,12 @@ def _share(proven: survey_reports.ProvenError | None, limit: float) -> Cell:
 
 
 def _proof_remarks(record: survey_reports.Certificate, part: str, limit: float) -> Iterator[str]:
-    """``truth: nothing is proven of 4 of 192 numbers``."""
+    """Yield remarks such as ``truth: nothing is proven of 4 of 192 numbers``."""
     proven: survey_reports.ProvenError = getattr(record, part)
     total = proven.elements + proven.unproven + proven.unbounded
     if proven.unproven:
         yield f"{record.oracle}: nothing is proven of {proven.unproven} of {total} numbers"
-    # Only of the truth the judge assumes anything: others are there to compare.
+    # The judge assumes something only of the truth; other oracles are shown for comparison.
     if record.oracle != TRUTH:
         return
     if proven.share is not None and proven.share > limit:
@@ -277,17 +277,17 @@ _ANSWERS: dict[str, Cell] = {
 
 
 def mod_document(report: survey_reports.ModReport) -> Document:
-    """Results of each backend on a file's mods: a row a mod and backend, so that it fits."""
+    """Return a page of each backend's results on a file's mods, a row for each mod."""
     headings = (
         Column("mod", words=True, cut=True),
         Column("kind", words=True),
         Column("expression", words=True, cut=True),
-        *(Column(_headed(name, _LONGEST_BACKEND), words=True) for name in report.backends),
+        *(Column(_truncate(name, _LONGEST_BACKEND), words=True) for name in report.backends),
     )
     rows = []
     for record in report.records:
         answers = {name: record.answers[name] for name in report.backends}
-        expression = _headed(record.expression, _LONGEST_EXPRESSION)
+        expression = _truncate(record.expression, _LONGEST_EXPRESSION)
         cells = (_ANSWERS[answer.status] for answer in answers.values())
         remarks = (
             f"{name}: {answer.detail}"
@@ -313,12 +313,12 @@ def mod_document(report: survey_reports.ModReport) -> Document:
 
 
 def _absences(report: survey_reports.ModReport) -> Iterator[str]:
-    """By reason the backends, and mods where it is not for all, that it holds for."""
+    """Yield a line for each reason: backends (and mods, if not all) that do not support a mod."""
     reasons: dict[str, dict[str, list[str]]] = {}
     for record in report.records:
         for backend, answer in record.answers.items():
             if answer.status == "unsupported":
-                # By reason: a backend that takes no score mod at all says so of every one.
+                # Grouped by reason, since a backend without score mods refuses every one.
                 names = reasons.setdefault(answer.detail, {}).setdefault(backend, [])
                 names.append(record.name)
     for reason, backends in reasons.items():
@@ -329,17 +329,17 @@ def _absences(report: survey_reports.ModReport) -> Iterator[str]:
         yield f"{'; '.join(where)}: {reason}"
 
 
-def _headed(text: str, longest: int) -> str:
+def _truncate(text: str, longest: int) -> str:
     return text if len(text) <= longest else text[: longest - 1].rstrip() + "…"
 
 
-# Tiles that a mask leaves to a kernel
+# Tiles of a mask
 
 _SIGNS = {EMPTY: "·", PARTIAL: "▒", FULL: "█"}
 
 
 def block_document(report: survey_reports.BlockReport) -> Document:
-    """The tiles of a mask, counted by size, and pictures where they were asked for."""
+    """Return a page of a mask's tiles, counted by size, with pictures for records with a map."""
     names = ("tiles", "empty", "partial", "full", "sparsity", "ideal speed-up")
     headings = columns(["tile"], names)
     rows = []
@@ -349,7 +349,7 @@ def block_document(report: survey_reports.BlockReport) -> Document:
         rows.append(row(_tile(record), *map(str, counts), f"{record.sparsity:.1%}", speedup))
     ranges = f"B{report.batch} H{report.heads} Q{report.query} K{report.kv}"
     legend = f"{_SIGNS[EMPTY]} empty, {_SIGNS[PARTIAL]} partial, {_SIGNS[FULL]} full"
-    # A row of tiles cannot be wrapped: the picture would be another.
+    # Wrapping a row of tiles would change the picture.
     note = "{shown} of {all} key blocks are shown: larger tiles, or --map --json, show all."
     pictures = []
     for record in report.records:
@@ -386,7 +386,7 @@ _VERDICT_LOOKS: dict[survey_reports.ReadingVerdict, Look] = {
 
 
 def fingerprint_document(report: survey_reports.FingerprintReport) -> Document:
-    """Measured arithmetic of a kernel, beside what it declares."""
+    """Return a page of a kernel's measured arithmetic, beside the arithmetic that it declares."""
     declared = (
         f"declared in {record.dtype}: {record.arithmetic}"
         for record in report.records

@@ -1,4 +1,4 @@
-"""Documents on a terminal, or as plain text: width, colours, and signs that a stream encodes."""
+"""Documents on a terminal or as plain text: width, colours, and characters of the encoding."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ from attncheck.reporting.document import (
     Verdict,
 )
 
-PLAIN_WIDTH = 120  # columns where there is no terminal to ask
+PLAIN_WIDTH = 120  # columns of output that does not go to a terminal
 
 _GAP = _INDENT = "  "
-_LEAST_WRAPPED = 16  # columns of words that go on below
-_LEAST_CUT = 14  # columns of words that are still read
+_LEAST_WRAPPED = 16  # columns that a wrapped text has at least
+_LEAST_CUT = 14  # columns to which a text may be cut
 _LABEL = 11  # columns of the labels of facts
 _ASCII_SHADES = str.maketrans({"·": ".", "░": "-", "▒": "+", "▓": "#", "█": "@"})
 
 
 def print_lines(lines: Callable[[int], Iterable[Text]], stream: TextIO) -> None:
-    """Write ``lines(width)`` to ``stream``, with its width and colours.
+    """Write ``lines(width)`` to ``stream``, in the width and colours of that stream.
 
     NO_COLOR, FORCE_COLOR and COLUMNS are heeded.
     """
     columns = os.environ.get("COLUMNS", "")
-    # In a pipe rich takes 80 columns; a log has room for more. In 0 columns it shows nothing.
+    # rich assumes 80 columns in a pipe, but logs have room for more; in 0 columns it shows nothing.
     sized = columns.isdecimal() and columns.strip("0") if columns else stream.isatty()
     console = Console(file=stream, width=None if sized else PLAIN_WIDTH)
     with console.capture() as capture:
-        # rich would wrap, highlight and take [brackets] for markup: the lines are final.
+        # The lines are final: rich must not wrap or highlight, or take [brackets] for markup.
         text = Text("\n").join(lines(console.width))
         console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
     print_text(capture.get(), stream)
 
 
 def print_text(text: str, stream: TextIO) -> None:
-    """Write ``text``; a stream that cannot encode a sign gets another one, or a question mark."""
+    """Write ``text``; characters that ``stream`` cannot encode become similar ones or ``?``."""
     encoding = stream.encoding or "utf-8"
     try:
         text.encode(encoding)
@@ -66,16 +66,16 @@ def print_text(text: str, stream: TextIO) -> None:
 
 
 def plain_text(document: Document, width: int = PLAIN_WIDTH) -> str:
-    """``document`` without colours, the same on every machine."""
+    """Return ``document`` as text without colours, the same on every machine."""
     return "".join(f"{line.plain}\n" for line in document_lines(document, width))
 
 
 def document_lines(
     document: Document, width: int, *, before: Iterable[Table] = ()
 ) -> Iterator[Text]:
-    """``document`` line by line, at most ``width`` wide but for facts that are to be copied.
+    """Yield the lines of ``document``, at most ``width`` wide except for texts to be copied.
 
-    What was left out of tables that were shown ``before`` is said with what is left out of its own.
+    Columns left out of tables that were shown ``before`` are listed with those left out here.
     """
     yield from head_lines(document, width)
     sections = [
@@ -84,37 +84,37 @@ def document_lines(
     ]
     blocks = [block for section in sections for block in section.blocks]
     layouts = _layouts([block for block in blocks if isinstance(block, Table)], width)
-    apart = bool(document.verdict_first or document.command or document.facts)
+    needs_blank_line = bool(document.verdict_first or document.command or document.facts)
     for section in sections:
-        if apart:
+        if needs_blank_line:
             yield Text("")
-        apart = True
-        yield from _wrapped(section.title, width, style="bold cyan")
+        needs_blank_line = True
+        yield from _wrap(section.title, width, style="bold cyan")
         for i, block in enumerate(section.blocks):
             if i and isinstance(block, Card | Picture):
                 yield Text("")
             layout = layouts[block.columns, block.groups] if isinstance(block, Table) else None
             yield from _block_lines(block, width, layout=layout)
-    # Columns vanish without a sign: readers must learn that there are more.
+    # Tables do not show that columns are left out, so the closing lines list them.
     every = [*layouts.values(), *(_Layout([table], width) for table in before)]
     left_out = [name for layout in every for name in layout.left_out]
     yield from closing_lines(document, width, left_out=dict.fromkeys(left_out))
 
 
 def head_lines(document: Document, width: int) -> Iterator[Text]:
-    """The command and the facts that a page begins with, below a verdict that comes first."""
+    """Yield the command and the facts at the head of a page, below a verdict that comes first."""
     if document.verdict and document.verdict_first:
         yield from _verdict_lines(document.verdict, width)
-    yield from _wrapped(shortened(document.command), width, style="bold")
+    yield from _wrap(shortened(document.command), width, style="bold")
     for fact in document.facts:
-        yield from _wrapped(shortened(fact), width, style="dim")
+        yield from _wrap(shortened(fact), width, style="dim")
 
 
 def row_lines(section: Section, width: int, *, first: bool) -> Iterator[Text]:
-    """The rows of a section's tables as they come; before the ``first`` its title and headings."""
+    """Yield the rows of a section's tables, after its title and headings if they are ``first``."""
     if first:
         yield Text("")
-        yield from _wrapped(section.title, width, style="bold cyan")
+        yield from _wrap(section.title, width, style="bold cyan")
     for block in section.blocks:
         yield from _block_lines(block, width, headings=first)
 
@@ -122,13 +122,13 @@ def row_lines(section: Section, width: int, *, first: bool) -> Iterator[Text]:
 def closing_lines(
     document: Document, width: int, *, left_out: Iterable[str] = ()
 ) -> Iterator[Text]:
-    """Notes, what a narrow terminal left out, and the verdict, which comes last."""
+    """Yield the notes, the columns that were left out, and the verdict if it comes last."""
     if document.notes or document.closing:
         yield Text("")
     for note in document.notes:
         yield from _note_lines(note, width)
     if columns := ", ".join(left_out):
-        yield from _wrapped(f"Left out at {width} columns: {columns}.", width, style="dim")
+        yield from _wrap(f"Left out at {width} columns: {columns}.", width, style="dim")
     for note in document.closing:
         yield from _note_lines(note, width)
     if document.verdict and not document.verdict_first:
@@ -138,16 +138,16 @@ def closing_lines(
 
 def _verdict_lines(verdict: Verdict, width: int) -> list[Text]:
     style = f"bold {STYLES[verdict.look]}".strip()
-    return _wrapped(f"{verdict.word}  {verdict.text}", width, style=style)
+    return _wrap(f"{verdict.word}  {verdict.text}", width, style=style)
 
 
 def _block_lines(
     block: Block, width: int, *, layout: _Layout | None = None, headings: bool = True
 ) -> Iterator[Text]:
-    """One block; a chart, which no text can show, has no lines.
+    """Yield the lines of a block; a chart has none, since text cannot show it.
 
     Args:
-        layout: Of a table that shares its columns' widths with others.
+        layout: The layout of a table that shares its columns' widths with others.
         headings: Whether a table begins with its headings.
     """
     match block:
@@ -169,26 +169,26 @@ def _block_lines(
 def _note_lines(note: Note, width: int) -> list[Text]:
     if note.whole:
         return [Text(one_line(note.text), style=STYLES[note.look])]
-    return _wrapped(shortened(note.text), width, style=STYLES[note.look])
+    return _wrap(shortened(note.text), width, style=STYLES[note.look])
 
 
 def _fact_lines(pairs: Iterable[tuple[str, str]], width: int) -> Iterator[Text]:
-    """Labels on the left; what does not fit stands below the texts."""
+    """Yield a line for each fact, labels on the left; long texts wrap in their own column."""
     pairs = list(pairs)
     label = max([_LABEL, *(len(name) + 1 for name, _ in pairs)])
     for name, text in pairs:
         first = f"{_INDENT}{one_line(name):<{label}}"
-        yield from _hanging(first, one_line(text), width)
+        yield from _hanging_lines(first, one_line(text), width)
 
 
 def _card_lines(card: Card, width: int) -> Iterator[Text]:
-    """A failure: facts are never wrapped, since a map of signs may be among them."""
-    yield from _wrapped(card.heading, width, style=f"bold {STYLES['bad']}")
+    """Yield a failure; its facts are never wrapped, since a map of characters may be among them."""
+    yield from _wrap(card.heading, width, style=f"bold {STYLES['bad']}")
     yield from map(Text, card_text(card))
 
 
 def card_text(card: Card) -> list[str]:
-    """The facts of a failure, a line each, and how to reproduce it."""
+    """Return the facts of a failure, a line each, and the command that reproduces it."""
     lines = [f"{_INDENT}{name:<{_LABEL}}{one_line(text)}" for name, text in card.facts]
     return [*lines, f"Reproduce: {one_line(card.command)}"] if card.command else lines
 
@@ -197,33 +197,33 @@ def _picture_lines(picture: Picture, width: int) -> Iterator[Text]:
     room = max(1, width - len(_INDENT))
     yield Text(_cut(one_line(picture.title), width), style="bold")
     yield from (Text(_INDENT + line[:room]) for line in picture.lines)
-    # It is cut, and not wrapped: rows of signs must stay below each other.
+    # Lines are cut, not wrapped, since their characters must stay below each other.
     longest = max(map(len, picture.lines), default=0)
     if picture.cut_note and longest > room:
         note = picture.cut_note.format(shown=room, all=longest)
-        yield from _wrapped(note, width, style="yellow", indent=_INDENT)
+        yield from _wrap(note, width, style="yellow", indent=_INDENT)
 
 
 class _Layout:
-    """Columns that tables alike show, and the width of each.
+    """The columns that fit on a terminal, and their widths, shared by tables of equal columns.
 
     Attributes:
-        shown: Places of the columns.
-        widths: Of each of these.
-        left_out: Headings of the others.
+        columns: All columns of the tables.
+        shown: Indices of the columns that fit.
+        left_out: Headings of the other columns.
     """
 
     def __init__(self, tables: Sequence[Table], width: int) -> None:
         self.columns = tables[0].columns
-        self._widths = [_natural(i, c, tables) for i, c in enumerate(self.columns)]
+        self._widths = [_natural_width(i, c, tables) for i, c in enumerate(self.columns)]
         self.shown = list(range(len(self.columns)))
         self.left_out: list[str] = []
-        # What is spared goes first, a rank at a time; only then are words cut.
+        # Leave out columns with a ``spare`` rank, one rank at a time; only then cut words.
         for rank in sorted({c.spare for c in self.columns if c.spare}):
             if self.total > width:
-                gone = [i for i in self.shown if self.columns[i].spare == rank]
-                self.left_out += [self.columns[i].heading for i in gone]
-                self.shown = [i for i in self.shown if i not in gone]
+                dropped = [i for i in self.shown if self.columns[i].spare == rank]
+                self.left_out += [self.columns[i].heading for i in dropped]
+                self.shown = [i for i in self.shown if i not in dropped]
         for i in sorted(self.shown, key=lambda i: -self._widths[i]):
             if self.columns[i].cut and self.total > width:
                 least = min(self._widths[i], _LEAST_CUT)
@@ -235,26 +235,26 @@ class _Layout:
         return len(_INDENT) + widths + len(_GAP) * (len(self.shown) - 1)
 
     def lines(self, cells: Sequence[Cell], width: int) -> Iterator[Text]:
-        """A row, of which every cell stands in its column; the last may go on below."""
+        """Yield the lines of a row; a last column with ``wrap`` may take several."""
         if len(cells) < len(self.columns) or not self.columns[-1].wrap:
             yield self.line(cells)
             return
         *others, last = cells
         line = self.line([*others, Cell("")], strip=False)
         line.right_crop(self._widths[-1])
-        for text in _hanging(line.plain, one_line(last.text), width):
+        for text in _hanging_lines(line.plain, one_line(last.text), width):
             rest = Text(text.plain[len(line.plain) :], style=STYLES[last.look])
             yield Text.assemble(line, rest)
             line = Text(" " * len(line.plain))
 
     def line(self, cells: Sequence[Cell], *, strip: bool = True) -> Text:
-        """A row in one line."""
+        """Return a row in one line."""
         line = Text(_INDENT)
         for n, i in enumerate(place for place in self.shown if place < len(cells)):
             cell, width = cells[i], self._widths[i]
-            # A mark that takes the place of a row's cells may be wider than its column.
+            # A status in place of a row's numbers may be wider than its column.
             last = len(cells) < len(self.columns) and i == len(cells) - 1
-            text = _flat(cell.text) if last else _cut(_flat(cell.text), width)
+            text = _flatten(cell.text) if last else _cut(_flatten(cell.text), width)
             padding = " " * (width - cell_len(text))
             line.append(_GAP if n else "")
             words = self.columns[i].words
@@ -264,50 +264,50 @@ class _Layout:
         return line
 
 
-def _natural(i: int, column: Column, tables: Sequence[Table]) -> int:
-    # A mark in place of a row's cells ("unsupported") makes no column wider.
+def _natural_width(i: int, column: Column, tables: Sequence[Table]) -> int:
+    # A status in place of a row's numbers ("unsupported") makes no column wider.
     rows = (row for table in tables for row in table.rows if len(row.cells) == len(table.columns))
     texts = [column.heading, " " * _LEAST_WRAPPED * column.wrap]
     if not column.wrap:
-        texts += [_flat(row.cells[i].text) for row in rows]
+        texts += [_flatten(row.cells[i].text) for row in rows]
     return max(min(max(map(cell_len, texts)), column.most), column.least)
 
 
 def _parts(block: Block, width: int) -> list[Block]:
-    """``block``, or a table that is too wide as several with the same first columns."""
+    """Return ``block``; a too wide table becomes several with the same first columns."""
     if not isinstance(block, Table) or not block.keys or _Layout([block], width).total <= width:
         return [block]
-    # Greedy: columns in their order, a new table where the next one does not fit.
+    # Greedy: columns in order, with a new table whenever the next column does not fit.
     keys, places = list(range(block.keys)), range(block.keys, len(block.columns))
     chosen: list[list[int]] = [keys]
     for i in places:
-        wider = _only(block, [*chosen[-1], i])
+        wider = _with_columns(block, [*chosen[-1], i])
         if len(chosen[-1]) > block.keys and _Layout([wider], width).total > width:
             chosen.append(keys)
         chosen[-1] = [*chosen[-1], i]
-    parts = [_only(block, some) for some in chosen]
+    parts = [_with_columns(block, some) for some in chosen]
     return [
         *(replace(p, rows=tuple(replace(r, remarks=()) for r in p.rows)) for p in parts[:-1]),
         parts[-1],
     ]
 
 
-def _only(table: Table, places: list[int]) -> Table:
-    """``table`` with some of its columns."""
+def _with_columns(table: Table, places: list[int]) -> Table:
+    """Return ``table`` with the columns of these indices only."""
     rows = tuple(replace(row, cells=tuple(row.cells[i] for i in places)) for row in table.rows)
     return replace(table, columns=tuple(table.columns[i] for i in places), rows=rows, keys=0)
 
 
 def _layouts(tables: Sequence[Table], width: int) -> dict[tuple[object, ...], _Layout]:
-    """Tables of the same columns stand in line with each other, however far apart."""
-    alike: dict[tuple[object, ...], list[Table]] = {}
+    """Return one layout for all tables with the same columns, so that these are aligned."""
+    by_columns: dict[tuple[object, ...], list[Table]] = {}
     for table in tables:
-        alike.setdefault((table.columns, table.groups), []).append(table)
-    return {key: _Layout(several, width) for key, several in alike.items()}
+        by_columns.setdefault((table.columns, table.groups), []).append(table)
+    return {key: _Layout(several, width) for key, several in by_columns.items()}
 
 
 def _table_lines(table: Table, layout: _Layout, width: int, *, headings: bool) -> Iterator[Text]:
-    """Headings, then rows, each remark below its row, each new group above its rows."""
+    """Yield headings, then rows, each remark below its row and each new group above its rows."""
     if headings:
         yield layout.line([Cell(column.heading, "dim") for column in table.columns])
     group: tuple[str, ...] = ()
@@ -319,11 +319,11 @@ def _table_lines(table: Table, layout: _Layout, width: int, *, headings: bool) -
         yield from layout.lines(row.cells, width)
         for remark in row.remarks:
             style = STYLES[remark.look]
-            yield from _wrapped(f"└ {shortened(remark.text)}", width, style=style, indent="    ")
+            yield from _wrap(f"└ {shortened(remark.text)}", width, style=style, indent="    ")
 
 
-def _hanging(first: str, text: str, width: int) -> list[Text]:
-    """``first`` and ``text`` in lines, of which all but the first begin below ``text``."""
+def _hanging_lines(first: str, text: str, width: int) -> list[Text]:
+    """Return lines of ``first`` and then ``text``, wrapped in the column where ``text`` begins."""
     lines = textwrap.wrap(
         text, max(width - len(first), _LEAST_WRAPPED), break_on_hyphens=False
     ) or [""]
@@ -331,18 +331,18 @@ def _hanging(first: str, text: str, width: int) -> list[Text]:
     return [Text((indent if i else first) + line) for i, line in enumerate(lines)]
 
 
-def _wrapped(text: str, width: int, *, style: str = "", indent: str = "") -> list[Text]:
-    """``text`` in lines of ``width`` columns after ``indent``, all but the first further in."""
+def _wrap(text: str, width: int, *, style: str = "", indent: str = "") -> list[Text]:
+    """Return ``text`` wrapped to ``width`` columns, indented, further from the second on."""
     line = one_line(text)
-    # textwrap counts characters, and an East Asian one may take two columns.
+    # textwrap counts characters, but an East Asian one may take two columns.
     size = width if cell_len(line) == len(line) else width // 2
     further = indent + "  "
     lines = textwrap.wrap(line, max(size, 20), initial_indent=indent, subsequent_indent=further)
     return [Text(part, style=style) for part in lines]
 
 
-def _flat(text: str) -> str:
-    """``text`` in one line, with the spaces at its end that keep units in line."""
+def _flatten(text: str) -> str:
+    """Return ``text`` in one line, keeping the trailing spaces that align units."""
     return one_line(text) + " " * (len(text) - len(text.rstrip(" ")))
 
 
