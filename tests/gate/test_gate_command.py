@@ -204,9 +204,10 @@ def test_nothing_tested_is_5_and_a_stopped_run_goes_on(gate, tmp_path):
 
 
 def test_the_first_failure_stops_the_run(gate, tmp_path):
-    done = gate(f"{PLANTED}::of_another_dtype", *LITTLE, "-x", "--in-process", cwd=tmp_path)
+    options = (*LITTLE, "--stage", "bounds", "-x", "--in-process")
+    done = gate(f"{PLANTED}::of_another_dtype", *options, cwd=tmp_path)
     assert done.returncode == 1
     report = load_report(tmp_path / "reports" / "gate" / "gate.json", GateReport)
     assert report.unfinished
-    assert "stopped" in report.unfinished_because
+    assert "stopped early, before the questions of bounds were chosen" in report.unfinished_because
     assert "--in-process" in done.stderr

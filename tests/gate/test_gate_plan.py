@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace as replace_unit
 from tests.gate.driven import choices, named
 
 from attncheck.cases.covering import DIMS, EXCLUSIONS, HEADS, SHAPES, row_problem, row_values
@@ -75,11 +76,24 @@ def test_what_takes_seconds_to_choose_is_drawn_while_others_are_asked():
     *probes, drawn = plan_kernel(found)
     assert {unit.stage for unit in probes} == {"probes"}
     assert (drawn.kind, drawn.stage, drawn.test, found.bounds) == ("draw", "bounds", "", None)
-    with closing(GateWorker(choices(stages="probes,bounds,baseline", dtypes="fp32,bf16"))) as gate:
-        units = gate.do(drawn).units
+    units = draw(drawn, stages="probes,bounds,baseline")
     assert list(units) == covering_units(found)
     assert {unit.stage for unit in units} == {"bounds", "baseline"}
-    assert plan_kernel(planning(stages="baseline"))[0].stage == "baseline"
+    (alone,) = plan_kernel(planning(stages="baseline"))
+    assert alone == drawn
+    assert {unit.stage for unit in draw(alone, stages="baseline")} == {"baseline"}
+
+
+def test_what_follows_from_a_unit_is_the_same_if_that_was_lost_before():
+    (describe,) = describe_units(["ideal"], device="cpu", tier="smoke", convention="")
+    stages = {"stages": "bounds"}
+    assert draw(describe, **stages) == draw(replace_unit(describe, alone=True), **stages)
+
+
+def draw(unit, **options):
+    """The units that follow from one."""
+    with closing(GateWorker(choices(**{"dtypes": "fp32,bf16"} | options))) as gate:
+        return gate.do(unit).units
 
 
 def test_questions_of_one_kernel_key_are_told_on_a_gpu():
@@ -96,6 +110,9 @@ def test_questions_of_one_kernel_key_are_told_on_a_gpu():
     assert key("cpu") == ""
     (describe,) = describe_units(["x"], device="cuda", tier="pr", convention="")
     assert kernel_key(describe) == ""
+    case = Case(problem=Problem(query=64)).to_json()
+    sanitizes = {"kind": "ask", "variant": "compute-sanitizer memcheck", "case": case}
+    assert kernel_key(replace_unit(describe, **sanitizes)) == ""
 
 
 def test_every_stage_asks_something(whole):

@@ -57,6 +57,16 @@ def test_each_stage_takes_as_long_as_it_has_taken():
     assert count.line(last).endswith("about 3 min left")
 
 
+def test_nothing_is_estimated_before_it_is_known_how_many_questions_the_bounds_have():
+    count, draw = GateProgress(), unit("bounds", 0, "draw")
+    count.hear(event(FIRST, 1, units=(*CONTRACT, draw)))
+    for number, one in enumerate(CONTRACT, 2):
+        count.hear(event(one, number))
+    assert count.left(event(CONTRACT[-1], 13)) is None
+    count.hear(event(draw, 14, units=BOUNDS))
+    assert count.left(event(draw, 14)) is not None
+
+
 def test_what_the_journal_had_and_what_was_before_count_for_nothing():
     count = GateProgress()
     for number, one in enumerate(CONTRACT, 1):

@@ -137,14 +137,42 @@ def test_nobody_waits_for_what_is_made_where_there_is_nothing_else(path, tmp_pat
     assert begun(path, maker, unit("b", makes="kernel", touch=file)) == ["a", "b"]
 
 
-def test_what_was_lost_or_is_made_is_no_longer_waited_for(path, tmp_path):
-    file, lost = str(tmp_path / "file"), tmp_path / "lost"
-    lost.mkdir()
-    dies = unit("a", makes="kernel", die=signal.SIGKILL, times=1, folder=str(lost))
-    waits = unit("b", wait_for=file)
-    # While b waits the other lane does them: d is begun though c, which makes the same, ran before.
-    rest = [unit("c", makes="kernel"), unit("d", makes="kernel", touch=file)]
-    assert begun(path, dies, waits, *rest)[:4] == ["a", "b", "c", "d"]
+@pytest.mark.parametrize("lost", [False, True])
+def test_units_are_released_when_the_one_that_makes_their_product_has_ended(path, lost):
+    with Journal.open(path, {"command": "test"}, resume=False) as journal:
+        schedule = pool.Schedule(
+            journal,
+            priority=lambda _: (),
+            mine=lambda _: True,
+            product=lambda one: one.case.get("makes", ""),
+        )
+        maker, *users = (unit(name, makes="kernel") for name in "abc")
+        rest = [unit(name) for name in "xyz"]
+        schedule.add([maker, *users, *rest])
+
+        def take():
+            schedule.peek(1)
+            return schedule.take().case["name"]
+
+        assert [take(), take()] == ["a", "x"]
+        schedule.end(rest[0], lost=False)
+        assert (schedule.peek(1), len(schedule)) == (rest[1], 4)
+        schedule.end(maker, lost=lost)
+        # The first of them makes it, if it is not there.
+        assert [take(), take(), take(), take()] == (list("byzc") if lost else list("bcyz"))
+        assert schedule.peek(0) is None
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_unit_that_is_done_or_took_too_long_is_waited_for_no_longer(path, tmp_path, hangs):
+    how = {"wait_for": str(tmp_path / "never")} if hangs else {"seconds": 0.3}
+    maker = unit("a", makes="kernel", **how)
+    rest = [unit(f"c{n}", seconds=0.4) for n in range(6)]
+    options = {"product": lambda one: one.case.get("makes", ""), "limits": Limits(unit=1.0)}
+    _, events = ran(path, [maker, unit("b", makes="kernel"), *rest], **options)
+    order = [event.unit.case["name"] for event in events if event.kind == "begun"]
+    assert order[:2] == ["a", "c0"]
+    assert order.index("b") < order.index("c5")
 
 
 def test_a_lane_makes_its_work_once_and_closes_it(path, tmp_path):

@@ -463,6 +463,8 @@ class GateProgress:
         rest = Counter(kind for id_, kind in self._known.items() if id_ not in self._finished_ids)
         if not rest:
             return 0.0
+        if "draw bounds" in rest:  # how many questions will follow is not known yet
+            return None
         work = sum(fmean(self._durations.get(kind, times)) * count for kind, count in rest.items())
         # Scaled to the run's own count, as some units are another shard's and some not known here.
         return work / rest.total() * (event.known - event.finished) / self._most

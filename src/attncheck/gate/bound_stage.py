@@ -40,7 +40,7 @@ AGAIN = "again"
 """Suffix of variants that reuse a compiled kernel; for these only the verdict is computed."""
 
 # Number of leading values, which find most faults, of long axes in tiers with little time.
-_FEW = {"score": 6, "stored": 6, "heads": 6, "dims": 4, "distribution": 4}
+_LEADING_VALUES = {"score": 6, "stored": 6, "heads": 6, "dims": 4, "distribution": 4}
 # Number of leading values of long axes that are also covered in triples.
 _CORE = {"extent": 1, "score": 4, "scale": 1, "stored": 3, "backward": 2}
 # Mask families by which support of a mask is determined, if their names differ from the mask's.
@@ -162,8 +162,8 @@ def axes_of(planning: Planning) -> dict[str, tuple[Any, ...]]:
         "stored": kinds + _taken_values(planning, "stored", axes, more)[1:],
         "backward": _taken_values(planning, "backward", axes, axes["backward"][1:]),
     }
-    few = {} if tier.all_values else _FEW
-    return {name: values[: few.get(name, len(values))] for name, values in axes.items()}
+    limits = {} if tier.all_values else _LEADING_VALUES
+    return {name: values[: limits.get(name, len(values))] for name, values in axes.items()}
 
 
 def _kind_of(stored: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -92,7 +92,7 @@ def build_report(
         stages=_stages(head),
         planned=_planned_questions(content, head),
         unfinished=len(missing),
-        unfinished_because=(content.why or "not all was asked") if missing else "",
+        unfinished_because=_reason_for_missing(content, missing),
         missing=_missing(missing, described),
         harness=tuple(done.harness for done in content.results.values() if done.harness),
         **_comparisons(content, answers, environments, baseline, complete=not missing),
@@ -100,6 +100,13 @@ def build_report(
     )
     report = replace(report, changes=tuple(_allowed_changes(report)))
     return replace(report, causes=tuple(_causes(report)))
+
+
+def _reason_for_missing(content: JournalContent, missing: Sequence[Unit]) -> str:
+    reason = (content.why or "not all was asked") if missing else ""
+    # A draw unit without a property chooses the questions of bounds and baseline.
+    unchosen = any(unit.kind == "draw" and not unit.test for unit in missing)
+    return f"{reason}, before the questions of bounds were chosen" if unchosen else reason
 
 
 def _missing(
@@ -162,9 +169,9 @@ def _comparisons(
     if baseline is not None:
         names.append(baseline[0])
         # Cases of the baseline that are missing in a shard may be in other shards.
-        whole = complete and not head.get("shard")
+        is_whole = complete and not head.get("shard")
         changes.append(
-            baseline_comparison.compare_runs(baseline[1], answers, environments, complete=whole)
+            baseline_comparison.compare_runs(baseline[1], answers, environments, complete=is_whole)
         )
     if head.get("against"):
         names.append(f"commit {str(head['against'])[:12]}")

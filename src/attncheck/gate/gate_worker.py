@@ -256,7 +256,7 @@ class GateWorker:
         )
         # Shrinking is a separate unit, so that other questions come first.
         shrinks = record.status in SHRUNK_STATUSES and not is_other_commit and not is_unclaimed
-        units = (replace(unit, kind="shrink"),) if shrinks else ()
+        units = (replace(unit, kind="shrink", alone=False),) if shrinks else ()
         return Done(unit=unit.id, answers=(answer,), units=units, attempts=1)
 
     def _run_case(self, unit: Unit, host: KernelHost, case: Case) -> tuple[Record, int]:

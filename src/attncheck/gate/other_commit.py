@@ -145,9 +145,9 @@ class CommitTree:
 
         A folder with an attncheck is left out, since the kernel's process must run this one.
         """
-        places = dict.fromkeys((folder, folder / "src", self.root / "src", self.root))
-        able = (one for one in places if one.is_dir() and not (one / _OURS).is_dir())
-        return tuple(map(str, able))
+        candidates = dict.fromkeys((folder, folder / "src", self.root / "src", self.root))
+        usable = (one for one in candidates if one.is_dir() and not (one / _OURS).is_dir())
+        return tuple(map(str, usable))
 
 
 @contextmanager

@@ -13,7 +13,12 @@ from attncheck.core.errors import UsageError
 from attncheck.gate.bound_stage import baseline_units, bound_units
 from attncheck.gate.planning import Planning
 from attncheck.gate.property_stage import property_units
-from attncheck.gate.stages import contract_units, probe_units, surrounding_units
+from attncheck.gate.stages import (
+    SANITIZER_VARIANT,
+    contract_units,
+    probe_units,
+    surrounding_units,
+)
 from attncheck.inputs.problem import Case, check_parameters
 from attncheck.records.failures import MAX_STORED, StoredFailure, is_id, load_failure
 from attncheck.records.run_reports import STAGES, Stage
@@ -42,10 +47,11 @@ _RUNTIME_FIELDS = {"batch", "heads", "kv_heads", "query", "kv", "scale", "distri
 def plan_kernel(planning: Planning) -> list[Unit]:
     """Return the distinct units of a kernel, which depend only on the kernel and the choices."""
     stages = planning.choices.stages
-    covering = [stage for stage in stages if stage in _COVERING]
+    covering = not set(_COVERING).isdisjoint(stages)
     units = _units_of(planning, [stage for stage in stages if stage not in _COVERING])
     # One unit draws both stages, because they share their cases.
-    return units + [replace(planning.unit, kind="draw", stage=stage) for stage in covering[:1]]
+    draw = replace(planning.unit, kind="draw", stage="bounds", alone=False)
+    return [*units, draw] if covering else units
 
 
 def covering_units(planning: Planning) -> list[Unit]:
@@ -86,9 +92,10 @@ def priority(unit: Unit) -> tuple[int, ...]:
 def kernel_key(unit: Unit) -> str:
     """Return a key that is equal for questions that most likely run the same compiled kernels.
 
-    It is empty where nothing is compiled.
+    It is empty where nothing is compiled, and for compute-sanitizer, whose processes compile anew.
     """
-    if unit.device == "cpu" or unit.kind != "ask":
+    sanitizes = unit.variant.startswith(SANITIZER_VARIANT)
+    if unit.device == "cpu" or unit.kind != "ask" or sanitizes:
         return ""
     fields = {k: v for k, v in unit.case["problem"].items() if k not in _RUNTIME_FIELDS}
     # The arguments of masks and score mods are passed when a kernel is launched.

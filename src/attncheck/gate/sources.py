@@ -141,17 +141,17 @@ def _has_changed(kernel: str, files: Collection[Path]) -> bool:
     if table is None or not table.sources:
         return True
     folder = project.folder.resolve()
-    inside = [f.relative_to(folder).as_posix() for f in files if f.is_relative_to(folder)]
-    own = project.path is not None and project.path.name in inside  # the configuration has changed
+    changed = [f.relative_to(folder).as_posix() for f in files if f.is_relative_to(folder)]
+    config_changed = project.path is not None and project.path.name in changed
     entry_files = (
         path
         for reference in (table.entry, table.backward)
         for path in _entry_files(reference, folder)
     )
     return (
-        own
+        config_changed
         or any(path in files or path.resolve() in files for path in entry_files)
-        or any(matches_pattern(file, pattern) for file in inside for pattern in table.sources)
+        or any(matches_pattern(file, pattern) for file in changed for pattern in table.sources)
     )
 
 

@@ -64,7 +64,7 @@ def contract_units(planning: Planning) -> Iterator[Unit]:
 
 def _contract_problems(planning: Planning) -> Iterator[tuple[str, Problem]]:
     dtypes = planning.dtypes
-    for number, dtype in enumerate(dtypes):
+    for turn, dtype in enumerate(dtypes):
         scaled = DTYPES[dtype].scaled
         for name, entry in named_problems.tagged(named_problems.SMALLEST).items():
             for backward in (False,) if scaled else (False, True):
@@ -73,7 +73,7 @@ def _contract_problems(planning: Planning) -> Iterator[tuple[str, Problem]]:
                 if nearest is not None:
                     yield f"{name} backward" if backward else name, nearest
         # One dtype is enough, since these problems are unusual in any dtype.
-        if number == 0:
+        if turn == 0:
             yield from _unmoved_problems(planning, named_problems.CONTRACT, [dtype])
         if scaled:
             yield from _unmoved_problems(planning, named_problems.FP8, [dtype])
@@ -279,7 +279,7 @@ def sanitize_kernel(unit: Unit, planning: Planning) -> Done:
 
 
 def _sanitizer_cases(planning: Planning) -> list[Case]:
-    """Return distinct problems that the kernel takes, preferably in bf16 or fp16."""
+    """Return cases of distinct problems that the kernel takes, preferably in bf16 or fp16."""
     if not planning.dtypes:
         return []
     dtype = next((d for d in planning.dtypes if d in {"bf16", "fp16"}), planning.dtypes[0])

@@ -351,8 +351,8 @@ def missing_shards(journals: Sequence[JournalContent]) -> tuple[Shard, ...]:
     if len(counts) > 1:
         numbers = " and ".join(str(count) for count in sorted(counts))
         raise UsageError(f"the journals are of runs in {numbers} parts.")
-    every = {Shard(number, count) for count in counts for number in range(1, count + 1)}
-    return tuple(sorted(every - shards, key=lambda shard: shard.number))
+    all_shards = {Shard(number, count) for count in counts for number in range(1, count + 1)}
+    return tuple(sorted(all_shards - shards, key=lambda shard: shard.number))
 
 
 def merged_journal_bytes(content: JournalContent) -> bytes:

@@ -198,8 +198,8 @@ def journal_line(number: int, kind: str, at: float, rest: Mapping[str, Any]) -> 
 
 def plan_fingerprint(head: Mapping[str, Any], version: str) -> str:
     """Return a digest of the header, except the keys in ``VOLATILE``, and of the version."""
-    same = {k: v for k, v in json_numbers.to_plain_data(head).items() if k not in VOLATILE}
-    text = msgspec.json.encode([SCHEMA, version, same], order="sorted")
+    identity = {k: v for k, v in json_numbers.to_plain_data(head).items() if k not in VOLATILE}
+    text = msgspec.json.encode([SCHEMA, version, identity], order="sorted")
     return hashlib.sha256(text).hexdigest()[:16]
 
 

@@ -68,8 +68,8 @@ class Schedule:
         self._count = itertools.count()
         self._waiting: list[_QueueItem] = []
         self._suspects: list[_QueueItem] = []
+        # Units that wait for a product that a running unit is the first to make.
         self._held_back: list[_QueueItem] = []
-        # Products that exist, and those that a running unit is the first to make.
         self._products, self._products_in_progress = {""}, set[str]()
         self.known = self.elsewhere = 0  # Number of units of this shard, and of other shards.
         self.hopeless: list[Unit] = []  # Units to be given up.
@@ -106,34 +106,29 @@ class Schedule:
     def peek(self, running: int) -> Unit | None:
         """Return the next unit while ``running`` units are running; None if none may be begun."""
         while self._waiting and self._waiting[0][2] in self._products_in_progress:
-            self._held_back.append(heapq.heappop(self._waiting))
-        if not self._waiting and self._held_back:
-            # To make a product twice is better than an idle worker.
-            self._products_in_progress.clear()
-            self._release()
-        if self._waiting:
-            return self._waiting[0][-1]
-        return self._suspects[0][-1] if self._suspects and not running else None
+            heapq.heappush(self._held_back, heapq.heappop(self._waiting))
+        # To make a product twice is better than an idle worker.
+        queue = self._waiting or self._held_back or (self._suspects if not running else ())
+        return queue[0][-1] if queue else None
 
     def take(self) -> Unit:
         """Remove and return the unit that ``peek`` returned."""
-        *_, product, unit = heapq.heappop(self._waiting or self._suspects)
+        *_, product, unit = heapq.heappop(self._waiting or self._held_back or self._suspects)
         if product not in self._products:
             self._products_in_progress.add(product)
         return unit
 
-    def end(self, unit: Unit) -> None:
-        """Release the units that were held back for the product of ``unit``, which has ended."""
-        product = self._product(unit)
-        self._products.add(product)
-        if product in self._products_in_progress:
-            self._products_in_progress.remove(product)
-            self._release()
+    def end(self, unit: Unit, *, lost: bool) -> None:
+        """Release the units that were held back for the product of ``unit``, which has ended.
 
-    def _release(self) -> None:
-        for item in self._held_back:
-            heapq.heappush(self._waiting, item)
-        self._held_back.clear()
+        If it was lost, the next one of them makes the product.
+        """
+        product = self._product(unit)
+        self._products_in_progress.discard(product)
+        if not lost:
+            self._products.add(product)
+        while self._held_back:
+            heapq.heappush(self._waiting, self._held_back.pop())
 
     def queue(self, unit: Unit) -> None:
         """Add ``unit`` to the queue, or to the suspects if it was lost before."""
@@ -250,9 +245,10 @@ class _Run:
         if self.why:
             return
         wanted = len(self.schedule) + len(self.running)
-        # Describing a kernel yields many units: start all workers meanwhile.
+        # Describing a kernel and drawing its bounds yield many units: start all workers meanwhile.
         nearest = [self.schedule.peek(0), *(unit for unit, _ in self.running.values())]
-        if any(unit is not None and unit.kind == "describe" for unit in nearest):
+        plans = [unit for unit in nearest if unit is not None and unit.kind in {"describe", "draw"}]
+        if any(not unit.test for unit in plans):
             wanted = _MANY
         self.pool.staff(wanted, fresh=int(self.making_room))
         for worker in self.pool.ready():
@@ -281,8 +277,9 @@ class _Run:
         # An idle worker was lost, but no unit.
         if unit is None:
             return
-        self.schedule.end(unit)
         done = news.done
+        lost = done is None or done.unit != unit.id
+        self.schedule.end(unit, lost=lost)
         if done is None or done.unit != unit.id:
             self.handle_loss(unit, news.lost or f"its process gave the result of {done!r}")
         elif "usage" in done.facts:
@@ -343,7 +340,7 @@ class _Run:
             if now - begun > limits.unit:
                 del self.running[worker]
                 self.pool.drop(worker)
-                self.schedule.end(unit)
+                self.schedule.end(unit, lost=True)
                 self.handle_loss(unit, f"its process did not come back within {limits.unit:g} s")
 
 

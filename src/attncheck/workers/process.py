@@ -40,7 +40,7 @@ _PERIOD = 0.1  # Seconds between two checks whether a silent process is alive.
 _PAUSE = 0.02  # Seconds between two checks whether a process that should end has ended.
 _LAST_LINES = 3  # Lines of standard error that are quoted in a message.
 _LONGEST_LINE = 300  # Characters of a quoted line.
-_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"  # Folder of attncheck's modules.
 
 # The worker uses this process's sys.path, without its own working directory.
 _CODE = "import sys; sys.path[:] = {path!r}; from attncheck.workers.worker_main import run; run()"
@@ -160,10 +160,10 @@ class Worker:
         its_requests, self._requests = os.pipe()
         self.replies, its_replies = os.pipe()
         self._owned = [self._requests, self.replies]
-        surroundings = {**os.environ, **(environment or {}), MARK: self._mark}
+        child_environment = {**os.environ, **(environment or {}), MARK: self._mark}
         if paths:
             places = (*paths, os.environ.get("PYTHONPATH", ""))
-            surroundings["PYTHONPATH"] = os.pathsep.join(filter(None, places))
+            child_environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
         self._oom_kills = oom_kills()
         try:
             self._process = subprocess.Popen(  # noqa: S603  # this Python, our own code
@@ -173,7 +173,7 @@ class Worker:
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 cwd=folder or None,
-                env=surroundings,
+                env=child_environment,
                 pass_fds=(its_requests, its_replies),
                 start_new_session=True,  # a Ctrl-C in the terminal must not reach it
             )

@@ -122,9 +122,9 @@ class Receiver:
             words, data = self._read(words_size, ready), self._read(data_size, ready)
             checksum = self._read(_CHECKSUM, ready)
         else:
-            whole = self._read(words_size + data_size + _CHECKSUM, ready)
-            words, checksum = whole[:words_size], whole[-_CHECKSUM:]
-            data = whole[words_size:-_CHECKSUM]
+            body = self._read(words_size + data_size + _CHECKSUM, ready)
+            words, checksum = body[:words_size], body[-_CHECKSUM:]
+            data = body[words_size:-_CHECKSUM]
         # Verified before anything is parsed.
         if not _SAME(checksum, _checksum(self._key, header, words, data)):
             raise BrokenFrame("a frame whose checksum is not the one of its bytes and our key.")

@@ -19,8 +19,9 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """One piece of work, self-contained: any process on any machine can do it."""
 
     # ``describe``: find out what the kernel is, and plan its questions. ``draw``: draw Cases of a
-    # property. ``ask``: ask one Case. ``shrink``: find the smallest Case that fails like this one.
-    # ``fault``: run a whole gate on a planted fault.
+    # property, or without ``test`` those of the stages bounds and baseline. ``ask``: ask one Case.
+    # ``shrink``: find the smallest Case that fails like this one. ``fault``: run a whole gate on a
+    # planted fault.
     kind: Literal["describe", "draw", "ask", "shrink", "fault"]
     stage: Stage  # which part of the gate it belongs to
     # As the user named it: a name, ``file.py::name`` or ``package.module:name``; for a fault

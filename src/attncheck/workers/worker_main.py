@@ -73,10 +73,10 @@ def run() -> NoReturn:
 
 def serve(waiting: queue.SimpleQueue[Frame | None], sender: Sender, server: Server) -> None:
     """Answer the requests in ``waiting``, until one is None or answers are not read any more."""
-    own = os.getpid()
+    own_pid = os.getpid()
     while (request := waiting.get()) is not None:
         answer = server.answer(request)
-        if os.getpid() != own:  # a process that a kernel has forked must not answer
+        if os.getpid() != own_pid:  # a process that a kernel has forked must not answer
             os._exit(0)
         try:
             sender.send(answer)

@@ -194,7 +194,7 @@ class WorkerPool(ABC, Generic[H]):
 
         Args:
             wanted: Number of workers to reach, including those that are starting.
-            fresh: Number of unused workers to reach, if that takes more workers.
+            fresh: Number of unused workers to reach, even if this takes more than ``wanted``.
         """
 
     @abstractmethod
