@@ -405,8 +405,9 @@ def test_facts_of_a_backward_are_said_and_checked():
     assert "dS of rounded P; dK and dV in 5 rounded parts; dQ in 2 rounded parts" in said
     with pytest.raises(ValueError, match="dkv_parts=0 must be an integer of at least 1"):
         replace(plain, dkv_parts=0)
-    with pytest.raises(TypeError, match="rounds_value_products='bf16' is no"):
-        replace(plain, rounds_value_products="bf16")
+    for name in ("rounds_value_products", "scaled_query"):
+        with pytest.raises(TypeError, match=f"{name}='bf16' is no"):
+            replace(plain, **{name: "bf16"})
     mixed = replace(plain, weights=FORMATS["fp32"])
     assert mixed.score_gradients.name == "bf16"
     assert default_arithmetic(DTYPES["fp32"]).score_gradients_error == 0

@@ -178,9 +178,10 @@ class Arithmetic:
 
     def _check_declaration(self) -> None:
         """Raise for fields of a wrong type or range, since users declare them."""
-        for name in ("products", "weights", "output", "computes", "rounds_value_products"):
-            value, optional = getattr(self, name), name == "rounds_value_products"
-            if not isinstance(value, Format) and not (optional and value is None):
+        optional = ("rounds_value_products", "scaled_query")
+        for name in ("products", "weights", "output", "computes", *optional):
+            value = getattr(self, name)
+            if not isinstance(value, Format) and not (name in optional and value is None):
                 raise TypeError(f"{name}={value!r} is no attncheck.core.formats.Format.")
         for name in ("scores", "values"):
             if not isinstance(getattr(self, name), Accumulator):
