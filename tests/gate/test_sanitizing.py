@@ -71,7 +71,7 @@ def test_with_one_each_tool_is_a_unit_and_what_it_finds_fails_the_kernel(monkeyp
         )
         return (replace(first, status="fail", judgement=said), *rest)
 
-    monkeypatch.setattr(sanitizer, "sanitized", planted)
+    monkeypatch.setattr(sanitizer, "run_sanitizer", planted)
     done = sanitize_kernel(units[0], found)
     assert len(done.answers) == 3
     assert not done.units  # a smaller one would be asked without the tool

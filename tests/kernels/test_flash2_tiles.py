@@ -173,7 +173,7 @@ def test_each_block_of_each_head_is_started_once(together, beside):
 @triton.jit
 def counted(again_ptr, out_ptr, every):
     mine = tl.program_id(0)
-    tl.store(out_ptr + mine, tile.count_flagged_blocks(again_ptr, mine, every))
+    tl.store(out_ptr + mine, tile.blocks_to_check(again_ptr, mine, every))
 
 
 @pytest.mark.parametrize("flagged", [None, 0, 2, 767, 768, 799])

@@ -29,7 +29,7 @@ def ratio_interval(ratios: Sequence[float], chance: float) -> tuple[float, float
     """
     ordered, count = sorted(ratios), len(ratios)
     outside, k = 0.0, 0
-    # The interval misses the median with chance 2·P(at most k of ``count`` coins show heads).
+    # ``ordered[k]`` to ``ordered[-k - 1]`` misses it with chance 2·P(at most k of the coins).
     while k < count // 2:
         outside += 2 * math.comb(count, k) / 2**count
         if outside > chance:

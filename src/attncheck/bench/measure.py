@@ -170,7 +170,7 @@ def _time_cell(
     passes: dict[Pass, Inputs] = {"forward": whole.forward()}
     if problem.backward:
         passes["both"] = whole
-    verified = _evidence(passes, [entry.subject for entry in entries], device)
+    verified = _cut_part(passes, [entry.subject for entry in entries], device)
     for entry in entries:
         stage(f"{entry.subject.name} {what}")
         _verify(entry, planned.variant, passes, verified, device, graph=graph)
@@ -189,23 +189,23 @@ def _time_cell(
     )
 
 
-def _evidence(passes: Mapping[Pass, Inputs], subjects: Sequence[Subject], device: str) -> _Verified:
+def _cut_part(passes: Mapping[Pass, Inputs], subjects: Sequence[Subject], device: str) -> _Verified:
     """Choose a part that can be judged in about a second, and prepare its evidence.
 
-    The part is one sequence, because sequences are independent, with as many heads as possible. If
-    one head is too much, or the score mod depends on the number of heads, it is the last rows only,
+    The part is one sequence (all, if a sink has a gradient), with as many heads as possible. If one
+    head is too much, or the score mod depends on the number of heads, it is the last rows only,
     which see most keys, or the first rows if a mod does not allow the last; gradients, which are
     sums over all rows, are then not judged.
     """
     whole = passes["forward"].problem
     widest = passes.get("both", passes["forward"]).problem
     # The gradient of a sink is a sum over all sequences.
-    of = range(whole.batch if whole.sink and widest.backward else 1)
+    chosen = range(whole.batch if whole.sink and widest.backward else 1)
     most = _MOST_PAIRS[device] // (3 if widest.backward else 1)
-    groups = most // (len(of) * whole.group * whole.query * whole.kv)
+    groups = most // (len(chosen) * whole.group * whole.query * whole.kv)
     heads = min(whole.heads, groups * whole.group)
-    at = Excerpt.of(whole, sequences=of, heads=range(heads))
-    descriptions = [f"sequence 0 of {whole.batch}"] if len(of) < whole.batch else []
+    at = Excerpt.of(whole, sequences=chosen, heads=range(heads))
+    descriptions = [f"sequence 0 of {whole.batch}"] if len(chosen) < whole.batch else []
     cut = not heads or not can_excerpt(whole, at)
     if cut:
         count = min(whole.query, max(1, _MOST_PAIRS[device] // (whole.heads * whole.kv)))

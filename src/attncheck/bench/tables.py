@@ -127,20 +127,20 @@ def bench_plan(  # noqa: PLR0913  # what is timed, and where
             table.shape(*one)
             for one in itertools.product(lengths or table.lengths, dims or table.dims, table.groups)
         ]
-        wanted = table.backward if backward is None else backward
-        rows.append((name, sizes, dtypes or table.dtypes, variants or table.variants, wanted))
+        requested = table.backward if backward is None else backward
+        rows.append((name, sizes, dtypes or table.dtypes, variants or table.variants, requested))
     if shapes:
         sizes = list(map(Shape.parse, shapes))
         usual = ("full", "causal")
         rows.append(("own", sizes, dtypes or ("bf16",), variants or usual, backward is not False))
     plan = []
-    for name, sizes, row_dtypes, row_variants, wanted in rows:
+    for name, sizes, row_dtypes, row_variants, requested in rows:
         for dtype, shape, variant in itertools.product(row_dtypes, sizes, row_variants):
             has = known[variant].exists(dtype, "normal", backward=True) and not DTYPES[dtype].scaled
             if known[variant].mods is None:
                 raise UsageError("bench times attention: softmax is none.")
             fields = known[variant].fields(shape, shape.kv_heads or shape.heads)
-            problem = Problem(**fields, dtype=dtype, seed=seed, backward=wanted and has)
+            problem = Problem(**fields, dtype=dtype, seed=seed, backward=requested and has)
             check_size(problem, device)
             plan.append(BenchPlan(table=name, variant=variant, problem=problem))
     return list(dict.fromkeys(plan))

@@ -267,14 +267,14 @@ TOGETHER: tuple[Fields, ...] = (
 """Combinations that find faults that no single value of theirs finds: in rows of their own."""
 
 
-def _paged(row: Mapping[str, Any]) -> bool:
+def _is_paged(row: Mapping[str, Any]) -> bool:
     return "paging" in STORED[row["stored"]]
 
 
-_WIDE_DISTRIBUTIONS = {"large_logits", "one_hot", "sink"}  # distributions
+_WIDE_DISTRIBUTIONS = {"large_logits", "one_hot", "sink"}  # those with a large spread of scores
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
-    (("stored", "backward"), lambda row: _paged(row) and bool(row["backward"])),
+    (("stored", "backward"), lambda row: _is_paged(row) and bool(row["backward"])),
     (("dtype", "backward"), lambda row: DTYPES[row["dtype"]].scaled and bool(row["backward"])),
     (("mask", "shape"), lambda row: row["mask"] == "sliding_window" and row["shape"] == "one row"),
     (
@@ -495,16 +495,16 @@ class _Triples:
 
     def varied(self, row: Row) -> tuple[Row, int]:
         """Return ``row`` with values that add most triples (least used if equal), and how many."""
-        whole, gain = {name: value for name, value in row.items() if name not in VARIED}, 0
+        full_row, gain = {name: value for name, value in row.items() if name not in VARIED}, 0
         for name in VARIED:
             merits = {
-                value: (self._new_triples(whole, (name, value)), -self._uses[name, value])
+                value: (self._new_triples(full_row, (name, value)), -self._uses[name, value])
                 for value in self._values(row, name)
-                if self._is_allowed(whole | {name: value})
+                if self._is_allowed(full_row | {name: value})
             }
-            whole[name] = max(merits, key=merits.__getitem__)
-            gain += merits[whole[name]][0]
-        return whole, gain
+            full_row[name] = max(merits, key=merits.__getitem__)
+            gain += merits[full_row[name]][0]
+        return full_row, gain
 
     def every(self, row: Row) -> Iterator[Row]:
         """Yield ``row`` with all ``VARIED`` values; if excluded, with another axis changed too."""
@@ -512,8 +512,8 @@ class _Triples:
         changed = [name for name in self._axes if name in named]
         others = [{}, *({name: value} for name in changed for value in self._axes[name])]
         for values in itertools.product(*(self._values(row, name) for name in VARIED)):
-            whole = row | dict(zip(VARIED, values, strict=True))
-            allowed = (whole | other for other in others if self._is_allowed(whole | other))
+            full_row = row | dict(zip(VARIED, values, strict=True))
+            allowed = (full_row | other for other in others if self._is_allowed(full_row | other))
             yield from itertools.islice(allowed, 1)
 
     def _values(self, row: Row, name: str) -> Sequence[Any]:
@@ -565,20 +565,20 @@ class FewRows:
         """Return axis → value that the kernel takes → changes of other axes that the value needs.
 
         The changes are none, a causal mask, or one with equal lengths: some kernels take slopes
-        only with these.
+        only with these. An extent needs a mask that has it.
         """
         causal = [{"mask": mask} for mask in ("causal", "causal_bottom_right")]
-        beside: list[Row] = [{}, *causal, *(each | {"shape": "even"} for each in causal)]
+        needed: list[Row] = [{}, *causal, *(each | {"shape": "even"} for each in causal)]
         axes: dict[str, dict[Any, Row]] = {}
         for name, values in AXES.items():
-            others = [{"mask": mask} for mask in axes["mask"]] if name == "extent" else beside
+            others = [{"mask": mask} for mask in axes["mask"]] if name == "extent" else needed
             axes[name] = {self._plain[name]: {}}
             for value in values if name != "dtype" else ():
-                able = (each for each in others if self.takes(each | {name: value}))
+                accepted = (each for each in others if self.takes(each | {name: value}))
                 choice = (
                     None
                     if value in axes[name] or value in _UNUSUAL.get(name, ())
-                    else next(able, None)
+                    else next(accepted, None)
                 )
                 if choice is not None:
                     axes[name][value] = choice
@@ -590,8 +590,8 @@ class FewRows:
         count: dict[tuple[Any, ...], int] = {}
         for row in alone_rows(axes):
             value = tuple(row[name] for name in ALONE)
-            able = (each for each in (row, row | {"backward": ""}) if self.takes(each))
-            chosen = next(able, None)
+            accepted = (each for each in (row, row | {"backward": ""}) if self.takes(each))
+            chosen = next(accepted, None)
             if chosen is not None and count.setdefault(value, 0) < _MASKS_ALONE:
                 count[value] += 1
                 yield chosen
@@ -606,8 +606,8 @@ class FewRows:
             axes[name] = {value: row for value, row in axes[name].items() if value not in alone}
         for _ in range(count):
             # Start with the least used value; among several, one that needs changes of other axes.
-            every = [(name, value) for name, values in axes.items() for value in values]
-            name, value = min(every, key=lambda one: (self._uses[one], not axes[one[0]][one[1]]))
+            pairs = [(name, value) for name, values in axes.items() for value in values]
+            name, value = min(pairs, key=lambda one: (self._uses[one], not axes[one[0]][one[1]]))
             row = axes[name][value] | {name: value}
             # Mask and lengths first, because they limit the values of the other axes.
             for other in sorted(axes, key=lambda each: each not in {"mask", "shape"}):
@@ -624,8 +624,8 @@ class FewRows:
             new = sum(frozenset((item, (name, value))) not in self._seen for item in row.items())
             return new, -self._uses[name, value]
 
-        able = (v for v in sorted(values, key=merit, reverse=True) if self.takes(row | {name: v}))
-        return next(able, self._plain[name])
+        usable = (v for v in sorted(values, key=merit, reverse=True) if self.takes(row | {name: v}))
+        return next(usable, self._plain[name])
 
 
 def plain_row(problem: Problem, shapes: str) -> Row:

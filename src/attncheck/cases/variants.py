@@ -435,14 +435,14 @@ def _label_parts(choice: _CellAndSubject) -> tuple[str, ...]:
 
 def _nearest_labels(name: str, choices: list[_CellAndSubject]) -> list[str]:
     """Return the labels that begin with the known part of ``name``, cut off one part after it."""
-    known = [_label_parts(one) for one in choices]
+    labels = [_label_parts(one) for one in choices]
     depth = 1
     while True:
-        prefixes = {parts: "/".join(parts[:depth]) for parts in known}
-        right = [parts for parts in known if f"{name}/".startswith(f"{prefixes[parts]}/")]
-        if not right or depth > max(map(len, right)):
+        prefixes = {parts: "/".join(parts[:depth]) for parts in labels}
+        matching = [parts for parts in labels if f"{name}/".startswith(f"{prefixes[parts]}/")]
+        if not matching or depth > max(map(len, matching)):
             return sorted(set(prefixes.values()))
-        known, depth = right, depth + 1
+        labels, depth = matching, depth + 1
 
 
 # ------------------------------------------------------------ mods and inputs of the user's own

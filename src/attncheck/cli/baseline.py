@@ -216,11 +216,11 @@ def accept(
     changes = _filter_changes(_changes(path, measured), kernels, cases)
     # A case named by the user is taken over even within rounding.
     accepted = [c for c in changes if c.standing in _ACCEPTED or c.case_id in cases]
-    worse, gone, named = (
+    worse, gone, accepted_keys = (
         {(c.kernel, c.case_id) for c in accepted if not standing or c.standing == standing}
         for standing in ("worse", "gone", "")
     )
-    entries = [e for e in measured.entries.values() if (e.kernel, e.case) in named]
+    entries = [e for e in measured.entries.values() if (e.kernel, e.case) in accepted_keys]
     if _has_failures(entries):
         return 1
     if worse and not reason.strip():

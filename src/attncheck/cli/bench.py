@@ -224,7 +224,7 @@ def _with_other_commit(
     stack: ExitStack,
     device: str,
 ) -> tuple[list[Subject], dict[str, str]]:
-    """Return the kernels, those of files followed by the other commit's, and the names of these.
+    """Return the kernels, each of a file followed by the other commit's, and names {here: there}.
 
     Raises:
         UsageError: if there is no such commit, or a kernel is not in it.
@@ -235,14 +235,14 @@ def _with_other_commit(
     from attncheck.verify.kernel_hosts import on_terms
     from attncheck.verify.remote_kernel import RemoteSubject
 
-    own = [name for name in names if name not in BUILTIN]
-    if not own:
+    file_kernels = [name for name in names if name not in BUILTIN]
+    if not file_kernels:
         raise UsageError("--against compares kernels of a repository: name one by --kernel.")
     tree = stack.enter_context(commit_tree(str(options.against)))
     all_subjects, others = [], {}
     for name, subject in zip(names, subjects, strict=True):
         all_subjects.append(subject)
-        if name not in own:
+        if name not in file_kernels:
             continue
         side = tree.kernel(name)
         if side.missing:

@@ -203,9 +203,9 @@ def _check_kernel(
 
     device = options.device
     typed: dict[str, Any] = {"dtypes": options.dtypes, "head_dims": options.head_dims}
-    named: dict[str, Any] = {**typed, "names": options.names}
+    claim_options: dict[str, Any] = {**typed, "names": options.names}
     if not options.own_questions:
-        named["problems"] = [question.case.problem for question in questions]
+        claim_options["problems"] = [question.case.problem for question in questions]
     with progress(CLAIM_TRIALS, quiet=options.quiet, check=interrupts.check) as advance:
         claims = hold_to_claims(
             host,
@@ -214,7 +214,7 @@ def _check_kernel(
             advance=advance,
             expect=ahead.expect,
             asks_beyond=True,
-            **named,
+            **claim_options,
         )
     subject = host.subject
     if claims is not None and claims.timeout:  # do not wait for a timeout a second time
@@ -223,17 +223,17 @@ def _check_kernel(
         # The kernel's summary depends on the convention that was found.
         report = replace(report, kernels={subject.name: subject.summary})
 
-    def chosen(names: tuple[str, ...]) -> list[CheckCase]:
+    def select(names: tuple[str, ...]) -> list[CheckCase]:
         if not options.own_questions:  # only the recording's calls, or the mod's problems
             return questions
         if claims is None:
             return subject_questions(subject, questions, device=device, names=names, **typed)
         return claimed_questions(claims, subject, device=device, names=names, **typed)
 
-    selection = _existing_questions(chosen, options)
+    selection = _existing_questions(select, options)
     if claims is not None and (lines := tuple(claims.lines())):
         report = replace(report, claims={subject.name: lines})
-    terms = None if claims is None else replace(claims.terms(**named), table=None)
+    terms = None if claims is None else replace(claims.terms(**claim_options), table=None)
     executor = executor_of(subject)
     problems = (taken_problem(subject, one.case.problem, executor, device) for one in selection)
     ahead.expect([problem for problem in problems if problem is not None], terms)
@@ -244,13 +244,13 @@ def _check_kernel(
 
 
 def _existing_questions(
-    chosen: Callable[[tuple[str, ...]], list[CheckCase]], options: CheckOptions
+    select: Callable[[tuple[str, ...]], list[CheckCase]], options: CheckOptions
 ) -> list[CheckCase]:
     """Return the questions named in ``options``; all if one of --last-failed no longer exists.
 
     Raise UsageError for an unknown name of --question.
     """
-    questions = chosen(options.names)
+    questions = select(options.names)
     names = {one.name for one in questions}
     missing = next((name for name in options.names if name not in names), None)
     if missing is None:
@@ -259,7 +259,7 @@ def _existing_questions(
     if not options.last_failed:
         raise UsageError(f"{message}: leave --question out to see all.")
     click.echo(f"attncheck: {message} any more: every question is asked.", err=True)
-    return chosen(())
+    return select(())
 
 
 def _failed_names(options: CheckOptions) -> tuple[str, ...]:
@@ -374,9 +374,9 @@ def _flex_questions(options: CheckOptions) -> tuple[list[CheckCase], dict[str, s
     mod = str(options.flex)
     if "::" not in mod:
         module, _, name = mod.partition(":")
-        here = Path(*module.split(".")).with_suffix(".py")
-        spec = None if here.is_file() or "." in module or not module else find_spec(module)
-        origin = str(here) if here.is_file() else spec and spec.origin
+        module_file = Path(*module.split(".")).with_suffix(".py")
+        spec = None if module_file.is_file() or "." in module or not module else find_spec(module)
+        origin = str(module_file) if module_file.is_file() else spec and spec.origin
         if not origin or not name:
             raise UsageError(f"mod {mod!r} is neither FILE.py::NAME nor MODULE:NAME.")
         mod = f"{origin}::{name}"

@@ -44,7 +44,7 @@ MENDED = "EVEN=key.shape[2] % TILE == 0"  # the correct text in its place
 
 _FILE = "flash_attention.py"
 _WIDTH = 80
-_USUAL = 1e-2  # the tolerance of many kernels' own tests, shown here to be too large
+_USUAL = 1e-2  # the absolute tolerance of the usual test, as in many kernels' own tests
 _LEFT_OUT = ("  kernel ", "  wrong ", "  judged as ")  # lines of a diagnosis that are not shown
 _SHAPES = ((256, 256, False), (256, 256, True), (1000, 1000, False), (100, 300, False))
 

@@ -126,8 +126,8 @@ class FaultOptions:
     @property
     def outputs(self) -> list[tuple[Path, str]]:
         """Return the files to write, each with its format."""
-        named = ((self.json_file, "json"), (self.md_file, "md"))
-        return [(Path(file), fmt) for file, fmt in named if file]
+        typed = ((self.json_file, "json"), (self.md_file, "md"))
+        return [(Path(file), fmt) for file, fmt in typed if file]
 
     @property
     def typed(self) -> str:

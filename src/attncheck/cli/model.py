@@ -116,8 +116,8 @@ def model(
     )
     names = peer_names(device)
     foreign = workers or dict.fromkeys(names)
-    beside: list[Subject] = [subject_named(name) for name in names if name not in foreign]
-    total = len(specs) * (1 + right + len(foreign) + len(beside))
+    peers: list[Subject] = [subject_named(name) for name in names if name not in foreign]
+    total = len(specs) * (1 + right + len(foreign) + len(peers))
     seconds = parse_seconds(timeout, "--timeout") or math.inf
     records: list[ModelRecord] = []
     with (
@@ -129,7 +129,7 @@ def model(
         folder = Path(directory) / FAILURE_FOLDER
         for spec in specs:
             records += survey_model(
-                spec, size, hosts, beside, right=right, folder=folder, advance=advance
+                spec, size, hosts, peers, right=right, folder=folder, advance=advance
             )
     report = ModelReport(
         command=typed_command(files={"--kernel", "--plot"}),

@@ -80,8 +80,8 @@ def error_bound(given: float, exact: Ball) -> float:
     """Return an upper bound of |given − exact|: 0 for equal infinities, ∞ if unknown."""
     number = flint.arb(given)
     if not (number.is_finite() and exact.is_finite()):
-        same = _is_infinity(exact) and number == exact.mid()
-        return 0.0 if same else math.inf
+        are_equal = _is_infinity(exact) and number == exact.mid()
+        return 0.0 if are_equal else math.inf
     bound = (number - exact).abs_upper()
     # float() rounds to nearest, but an upper bound has to be rounded up.
     nearest = float(bound)

@@ -85,7 +85,7 @@ class WeightedRows:
     v: torch.Tensor
     scale: float
     weights: torch.Tensor  # exp(score − maximum), ``(heads, rows, kv)``; 0 where not seen.
-    hidden: torch.Tensor | None  # bool, ``(heads, rows, kv)``: keys not seen; None if all are.
+    hidden: torch.Tensor | None  # bool, ``(heads, rows, kv)``: keys not seen; None for none.
     # count to lse: see Conditions.
     count: torch.Tensor
     maximum: torch.Tensor
@@ -159,7 +159,7 @@ class ScoreModError:
     # jump; infinite where unknown, as where a kernel may see a key that the mod hides or the other
     # way round. 0 where the mask hides the key.
     radius: torch.Tensor
-    own: torch.Tensor  # The error on the exact score: the mod's own rounding.
+    own: torch.Tensor  # The error at the exact score: the mod's own rounding error.
     jump: torch.Tensor  # bool: a jump of the mod lies within the score's error.
     # falls, likely: None where not needed, since each costs another evaluation of the mod.
     # bool: the mod's derivative is negative, so that a common error of a row's scores changes sign.

@@ -13,7 +13,7 @@ from attncheck.core.errors import HostError
 Launch = Callable[[tuple[int, int, int], Sequence[Tensor | int | float | None]], None]
 """Launches a kernel with (grid, arguments) on torch's current stream; None is a null pointer."""
 
-_MOST_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MAX_SHARED_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 def compile_kernel(
@@ -39,7 +39,7 @@ def compile_kernel(
         driver, module, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_void_p()
         _check(driver.cuModuleLoadData(ctypes.byref(module), _cubin(source, defines, device)))
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
-        _check(driver.cuFuncSetAttribute(function, _MOST_SHARED, shared))
+        _check(driver.cuFuncSetAttribute(function, _MAX_SHARED_ATTRIBUTE, shared))
 
     def launch(
         grid: tuple[int, int, int], arguments: Sequence[Tensor | int | float | None]

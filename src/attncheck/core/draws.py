@@ -185,14 +185,14 @@ class TensorDraws:
         self,
         stream: str,
         shape: tuple[int, ...],
-        few: Callable[[str, tuple[int, ...]], Floats],
-        change: Callable[[Tensor], Tensor],
+        draw_on_host: Callable[[str, tuple[int, ...]], Floats],
+        convert: Callable[[Tensor], Tensor],
     ) -> Tensor:
         import torch
 
         size = math.prod(shape)
         if size <= SPAN:
-            return torch.from_numpy(few(stream, shape)).to(self.device)
+            return torch.from_numpy(draw_on_host(stream, shape)).to(self.device)
         out = torch.empty(size, dtype=torch.float64, device=self.device)
         for start in range(0, size, _COUNTS * _WORDS):
             part = out[start : start + _COUNTS * _WORDS]
@@ -201,7 +201,7 @@ class TensorDraws:
             bits = philox(Draws(self.seed).key(stream), counts).flatten()[: len(part)]
             # Like ``_to_uniform``; the mask removes the sign bits that were shifted in.
             part.copy_((bits >> 12).bitwise_and_(2**52 - 1)).add_(0.5).mul_(2.0**-52)
-            change(part)
+            convert(part)
         return out.view(shape)
 
 

@@ -100,7 +100,7 @@ def recorded_file(name: str) -> str | None:
 
 
 def without_recorded(names: Iterable[str]) -> list[str]:
-    """Return ``names`` without those of recordings, which cannot be chosen."""
+    """Return ``names`` without those of recordings, which exist only once their file is loaded."""
     return [name for name in names if not _RECORDED.fullmatch(name)]
 
 

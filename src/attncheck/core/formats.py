@@ -166,10 +166,10 @@ def round_to(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def spacing(values: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the distance (ulp) to the next larger number in ``fmt`` at finite float64 ``values``.
+    """Return the ulp of ``fmt``, the distance of its numbers, at finite float64 ``values``.
 
-    Below the smallest normal number it is the spacing of subnormal numbers. Numbers beyond the
-    largest one are treated as if the format went on; for fp64 it is never below 2^-1022.
+    At a power of two: that above it; below the smallest normal number: that of subnormal numbers.
+    ``fmt`` is treated as if it had no largest number; for fp64 it is never below 2^-1022.
     """
     import torch
 

@@ -15,7 +15,7 @@ from attncheck.core.sanitize_text import one_line
 # JSON has no literals for these numbers; strings keep files valid for all readers.
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 # Fields of a Record with numbers; elsewhere, as in a name or a message, "nan" is text.
-_PLACES = ("case", "out", "lse", "gradients", "judgement", "seconds", "accuracy", "error_map")
+_NUMERIC = ("case", "out", "lse", "gradients", "judgement", "seconds", "accuracy", "error_map")
 _LONGEST_MESSAGE = 300  # Characters of an error's text.
 
 
@@ -63,7 +63,7 @@ def words_to_record_numbers(record: Any) -> Any:
     """Return a Record's JSON with floats for strings such as ``"nan"`` in numeric fields."""
     if not isinstance(record, dict):
         return record
-    return record | {name: words_to_numbers(record[name]) for name in _PLACES if name in record}
+    return record | {name: words_to_numbers(record[name]) for name in _NUMERIC if name in record}
 
 
 def source_name(source: Path | str) -> str:

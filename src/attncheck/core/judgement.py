@@ -62,7 +62,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     batch: int  # sequence; 0 in dsink and dcaptured, which are sums over all sequences
     head: int  # query head; the key head in dk and dv, the number in dcaptured
     query: int  # row; the key in dk and dv, 0 in dsink and dcaptured
-    dim: int = -1  # head dimension; −1 in tensors without this axis
+    dim: int = -1  # index in the head or value dimension; −1 in tensors without this axis
 
     @classmethod
     def of(cls, index: tuple[int, ...]) -> Place:
@@ -80,7 +80,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Unclaimed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A feature of a problem that exceeds the kernel's claims; it is asked separately."""
+    """A feature of a problem that exceeds the kernel's claims, and is tested separately."""
 
     aspect: str  # field of the capability table, or ``lengths``, which is none
     what: str  # the value: ``40``, ``query < kv``
@@ -99,7 +99,8 @@ class Worst(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     # Deterministic bound of |got − exact|; for a relation the bounds of both sides, or 0 where bits
     # are compared.
     allowance: float
-    # Terms of the allowance by their names in ``docs/explanation/bounds.md``; empty for a relation.
+    # Terms that sum to the allowance, by their names in ``docs/explanation/bounds.md``; empty for a
+    # relation.
     budget: dict[str, float]
 
 
@@ -135,7 +136,7 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     # Largest residual that is expected on generic inputs; left out where it was not determined.
     residual_allowed: float | msgspec.UnsetType = msgspec.UNSET
     bias: float = 0.0  # mean signed error ÷ RMSE
-    # Least-squares slope of the error over the exact result: the relative error of a factor in out.
+    # Least-squares slope of the error over the exact result: relative error of a factor of out.
     slope: float = 0.0
     # ulp_p50, ulp_p99: percentiles of the error in units in the last place of the output format,
     # over elements of at least out's root mean square.
@@ -160,7 +161,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         lse_over_probable: ``out_over_probable`` for LSE.
         gradients_over_bound: ``out_over_bound`` for each gradient, by its name; left out without a
             backward.
-        worst: The element with the largest error ÷ bound; None where nothing was compared.
+        worst: See ``Worst``; None where nothing was compared.
         wrong: Number of elements of the worst element's tensor that exceed their allowance.
         compared: Number of elements of that tensor that were compared.
         rows: Number of rows that see a key.

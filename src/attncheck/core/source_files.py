@@ -24,7 +24,7 @@ from attncheck.core.own_process import FOREIGN_CODE
 from attncheck.core.sanitize_text import LONGEST
 
 _MOST_HELD = 2**16  # Characters of held output; more cannot be a usage message.
-_COMPILERS_PLACE = re.compile(r"at \d+:\d+:")  # The first line of Triton's compilation errors.
+_TRITON_POSITION = re.compile(r"at \d+:\d+:")  # First line of Triton's compilation errors.
 
 
 class _FromSource(SourceFileLoader):
@@ -158,7 +158,7 @@ def first_line(error: BaseException) -> str:
     try:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         line = lines[0] if lines else ""
-        if _COMPILERS_PLACE.fullmatch(line) and len(lines) > 1:
+        if _TRITON_POSITION.fullmatch(line) and len(lines) > 1:
             line = f"{line} {lines[-1]}"
     except KeyboardInterrupt:
         raise

@@ -38,7 +38,7 @@ def reserve_memory(elements: int, like: torch.Tensor, *, copies: int = 1) -> tor
     allocated, uninitialized.
 
     Args:
-        copies: Further tensors of this size that a GPU must have room for: each call makes one.
+        copies: Further tensors of this size that a GPU must have room for: a kernel call makes one.
 
     Raises:
         MemoryError: if so many addresses cannot be reserved.

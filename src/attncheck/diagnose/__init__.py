@@ -1,1 +1,1 @@
-"""Diagnosis of a failure, and ways to see it again."""
+"""Diagnosis of a failure, and ways to reproduce it."""

@@ -78,7 +78,7 @@ def independent_cases(
         {"query": 40, "kv": 256, "seed": seed + 2},
         # So few keys that they fill less than half of a large tile.
         {"head_dim": dim, "value_dim": dim, "query": 20, "kv": 20, "seed": seed + 3, **scale},
-        # Not less: of scores far below 0 some weights would lose bits, not all of them.
+        # No smaller scale: with it some weights of scores far below 0 lose bits, but not all do.
         {"scale": problem.scale * 1.25, "seed": seed + 4},
         # The same lengths, since a kernel may support no others.
         {"batch": 2, "heads": 4, "kv_heads": 4, "seed": seed + 6},
@@ -148,8 +148,8 @@ def confirm(
     # Each model's forms that fit so far, each with the tiles that fit at each head_dim: kernels
     # choose tiles by the head_dim.
     rest: dict[str, dict[object, dict[int, set[object]]] | None] = dict.fromkeys(models)
-    # Models that fit a failure with several tiles; one tile of all keys would fit any lost row.
-    fit_several_tiles: set[str] = set()
+    # Models with a fit without tiles or with a partial one: a tile of all keys fits any lost row.
+    partial_fits: set[str] = set()
     shares = dict.fromkeys(models, 0.0)
     predictions: dict[str, dict[int, list[FaultPrediction]]] = {name: {} for name in models}
     responses: dict[int, Response] = {}
@@ -171,11 +171,11 @@ def confirm(
                     ]
                     shares[name] = max(shares[name], *(one.share for one in each if one), 0.0)
                     rest[name] = _common(before, now, other.problem.head_dim)
-                if now and response.error.proven and _fits_several_tiles(now, response):
-                    fit_several_tiles.add(name)
+                if now and response.error.proven and _has_partial_fit(now, response):
+                    partial_fits.add(name)
             rest = {name: forms for name, forms in rest.items() if forms is None or forms}
             finite_failures += response.error.proven and _has_finite_error(response)
-    some = tuple(n for n in rest if n in fit_several_tiles or FAULT_MODELS[n].family != "tile")
+    some = tuple(n for n in rest if n in partial_fits or FAULT_MODELS[n].family != "tile")
     confirmed = bool(some and finite_failures and number >= _ENOUGH)
     return Confirmation(
         left=some or tuple(rest),
@@ -242,12 +242,12 @@ def _are_alike(
     """Return whether some form of each model predicts the same outputs in every case."""
     both = [number for number in one if number in other]
     forms = [
-        {words_of(each) for of in predictions.values() for each in of}
+        {words_of(each) for ones in predictions.values() for each in ones}
         for predictions in (one, other)
     ]
 
-    def same(number: int, words: object, its: object) -> bool:
-        of, to = (
+    def agree(number: int, words: object, its: object) -> bool:
+        ones, others = (
             [x.tensors for x in predictions[number] if x.free is None and words_of(x) == its_words]
             for predictions, its_words in ((one, words), (other, its))
         )
@@ -258,11 +258,11 @@ def _are_alike(
                 for name in responses[number].error.got
                 if name in allowed
             )
-            for a, b in product(of, to)
+            for a, b in product(ones, others)
         )
 
     return bool(both) and any(
-        all(same(number, words, its) for number in both) for words, its in product(*forms)
+        all(agree(number, words, its) for number in both) for words, its in product(*forms)
     )
 
 
@@ -274,7 +274,7 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor, allowed: torch.Tensor) -> 
     return bool(close.all())
 
 
-def _fits_several_tiles(forms: Forms, response: Response) -> bool:
+def _has_partial_fit(forms: Forms, response: Response) -> bool:
     """Return whether a form fits without tiles, or with a tile that holds only some of the keys."""
     seen = int(response.call.seen.any(dim=(0, 1, 2)).sum())
     tiles = {tile for fitting in forms.values() for tile in fitting}

@@ -70,12 +70,12 @@ _TELLING = 0.5  # A model that explains a smaller share leaves more than it expl
 _CONFIRMING, _OBSERVING = 1.0, 0.5
 _FITTED = 2  # order of models with a fitted number: they describe a family, not one mistake
 _MOST_PASSED, _SMALL = 24, 2**15  # most passed questions kept, and most (row, key) pairs of each
-_TWICE = 2
+_FILLS = 2  # calls with different contents of free memory: one for each way to fill it
 _CALLS = 4  # most calls to see a failure again that does not happen in every call
 
 _REPEATING = ("repeat", "repeats")
 _BATCHES = ("alone_in_batch", "batch_permutation", "neighbours")
-_AGAIN = 2  # times that a question is repeated
+_REPEATS = 2  # times that a question is repeated
 _FAR = "strides_far"
 _LAYOUTS = tuple(name for name in RELATIONS if name.startswith("strides_"))
 # Both runs of these have the plain call's numbers: if it is right, only the layout is at fault.
@@ -320,10 +320,10 @@ class _Failure:
         for number, evidence in self._runs(case):
             origin = Origin(case=case, run=number)
             call = partial(self.executor.run, self.subject, evidence.inputs, origin=origin)
-            # One of several runs that must agree is wrong; rounding in the others is no matter.
+            # In a relation one run is wrong; errors within bounds of the others are not explained.
             explain_result = partial(explain, evidence=evidence, among=among)
             related = case.question in RELATIONS
-            most = _TWICE if related else _CALLS
+            most = _FILLS if related else _CALLS
             # A result that varies from call to call hardly fits a model from another failure.
             most = most if among is FAULT_MODELS else 1
             findings = _explain_calls(call, explain_result, most=most, related=related)
@@ -333,7 +333,7 @@ class _Failure:
     def takes(self, problem: Problem) -> bool:
         """Return whether the kernel may be called on ``problem``.
 
-        It is supported, or equals the failing one but for its numbers, or that is unsupported, too.
+        That is if it is supported, if the failing one is not, or if they differ only in numbers.
         """
         refusal = partial(self.executor.refusal, self.subject, device=self.device)
         own = self.case.problem
@@ -529,7 +529,7 @@ class _Failure:
             return "not-the-same-again"
         if question in _BATCHES and passes(Case(problem=problem)):
             return None if passes(case) else "depends-on-the-batch"
-        times = 1 if question == _FAR else _AGAIN  # Far rows take gibibytes each time.
+        times = 1 if question == _FAR else _REPEATS  # Far rows take gibibytes each time.
         if question in _WITH_RUNS and (
             any(passes(case) for _ in range(times))
             or changes_between_calls(case, self.subject, self.device, self.executor)
@@ -559,7 +559,7 @@ def _explain_calls(
     each: list[Findings] = []
     results: list[Execution] = []
     for number in range(most):
-        if number >= _TWICE and each:
+        if number >= _FILLS and each:
             break
         with allocator_filled("inverse" if number % 2 else "pattern"):
             result = call()

@@ -163,7 +163,7 @@ def words_of(one: FaultPrediction) -> tuple[tuple[str, str], ...]:
 def _equivalent_tiles(one: FaultPrediction, problem: Problem) -> Iterable[object]:
     """Return the tiles that fit a form: if one holds all keys, every larger one fits as well.
 
-    With splits it is None, since their number and their cuts depend on the length.
+    With splits the tile is None, since their number and their cuts depend on the length.
     """
     tile = None if "splits" in one.parameters else one.parameters.get("tile")
     if not isinstance(tile, int) or tile < problem.kv:

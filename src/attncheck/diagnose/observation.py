@@ -1,4 +1,4 @@
-"""Observe a failure that no fault model explains, and infer the family of its fault.
+"""Observe a failure without a confirmed fault model, and infer the family of its fault.
 
 The kernel is called again: without a mask, with fewer keys, with unit vectors as values (so that
 each output column is a key's weight), with parts of an input negated, and with its keys sorted.
@@ -326,8 +326,8 @@ def _measured_keys(run: Response) -> int:
 class _KeyCounts:
     """How often a kernel counts each key in each row; in a right one 1 if the row sees it, else 0.
 
-    With unit vectors as values the output is the weights. Over exp(score − LSE), which a key has
-    that counts once, they are ``counts (batch, heads, rows, kv)``, whose error bound is ``doubt``.
+    With unit vectors as values the output is the weights. ``counts (batch, heads, rows, kv)`` are
+    weights ÷ exp(score − LSE), the weight of a key that counts once; ``doubt`` bounds their error.
     """
 
     counts: Tensor
@@ -449,8 +449,8 @@ class _KeyCounts:
         if bool((right_tiles & broken_tiles).any()):
             return "mask"
         # Where sequences differ in length, the length of one may have been misread.
-        own = wrong.any(dim=(1, 2, 3))
-        if not bool(own.all()) and not bool((self.seen == self.seen[:1]).all()):
+        wrong_sequences = wrong.any(dim=(1, 2, 3))
+        if not bool(wrong_sequences.all()) and not bool((self.seen == self.seen[:1]).all()):
             return None
         # Tiles lost before any other is summed may have been rescaled by 0. Where no row has any
         # right tile, the running sum or output itself may be lost.
@@ -474,8 +474,8 @@ class _KeyCounts:
         far = (off.abs() > 2 * doubt).double().mean()
         if call.problem.dtype != "fp32" and float(far) < _SOME:
             return None
-        apart = off[1:-1] - (off[:-2] + off[2:]) / 2
-        rough = apart.square().mean().sqrt() / off.square().mean().sqrt()
+        deviations = off[1:-1] - (off[:-2] + off[2:]) / 2
+        rough = deviations.square().mean().sqrt() / off.square().mean().sqrt()
         return float(off.abs().amax()), float(rough)
 
     def _fits_scaled_scores(self) -> bool:
@@ -563,20 +563,20 @@ class _Dependencies:
         problem = self._problem
         b, h, i = map(torch.arange, (problem.batch, problem.heads, problem.query))
         # An irregular pattern, which no wrong stride maps onto itself.
-        own = (i.square() + 3 * h[:, None] + 5 * b[:, None, None]) % 7 < 3
-        changes, must = self._negate(q=own[..., None])
+        negated = (i.square() + 3 * h[:, None] + 5 * b[:, None, None]) % 7 < 3
+        changes, must = self._negate(q=negated[..., None])
         moved = changes.any(-1)
-        if bool((moved & ~own).any()) and bool((must & ~moved)[own].any()):
+        if bool((moved & ~negated).any()) and bool((must & ~moved)[negated].any()):
             yield "rows change with the queries of others, and not with their own"
 
     def _of_groups(self) -> Iterator[str]:
         batch, kv_heads, heads = (self._problem.batch, self._problem.kv_heads, self._problem.heads)
         b, h = torch.arange(batch)[:, None], torch.arange(heads)
         for n in (0, batch * kv_heads - 1) if batch * kv_heads > 1 else ():
-            mine = (b * kv_heads + h // self._problem.group == n)[..., None]
-            of = (torch.arange(batch * kv_heads) == n).view(batch, kv_heads, 1, 1)
-            changes, _ = self._negate(k=of, v=of)
-            if bool((changes.any(-1) & ~mine).any()):
+            own_rows = (b * kv_heads + h // self._problem.group == n)[..., None]
+            negated = (torch.arange(batch * kv_heads) == n).view(batch, kv_heads, 1, 1)
+            changes, _ = self._negate(k=negated, v=negated)
+            if bool((changes.any(-1) & ~own_rows).any()):
                 at = f"sequence {n // kv_heads}, key head {n % kv_heads}"
                 yield f"other sequences or heads change with the keys and values of {at}"
 
@@ -632,9 +632,9 @@ def _changes(one: Response, other: Response) -> Tensor:
 
 def _must_change(one: Response, other: Response) -> Tensor:
     """Return rows ``(batch, heads, rows)`` whose exact outputs differ by far more than rounding."""
-    apart = (one.call.parts.out - other.call.parts.out).abs()
+    distance = (one.call.parts.out - other.call.parts.out).abs()
     allowed = one.error.allowed["out"] + other.error.allowed["out"]
-    return (apart > _PLAINLY * allowed).any(-1)
+    return (distance > _PLAINLY * allowed).any(-1)
 
 
 def _order_effect(problem: Problem, call: Call, takes: Callable[[Problem], bool]) -> str:

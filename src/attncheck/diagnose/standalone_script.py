@@ -210,7 +210,7 @@ def _load_expression(kernel: str, folder: Path) -> str:
 
 
 def _reference(kernel: str) -> tuple[str, Path]:
-    """Return a kernel's entry, and the folder where its file or module is looked up."""
+    """Return ``FILE::NAME`` or ``MODULE:NAME`` of a kernel, and the folder to look it up in."""
     if is_hub_folder(kernel.partition("::")[0]):
         raise UsageError(f"no script can be written of {kernel!r}: a folder of the kernels hub.")
     if ":" in kernel:

@@ -55,7 +55,7 @@ def of_module(folder: str, module: str, names: str) -> Any:
 
 
 def answered(asked: dict[str, Any], run: dict[str, Any], kernel: Any, names: dict[str, Any]) -> Any:
-    """Run the kernel once; return (out, LSE or None). Raise ValueError for wrong shapes, dtypes."""
+    """Run the kernel once; return (out, LSE or None). Raise ValueError for a bad shape or dtype."""
     tensors = {
         n: tensor(asked["memory"], data, asked["device"]) for n, data in run["inputs"].items()
     }

@@ -1,6 +1,6 @@
 """Fault models: outputs of attention with one known fault, and exact otherwise.
 
-They share no code with oracles or kernels. A diagnosis compares a kernel's outputs with each
+They import nothing from oracles or kernels. A diagnosis compares a kernel's outputs with each
 model's prediction.
 """
 

@@ -1,7 +1,7 @@
 """Exact attention of one call, and its gradients, dense in float64; each step can be changed.
 
-It shares no code with oracles or kernels: a separate implementation for small problems, with a name
-for each step that may go wrong.
+It imports nothing from oracles or kernels: a separate implementation for small problems, with a
+name for each step that may go wrong.
 """
 
 from __future__ import annotations
@@ -413,8 +413,8 @@ class ExactAttention:
                 p = torch.cat([p[..., :1] * steps.first_weight, p[..., 1:]], -1)
             alpha = _fp32_exp((m - shift * steps.rescale_maximum) * steps.rescale_exponent)
             summed = p if steps.summed_weights is None else steps.summed_weights(p)
-            kept = slip.of_sum(total, alpha if steps.rescales_sum else torch.ones_like(alpha))
-            total = kept + slip.sign_of_sum * summed.sum(-1)
+            rescaled = slip.of_sum(total, alpha if steps.rescales_sum else torch.ones_like(alpha))
+            total = rescaled + slip.sign_of_sum * summed.sum(-1)
             p = p if weights is None else weights(p)
             # 1 + 0 · α: an infinite factor spoils out whether it is applied or not.
             factor = alpha if steps.rescales_out else 1.0 + 0 * alpha
@@ -510,7 +510,7 @@ class ExactGradients:
         base = torch.where(lse == -math.inf, 0.0, lse)[..., None]
         seen = call.seen if seen is None else seen
         p = ((call.s if s is None else s) - base).exp()
-        # In fp32 it overflows.
+        # exp overflows in fp32.
         p = torch.where(p > torch.finfo(torch.float32).max, math.inf, p)
         return torch.where(seen, p, 0.0)
 

@@ -127,9 +127,9 @@ def _lost_row_variants(one: Prediction, call: ExactAttention) -> Iterator[Predic
     lost = torch.zeros(()) if lse is None else (lse == -math.inf) & ~call.parts.dead
     if lse is None or not bool(lost.any()):
         return
-    for other in (lse, torch.where(lost, math.nan, lse)):
+    for lost_lse in (lse, torch.where(lost, math.nan, lse)):
         nan = torch.where(lost[..., None], math.nan, out)
-        yield replace(one, outputs=Outputs(nan, other))
+        yield replace(one, outputs=Outputs(nan, lost_lse))
     # The loop visits all keys, or those up to the diagonal.
     ends = [torch.tensor(call.problem.kv)]
     for end in [*ends, *((call.i // rows + 1) * rows for rows in call.row_tiles)]:

@@ -70,13 +70,13 @@ def _last_writes(
     """Return the captured gradients, each number the last term written to it."""
     call, gradients = grad.call, []
     for tensor in captured_tensors(call.score):
-        mine = torch.zeros(tensor.numel(), dtype=torch.float64)
+        gradient = torch.zeros(tensor.numel(), dtype=torch.float64)
         for leaf, slope in read:
             if leaf.tensor is tensor:
                 terms = torch.where(call.seen, dz * slope, 0.0)
                 numbers = torch.arange(tensor.numel()).view(tensor.shape)[leaf.places]
-                _write_last(mine, numbers.expand(dz.shape), terms, when.expand(dz.shape))
-        gradients.append(mine)
+                _write_last(gradient, numbers.expand(dz.shape), terms, when.expand(dz.shape))
+        gradients.append(gradient)
     return torch.cat(gradients)
 
 
@@ -209,13 +209,13 @@ def captured_not_summed(grad: ExactGradients) -> Iterator[Form]:
     """What several scores read has the gradient that the last of them wrote, not the sum."""
     call, exact = grad.call, grad.exact
     dz = grad.weights() * (grad.dp - (grad.delta - grad.dlse)[..., None])
-    whole = (call.problem.query, call.problem.kv)
-    for rows, keys in dict.fromkeys((whole, *call.tiles, *((whole[0], n) for _, n in call.tiles))):
+    grid = (call.problem.query, call.problem.kv)
+    for rows, keys in dict.fromkeys((grid, *call.tiles, *((grid[0], n) for _, n in call.tiles))):
         assert exact.dcaptured is not None, "asked of what has it"
         stored = torch.zeros_like(exact.dcaptured)
         for part in _head_tiles(grad, rows, keys):
-            mine = grad.captured(dz, part)
-            stored = torch.where(mine != 0, mine, stored)
+            summed = grad.captured(dz, part)
+            stored = torch.where(summed != 0, summed, stored)
         for gradient in (stored, *_last_stored(grad, dz, rows, keys)):
             yield replace(exact, dcaptured=gradient), {"rows": rows, "keys": keys}
 

@@ -1,4 +1,4 @@
-"""Fault models of where numbers are read and written: heads, batches, strides, and offsets."""
+"""Fault models of wrong places of reads and writes: heads, batches, strides, and offsets."""
 
 from __future__ import annotations
 
@@ -263,8 +263,8 @@ def key_counts(problem: Problem) -> tuple[int, ...]:
     lengths: tuple[int, ...] = (problem.kv,) * problem.batch
     for spec in problem.mask.walk():
         if spec.name == "padding":
-            own: Any = spec.values["lengths"]
-            lengths = tuple(map(min, lengths, own))
+            padding_lengths: Any = spec.values["lengths"]
+            lengths = tuple(map(min, lengths, padding_lengths))
     return lengths
 
 
@@ -297,16 +297,16 @@ def index_of_another_axis(call: ExactAttention) -> Iterator[Form]:
             for name, other in {**of, "of the wrong sign": None}.items():
                 read, inside = {}, True
                 for one in whose:
-                    own = [call.b, call.h if one == "q" else key_head, own_rows[one]]
-                    own[axis] = -own[axis] if other is None else other
-                    own.append(torch.arange(tensors[one].shape[3]))
+                    index = [call.b, call.h if one == "q" else key_head, own_rows[one]]
+                    index[axis] = -index[axis] if other is None else other
+                    index.append(torch.arange(tensors[one].shape[3]))
                     stride = memory[one].stride()
-                    steps = [own[place] * step for place, step in zip(order, stride, strict=True)]
+                    steps = [index[place] * step for place, step in zip(order, stride, strict=True)]
                     at = sum(steps, torch.zeros((), dtype=torch.int64))
-                    read[one], there = read_at(memory[one], at)
+                    read[one], in_memory = read_at(memory[one], at)
                     shape = (*call.shape[:2], own_rows[one].numel(), tensors[one].shape[3])
                     read[one] = read[one].expand(shape)
-                    inside = inside and bool(there.all())
+                    inside = inside and bool(in_memory.all())
                 words = {"of": ", ".join(whose), "index": INDEX_NAMES[axis], "instead": name}
                 # Memory outside the tensor is unknown.
                 if inside:
@@ -346,21 +346,21 @@ def transposed_load(own: Tensor, wide: int) -> dict[str, Tensor]:
     """Return tiles of ``wide`` rows and columns as read, by the part that is transposed."""
     row, column = torch.arange(own.shape[2])[:, None], torch.arange(own.shape[3])
     start, last = row // wide * wide, own.shape[2] - 1
-    there = start + column <= last
-    of_column = own[:, :, (start + column).clamp(max=last), column.expand_as(there)]
+    inside = start + column <= last
+    of_column = own[:, :, (start + column).clamp(max=last), column.expand_as(inside)]
     return {
-        "rows by columns": torch.where(there, of_column, 0.0),
+        "rows by columns": torch.where(inside, of_column, 0.0),
         "the tile": _transposed(own, wide),
-        "the end of the rows": own * there,
+        "the end of the rows": own * inside,
     }
 
 
-def _transposed(own: Tensor, size: int) -> Tensor:
+def _transposed(tensor: Tensor, size: int) -> Tensor:
     """Return a tensor with each square tile transposed; padded with 0."""
-    *_, rows, columns = own.shape
-    whole = torch.nn.functional.pad(own, (0, size - columns, 0, -rows % size))
-    tiles = whole.view(*own.shape[:2], -1, size, size).mT
-    return tiles.reshape(*own.shape[:2], -1, size)[:, :, :rows, :columns]
+    *_, rows, columns = tensor.shape
+    padded = torch.nn.functional.pad(tensor, (0, size - columns, 0, -rows % size))
+    tiles = padded.view(*tensor.shape[:2], -1, size, size).mT
+    return tiles.reshape(*tensor.shape[:2], -1, size)[:, :, :rows, :columns]
 
 
 @_model(applies=is_attention)
@@ -411,9 +411,9 @@ def first_tile_again(call: ExactAttention) -> Iterator[Form]:
             read = {name: getattr(call, name)[:, :, place] for name in names}
             yield attending(call, read), {"of": ", ".join(names), "tile": size}
         # The mask may be applied at the first tile's places, too, which then counts once a tile.
-        count, there = -(-kv // size), call.j < size
-        again = call.s + math.log(count)
-        yield call.attend(s=again, seen=call.seen & there), {"of": "all", "tile": size}
+        count, in_first = -(-kv // size), call.j < size
+        scores = call.s + math.log(count)
+        yield call.attend(s=scores, seen=call.seen & in_first), {"of": "all", "tile": size}
     for size in call.row_tiles:
         place = torch.arange(query) % size
         yield attending(call, {"q": _permuted_rows(call, place)}), {"of": "q", "tile": size}
@@ -428,7 +428,7 @@ def first_of_tile_again(call: ExactAttention) -> Iterator[Form]:
         for names in ("k", "v", "kv"):
             read = {name: getattr(call, name)[:, :, place] for name in names}
             yield attending(call, read), {"of": ", ".join(names), "tile": size}
-        # The mask may be applied at that key's place, too, which then counts once for each key.
+        # The mask may be applied at that key's place, too, which then counts once for each place.
         first = call.j % size == 0
         outputs = call.attend(s=call.s + math.log(size), seen=call.seen & first)
         yield outputs, {"of": "all", "tile": size}
@@ -533,17 +533,17 @@ def columns_missing(call: ExactAttention) -> Iterator[Form]:
     dims |= {1 << (dim.bit_length() - 1) for dim in (problem.head_dim, problem.value_dim)}
     # Or it may read one column too few.
     dims |= {problem.head_dim - 1, problem.value_dim - 1}
-    for kept in sorted(dims):
-        if kept < problem.value_dim:
-            there = torch.arange(problem.value_dim) < kept
-            out = torch.where(there, exact.out, 0.0)
-            yield Outputs(out, exact.lse), {"columns": kept}
-        if kept < problem.head_dim:
-            x = call.q[..., :kept] @ call.k[..., :kept].mT * call.scale
-            yield call.attend(x=x), {"columns": kept}
+    for columns in sorted(dims):
+        if columns < problem.value_dim:
+            is_read = torch.arange(problem.value_dim) < columns
+            out = torch.where(is_read, exact.out, 0.0)
+            yield Outputs(out, exact.lse), {"columns": columns}
+        if columns < problem.head_dim:
+            x = call.q[..., :columns] @ call.k[..., :columns].mT * call.scale
+            yield call.attend(x=x), {"columns": columns}
             # One bound may hold for both head dim and value dim.
-            both = call.v * (torch.arange(problem.value_dim) < kept)
-            yield call.attend(x=x, v=both), {"columns": kept}
+            values = call.v * (torch.arange(problem.value_dim) < columns)
+            yield call.attend(x=x, v=values), {"columns": columns}
 
 
 _FAR = 2**31

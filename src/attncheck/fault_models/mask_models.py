@@ -97,8 +97,8 @@ def _padding_seen(problem: Problem, device: str) -> MaskMod | None:
     if not {"padding", "prefix_lm"} <= set(parts):
         return None
     mask = problem.mask_mod(device)
-    there = build_mask(parts["padding"], problem.dimensions, device)
-    return lambda *at: mask(*at) | ~there(*at)
+    unpadded = build_mask(parts["padding"], problem.dimensions, device)
+    return lambda *at: mask(*at) | ~unpadded(*at)
 
 
 MODELS.add(

@@ -1,4 +1,4 @@
-"""Fault models of what memory holds: pages, what lies behind the last key, NaN, and 0 · ∞."""
+"""Fault models of the contents of memory: pages, numbers behind the last key, NaN, and 0 · ∞."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def _at_offsets(call: ExactAttention, pools: list[Tensor], at: Tensor, name: str
     """Yield outputs with keys and values read at offsets ``at`` of their pools."""
     read, inside = [], True
     for pool in pools:
-        values, there = read_at(pool, at + torch.arange(pool.shape[3]))
+        values, in_memory = read_at(pool, at + torch.arange(pool.shape[3]))
         shape = (*call.shape[:2], call.problem.kv, pool.shape[3])
         read.append(values.double().expand(shape))
-        inside = inside and bool(there.all())
+        inside = inside and bool(in_memory.all())
     # The memory behind all pages is unknown.
     if inside and pools[0].shape == pools[1].shape:
         yield from with_keys(call, *read, which=name)
@@ -188,9 +188,9 @@ def _dead_blocks(dead: Tensor, number: Tensor) -> Tensor:
     """Return the rows of blocks in which all rows are dead."""
     dead_blocks = torch.zeros_like(dead)
     for block in sorted(set(number.flatten().tolist())):
-        mine = (number == block).expand(dead.shape)
-        all_dead = (dead | ~mine).all(-1, keepdim=True)
-        dead_blocks |= mine & all_dead
+        in_block = (number == block).expand(dead.shape)
+        all_dead = (dead | ~in_block).all(-1, keepdim=True)
+        dead_blocks |= in_block & all_dead
     return dead_blocks
 
 

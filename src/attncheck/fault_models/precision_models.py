@@ -82,7 +82,7 @@ RECURRENCE.add(
     "maximum-not-subtracted",
     "weights are not relative to the maximum, in LSE and where they are rescaled they are taken "
     "for such",
-    # Or 0 is in its place there, too.
+    # Or the rescaling factor lacks the new maximum, too.
     steps=(
         Steps(maximum_in_tiles="none"),
         Steps(maximum_in_tiles="none", rescale_maximum=0.0),

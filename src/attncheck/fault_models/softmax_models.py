@@ -55,10 +55,10 @@ def sum_of_another_row(call: ExactAttention) -> Iterator[Form]:
     # Only a square block can have them along its columns.
     wide = 1 << (call.problem.value_dim - 1).bit_length()
     if wide in call.row_tiles and call.whole:
-        of = torch.arange(query)[:, None] // wide * wide + columns
+        row_of_column = torch.arange(query)[:, None] // wide * wide + columns
         # In padded rows, which are zeros, all keys weigh 1.
-        more = torch.nn.functional.pad(parts.total, (0, wide), value=float(call.problem.kv))
-        yield Outputs(parts.values / more[:, :, of], parts.lse)
+        totals = torch.nn.functional.pad(parts.total, (0, wide), value=float(call.problem.kv))
+        yield Outputs(parts.values / totals[:, :, row_of_column], parts.lse)
 
 
 @_model(family="rescaling")
@@ -171,11 +171,11 @@ def empty_rows_mean(call: ExactAttention) -> Iterator[Form]:
     # A kernel that skips tiles computes the mean of visited values only.
     visited += [tile_visibility(call, rows, size)[0] for rows, size in call.tilings]
     for keys in visited:
-        there = keys.sum(-1, keepdim=True).clamp(min=1)
+        visited_keys = keys.sum(-1, keepdim=True).clamp(min=1)
         sums = keys.double() @ call.v
         # Padding of the last tile counts as keys of value 0.
         for size in (1, *call.key_tiles):
-            count = -(-there // size) * size if size > 1 else there
+            count = -(-visited_keys // size) * size if size > 1 else visited_keys
             out = torch.where(dead[..., None], sums / count, exact.out)
             log = count[..., 0].double().log()
             for lse in (torch.full_like(log, -math.inf), *(one + log for one in scores)):

@@ -32,7 +32,7 @@ MODELS = ModelTable("tile")  # faults in the visited tiles of keys, and the last
 SPLITS = ModelTable("rescaling")  # faults in splits of the keys, and in their merge
 
 _model = MODELS.model
-_MOST_TILES = 12
+_MOST_TILES = 12  # most tiles of keys, one of which is skipped or counts twice
 _COUNTS = (2, 3, 4, 7, 8)  # numbers of splits that kernels choose
 
 
@@ -154,8 +154,8 @@ def _seen_by_block(call: ExactAttention, rows: int, seen: Tensor) -> Tensor:
     """Return the keys that any row of the same block of rows sees."""
     any_row, number = torch.zeros_like(seen), call.i.flatten() // rows
     for block in sorted(set(number.tolist())):
-        mine = number == block
-        any_row[:, :, mine] = seen[:, :, mine].any(2, keepdim=True)
+        in_block = number == block
+        any_row[:, :, in_block] = seen[:, :, in_block].any(2, keepdim=True)
     return any_row
 
 
@@ -243,11 +243,11 @@ def edge_key_dropped(call: ExactAttention) -> Iterator[Form]:
     ends = {f"each {size}": j // size for size in call.key_tiles if size < kv}
     ends |= {f"each of {n}": j // -(-kv // n) for n in _COUNTS if n < kv}
     for name, part in ends.items():
-        own = part.flatten()
-        apart = own[1:] != own[:-1]
+        numbers = part.flatten()
+        changes = numbers[1:] != numbers[:-1]
         edge = torch.ones(1, dtype=torch.bool)
-        yield _without_keys(call, torch.cat([edge, apart]).view(j.shape), of=name, key="first")
-        yield _without_keys(call, torch.cat([apart, edge]).view(j.shape), of=name, key="last")
+        yield _without_keys(call, torch.cat([edge, changes]).view(j.shape), of=name, key="first")
+        yield _without_keys(call, torch.cat([changes, edge]).view(j.shape), of=name, key="last")
 
 
 @_model(applies=has_mask())
@@ -376,11 +376,11 @@ def mask_dropped_in_whole_tiles(call: ExactAttention) -> Iterator[Form]:
 def tile_mostly_seen_as_full(call: ExactAttention) -> Iterator[Form]:
     """A tile of which more than half is seen counts as seen throughout."""
     for rows, size in call.tiles:
-        shown, there = _whole_tiles(call, rows, size), _inside(call, rows, size)
+        shown, inside = _whole_tiles(call, rows, size), _inside(call, rows, size)
         parameters = {"tile": size, "rows": rows}
         tried: list[Tensor] = []
         # The mask may be applied to padded rows like to any, or hide them.
-        for seen in (shown & there.any(2, keepdim=True), shown & there):
+        for seen in (shown & inside.any(2, keepdim=True), shown & inside):
             tiles = _tiled(seen, rows, size)
             # More than half of all places, or of the columns that all rows see.
             for share in (tiles.double().mean((3, 5)), tiles.all(3).double().mean(4)):
@@ -422,10 +422,10 @@ def mask_within_the_tile(call: ExactAttention) -> Iterator[Form]:
         # The loop visits all tiles, or those in which a block of rows sees anything.
         blocks = (tile_visibility(call, rows, size)[0] for rows in TRIED_TILES)
         for visited in (torch.ones(shape, dtype=torch.bool), *blocks):
-            there = torch.cat([visited, visited[..., -1:].expand(*shape[:3], count)], -1)
+            visited_padded = torch.cat([visited, visited[..., -1:].expand(*shape[:3], count)], -1)
             # The end of the keys may be checked, or not.
             for end in (kv, kv + count) if count else (kv,):
-                seen = visible & there & (torch.arange(kv + count) < end)
+                seen = visible & visited_padded & (torch.arange(kv + count) < end)
                 z = torch.where(seen, s, -math.inf)
                 yield call.with_extra_keys(z[..., kv:], z[..., :kv]), {"tile": size}
 
@@ -534,11 +534,11 @@ def splits_averaged(call: ExactAttention) -> Iterator[Form]:
         yield Outputs(call.softmax(call.z, sink=None).out, exact), {"splits": 1}
     for parameters, outs, lses in _splits(call):
         # The sink may be one of the parts, or be left out.
-        for some in dict.fromkeys((len(outs), parameters["splits"])):
-            there = lses[:some] != -math.inf
-            alive = there.sum(0).clamp(min=1)[..., None]
-            for out in (outs[:some].mean(0), outs[:some].sum(0) / alive):
-                for lse in (exact, lses[:some].mean(0)):
+        for count in dict.fromkeys((len(outs), parameters["splits"])):
+            not_empty = lses[:count] != -math.inf
+            divisor = not_empty.sum(0).clamp(min=1)[..., None]
+            for out in (outs[:count].mean(0), outs[:count].sum(0) / divisor):
+                for lse in (exact, lses[:count].mean(0)):
                     yield Outputs(out, lse), parameters
 
 
@@ -663,7 +663,7 @@ def empty_split_nan(call: ExactAttention) -> Iterator[Form]:
 
 
 def _halves(call: ExactAttention) -> Iterator[tuple[dict[str, int], Tensor]]:
-    """Yield rows that see nothing in a half, or padding, of any tile, or of one that they visit."""
+    """Yield parameters, and rows that see nothing in a half of any, or any visited, tile."""
     for rows, size in call.tiles:
         count = -(-call.problem.kv // size)
         shape = (*call.shape[:3], count, 2, size // 2)

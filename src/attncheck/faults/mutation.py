@@ -184,7 +184,7 @@ def _drop_mask(site: _Site) -> Iterator[ast.AST]:
 
 
 def _change_constant(site: _Site) -> Iterator[ast.AST]:
-    """Replace infinity by a finite sentinel or 0, and other floats by 1 (1 by 2, 0 by 1)."""
+    """Replace infinity by a finite sentinel or 0, other floats by 1 (1 by 2) or × log2 e."""
     node, parent = site.node, site.parent
     infinite = ast.unparse(node) in {'float("inf")', "float('inf')", "float('-inf')", "torch.inf"}
     if infinite:

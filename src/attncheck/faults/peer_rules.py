@@ -53,7 +53,7 @@ _COMPARED: tuple[TensorName, ...] = ("dq", "dk", "dv")  # No peer tests a sink's
 
 @dataclass(frozen=True)
 class PeerReference:
-    """Expected results of a problem, as peers' rules compute them."""
+    """Inputs and exact result of a problem, and the references that peers' rules compute."""
 
     inputs: Inputs  # the tensors
     truth: Outputs  # out, LSE and gradients in float64

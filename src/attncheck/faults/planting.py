@@ -67,7 +67,7 @@ _ARGUMENTS = """
     def __init__(self, *arguments):
         super().__init__(*(arguments or {arguments!r}))
 """
-_OF_STEPS = "from attncheck.faults.planting import model_steps\n"
+_STEPS_IMPORT = "from attncheck.faults.planting import model_steps\n"
 _STEPS = "    steps = model_steps({model!r})\n"
 
 
@@ -89,9 +89,9 @@ def plant(fault: Fault | Control, host: HostName, folder: Path) -> str:
     kernel = named_kernels.BUILTIN[how.kernel]
     module = kernel.module
     # Shared patches go before or after the fault's own patch: their order matters.
-    own = [how.patch] if how.patch else []
+    own_patches = [how.patch] if how.patch else []
     shared = [[SHARED_PATCHES[name] for name in names] for names in (how.first, how.last)]
-    patches = [*shared[0], *own, *shared[1]]
+    patches = [*shared[0], *own_patches, *shared[1]]
     if patches:
         try:
             _copy(patches, folder / f"planted_{label}")
@@ -106,7 +106,7 @@ def plant(fault: Fault | Control, host: HostName, folder: Path) -> str:
         summary=f"{fault.id}: {fault.summary}".replace('"', "'"),
         module=module,
         host=kernel.name,
-        imports=_OF_STEPS if how.model else "",
+        imports=_STEPS_IMPORT if how.model else "",
         name=f"{fault.id} in {how.kernel}",
         body=body,
     )

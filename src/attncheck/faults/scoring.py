@@ -120,7 +120,7 @@ class GateRun:
             raise NotScored("it takes nothing of what the gate asks: nothing was asked of it.")
 
     def shrink(self, units: Iterable[Unit]) -> tuple[Answer | None, float]:
-        """Return the smallest failure like it, None if none is smaller, and the seconds taken."""
+        """Return the smallest failure that ``units`` find, or None, and the seconds taken."""
         seconds, smallest = 0.0, None
         for unit in units:
             done = self._gate.do(unit)

@@ -65,7 +65,7 @@ def smallest_detected(questions: Sequence[Question], sizes: Sequence[float]) -> 
             queue.rotate(-1)
             waiting -= 1
             continue
-        best, more = _smallest_detected(detects, best + 1, len(sizes))
+        best, more = _find_edge(detects, best + 1, len(sizes))
         best_question, count = name, count + more
         queue.rotate(-1)
         waiting = len(queue) - (more > 0)  # Its search ended on the size below.
@@ -77,7 +77,7 @@ def smallest_detected(questions: Sequence[Question], sizes: Sequence[float]) -> 
     )
 
 
-def _smallest_detected(detects: Callable[[int], bool], detected: int, end: int) -> tuple[int, int]:
+def _find_edge(detects: Callable[[int], bool], detected: int, end: int) -> tuple[int, int]:
     """Return an index from ``detected`` on that a question detects while it misses the next.
 
     ``end`` is the number of sizes. The second result is the number of calls.

@@ -51,7 +51,7 @@ def capture(
     Of each call q, k, v, the mask (bool, additive, or is_causal), the scale and the effect of
     enable_gqa are recorded, as described in ``inputs.recorded_calls``: copies on the CPU in the
     dtype that the kernel reads (under autocast the one cast to), as (batch, heads, length, dim).
-    ``attncheck rmse --inputs FILE`` and ``recordings.load`` read the file.
+    ``attncheck rmse --inputs FILE`` and ``inputs.recording_file.load`` read the file.
 
     Calls are recorded however a module imported the function, including those by
     ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``. In eval mode those two have a fast

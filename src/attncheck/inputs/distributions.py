@@ -137,7 +137,7 @@ def _normal(draws: Draws, sizes: Sizes) -> Drawn:
 
 
 def _outliers(draws: Draws, sizes: Sizes) -> Drawn:
-    """Draw N(0, 1) + N(0, 100)·Bernoulli(0.001): FlashAttention-3 (arXiv:2407.08608), 4.3."""
+    """Draw N(0, 1) + N(0, 100)·Bernoulli(0.001): FlashAttention-3 (arXiv:2407.08608, §4.3)."""
     q, k, v = (_with_outliers(draws, stream, getattr(sizes, stream)) for stream in ("q", "k", "v"))
     return q, k, v
 

@@ -108,7 +108,7 @@ class Inputs:
         return self._with(lambda tensor: tensor.to(device))
 
     def clone(self) -> Inputs:
-        """Return a copy with the same strides and the same numbers in the gaps between rows."""
+        """Return a copy with equal strides, and equal gaps except between far rows."""
         return self._with(_clone_memory)
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
@@ -282,7 +282,7 @@ def zero_inputs(problem: Problem, device: str | torch.device) -> Inputs:
 
 
 def _draw_sinks(problem: Problem) -> torch.Tensor:
-    """Return fp32 logits ``(heads,)``: as ``sink_logits`` says, or spread around a usual LSE."""
+    """Return fp32 logits ``(heads,)``: as named, the distribution's own, or spread about ln kv."""
     draw_own = distributions.distribution_named(problem.distribution).sink
     if draw_own is not None and not problem.sink_logits:
         return draw_own()

@@ -168,8 +168,8 @@ class Recording:
     def name(self) -> str:
         """File, call and eight hexadecimal digits of the SHA-256 of all its tensors.
 
-        The recording's distribution and its mask or score mod have this name, so that Problems with
-        it have equal ids if and only if the numbers are the same.
+        The recording's distribution and its mask or score mod have this name, so that a Problem
+        with it has the same id on every machine, and other numbers give another id.
         """
         # The hash is of bits, since −0 and 0 are different inputs.
         digest = hashlib.sha256()

@@ -314,21 +314,21 @@ def _farthest(rows: _AllowedRows) -> Tensor:
     farthest = torch.zeros_like(rows.weights)
     for first in range(0, values.shape[1], step):
         dims = slice(first, first + step)
-        apart = (values[:, dims] - out[:, dims]).abs_().sub_(blur[:, dims]).mul_(inverse[:, dims])
-        torch.maximum(farthest, apart.amax(1), out=farthest)
+        excess = (values[:, dims] - out[:, dims]).abs_().sub_(blur[:, dims]).mul_(inverse[:, dims])
+        torch.maximum(farthest, excess.amax(1), out=farthest)
     return farthest
 
 
 def _farthest_of_top(rows: _AllowedRows, top: Tensor, without: Tensor) -> Tensor:
     """Return M ÷ (1 − P) of the key with the largest weight, ``(heads, rows, 1)``."""
-    elsewhere = rows.through_values(without)
+    out_without = rows.through_values(without)
     blur = rows.resolution * rows.size(without)
     if rows.known.given_scores:
-        own = torch.zeros_like(elsewhere).scatter(-1, top, 1.0)
+        top_value = torch.zeros_like(out_without).scatter(-1, top, 1.0)
     else:
         dim = rows.known.v.shape[-1]
-        own = rows.known.v.gather(1, top.expand(-1, -1, dim))
-    distance = (own - elsewhere).abs() - blur
+        top_value = rows.known.v.gather(1, top.expand(-1, -1, dim))
+    distance = (top_value - out_without).abs() - blur
     return _in_units(distance, rows.out_allowance).amax(-1, keepdim=True)
 
 

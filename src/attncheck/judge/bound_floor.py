@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from attncheck.core.declared_arithmetic import Arithmetic
 
 # The terms of a bound sum to less than this many times the largest |v| where ``_is_bounded`` holds.
-_MOST = 128
+_BOUND_FACTOR = 128
 
 
 def row_totals(known: WeightedRows) -> RowTotals:
@@ -54,8 +54,8 @@ def row_totals(known: WeightedRows) -> RowTotals:
     peak = torch.where(alive, (known.maximum - known.lse).exp()[..., None], 0.0)
     # Σ P (v − mean)² is the least Σ P (v − c)² of any c; float64's rounding errors are subtracted.
     keys = known.k.shape[1]
-    lost = 8 * (keys + 8) * 2.0**-53
-    spread = (square * (1 - lost) - mean.square() * (1 + lost)).clamp_min(0).sqrt()
+    error = 8 * (keys + 8) * 2.0**-53
+    spread = (square * (1 - error) - mean.square() * (1 + error)).clamp_min(0).sqrt()
     sizes = q @ k.mT
     if known.hidden is None:
         least, largest = torch.aminmax(sizes, dim=-1, keepdim=True)
@@ -114,14 +114,14 @@ def bound_floor(totals: RowTotals, arithmetic: Arithmetic) -> tuple[Tensor, Tens
         added = accumulator.det(count, steps_with_keys(totals, accumulator))
     before = of_weights + of_rounding + (arithmetic.operand_error + added) * size
     before = before + division_error(totals, arithmetic) * (out + before)
-    lost = 1 - 8 * (totals.keys + totals.head_dim + 8) * 2.0**-53
-    before = before * lost
+    deflation = 1 - 8 * (totals.keys + totals.head_dim + 8) * 2.0**-53
+    before = before * deflation
     floor = before + half_ulp(out + before, arithmetic.output)
     of_sum = torch.log1p(totals.weight.clamp_max(1) * mean_units)
     if arithmetic.sums_rounded_weights:
         of_sum = of_sum - math.log1p(-weights_error)
     of_sum = (of_sum - torch.log1p(-row_sum_rounding(totals, arithmetic)))[..., 0]
-    lse = (of_sum + log_sum_base(totals, arithmetic, of_sum)) * lost
+    lse = (of_sum + log_sum_base(totals, arithmetic, of_sum)) * deflation
     unknown, dead = ~_is_bounded(totals, arithmetic, ceiling), totals.count == 0
     floor, lse = floor.masked_fill(unknown, math.nan), lse.masked_fill(unknown[..., 0], math.nan)
     return floor.masked_fill(dead, 0.0), lse.masked_fill(dead[..., 0], 0.0)
@@ -136,7 +136,7 @@ def _score_floor(totals: RowTotals, arithmetic: Arithmetic, size: Tensor) -> Ten
 
 
 def _exponents_ceiling(totals: RowTotals, arithmetic: Arithmetic) -> Tensor:
-    """Return the largest B9 ρ of a row's keys, ``(heads, rows, 1)``; infinite if not known."""
+    """Return an upper bound of a row's B9 ρ, ``(heads, rows, 1)``; infinite if none is known."""
     size, fmt, narrow = totals.largest_size, arithmetic.computes, arithmetic.products
     scaled, terms = abs(totals.scale) * size, term_roundings(totals.head_dim, arithmetic)
     contracted = with_rounded_operands(arithmetic, arithmetic.scores.det(terms) * scaled, scaled)
@@ -145,18 +145,18 @@ def _exponents_ceiling(totals: RowTotals, arithmetic: Arithmetic) -> Tensor:
     lost = 2 + size + totals.head_dim * (abs(totals.scale) + stored + 2)
     radius = contracted + roundings / (1 - roundings) * (scaled + contracted)
     radius = radius + 2.0**fmt.min_exponent * lost
-    own = exponent_error(totals, arithmetic, 2 * radius, 2 * scaled, scaled)
+    exponent = exponent_error(totals, arithmetic, 2 * radius, 2 * scaled, scaled)
     beyond = (size > fmt.max / 4) | (scaled + radius > fmt.max / 4)
     # A ceiling for a query that is rounded after scaling would need more than these totals.
     largest = float(torch.maximum(totals.largest_query, totals.largest_key))
     if arithmetic.scaled_query is not None or (arithmetic.operand_error and largest > narrow.max):
         beyond = torch.ones_like(beyond)
-    return torch.where(beyond, math.inf, radius + own)
+    return torch.where(beyond, math.inf, radius + exponent)
 
 
 def _is_bounded(totals: RowTotals, arithmetic: Arithmetic, ceiling: Tensor) -> Tensor:
     """Return which rows certainly have a finite bound, ``(heads, rows, 1)`` bool."""
-    # If ρ ≤ 1, no weight grows by more than e², before or after rounding, and the errors of adding,
+    # If ρ ≤ 1, weights grow by a factor of e² at most, rounded or not, and the errors of adding,
     # dividing and rounding a weight times a value are each less than that product.
     fmt, largest = arithmetic.computes, float(totals.largest_value)
     small = ceiling <= 1
@@ -172,7 +172,7 @@ def _is_bounded(totals: RowTotals, arithmetic: Arithmetic, ceiling: Tensor) -> T
         half = arithmetic.weights.subnormal_spacing / 2 / arithmetic.weights_scale
         small &= math.exp(2) * (arithmetic.weights_error + half * totals.count) <= 0.5
     unnormalised = arithmetic.weights_scale * 2.0**arithmetic.lazy_rescale * totals.keys * largest
-    fits = 2 * unnormalised <= fmt.max / 4 and _MOST * largest <= arithmetic.output.max
+    fits = 2 * unnormalised <= fmt.max / 4 and _BOUND_FACTOR * largest <= arithmetic.output.max
     if arithmetic.operand_error:
         fits = fits and largest <= arithmetic.products.max
     return small if fits else torch.zeros_like(small)

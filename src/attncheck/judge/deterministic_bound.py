@@ -181,9 +181,9 @@ def weighted_spread(weight: Tensor, values: Tensor, center: Tensor) -> Tensor:
     plain = weight @ values.abs() + center.abs() * total
     squares = weight @ values.square()
     crossed = center * (weight @ values)
-    whole = squares + 2 * crossed.abs() + center.square() * total
+    magnitude = squares + 2 * crossed.abs() + center.square() * total
     spread = (squares - 2 * crossed + center.square() * total).clamp_min(0)
-    spread = spread + (weight.shape[-1] + 8) * 2.0**-53 * whole
+    spread = spread + (weight.shape[-1] + 8) * 2.0**-53 * magnitude
     return torch.minimum(plain, (total * spread).sqrt())
 
 
@@ -285,7 +285,7 @@ def _cut_off(
 def _running_sums(
     conditions: Conditions, accumulator: Accumulator, moved: WeightErrors, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the running sum's largest magnitude, in any order of tiles, and a row's steps."""
+    """Return the largest |running sum| of any tile, over the final row sum, and a row's steps."""
     assert accumulator.block is not None
     total = torch.zeros_like(conditions.out)
     low, high, size, largest = (total.clone() for _ in range(4))

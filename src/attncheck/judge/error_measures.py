@@ -156,7 +156,7 @@ def frobenius(error: Tensor, truth: Tensor) -> float:
 
 
 def cosine(values: Tensor, truth: Tensor) -> float:
-    """Return the cosine of two float64 arrays; 1 if both are 0, 0 if one is or holds NaN."""
+    """Return the cosine between float64 arrays; 1 if both are 0, 0 if one is, or is not finite."""
     lengths = [float(torch.linalg.vector_norm(array)) for array in (values, truth)]
     if not all(map(math.isfinite, lengths)):
         return 0.0

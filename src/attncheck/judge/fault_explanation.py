@@ -133,15 +133,15 @@ class ObservedError:
         if not share > 0.0:
             return None
         # Larger predicted numbers have larger rounding errors.
-        room = max(1.0, *(errors[name].growth(tensors[name]) for name in self.wrong))
+        growth = max(1.0, *(errors[name].growth(tensors[name]) for name in self.wrong))
         right_names = [name for name in tensors if name in errors and name not in self.wrong]
         if self.forward:
             right_names = [name for name in right_names if name not in GRADIENTS]
         unexplained = [errors[name].rest(tensors[name], free) for name in right_names]
         ties = prediction.rounds and share >= _MOSTLY
-        if self.proven and any(not rest.within(room, ties=ties) for rest in unexplained):
+        if self.proven and any(not rest.within(growth, ties=ties) for rest in unexplained):
             return None
-        explains_all = self.proven and all(rest.within(room, ties=ties) for rest in rests)
+        explains_all = self.proven and all(rest.within(growth, ties=ties) for rest in rests)
         # Free rows stay unexplained, so the prediction must explain all others completely.
         if free is not None and not explains_all:
             return None
@@ -258,7 +258,7 @@ class _TensorError:
 
     def _units(self, distance: Tensor, allowed: Tensor) -> Tensor:
         """Return ``distance`` in units of the allowance; 0 in elements without a finite one."""
-        # For all others a unit that grows with the prediction would make any large one look close.
+        # Only an allowance of 0 may grow with the prediction: else any large one would look close.
         off = distance / torch.where(self.without_allowance, allowed, self.unit)
         return torch.where(self.counts, off.nan_to_num(nan=torch.inf, posinf=torch.inf), 0.0)
 
@@ -308,8 +308,8 @@ def rank_explanations(
 ) -> list[FaultExplanation]:
     """Rank the predictions that explain anything, each name in its best form, the best first.
 
-    Those that explain all come first. Among them, those that leave about as little unexplained as
-    the best one differ by rounding alone and are ranked by ``order``. The others follow by share.
+    Those that explain all come first, ones with free rows last among them. If they leave about as
+    little unexplained as the best one, they are ranked by ``order``. The others follow by share.
     """
     best: dict[str, FaultExplanation] = {}
     for prediction in predictions:

@@ -47,7 +47,7 @@ class Sums:
     exact: Tensor | None  # the exact sum; None if it is not needed
     parts: dict[str, Tensor]  # the parts of ``moved`` in proportion, each ``(heads, count)``
     term_count: Tensor  # number of terms, ``(heads, count)``
-    lost: Tensor  # numbers below the normal range that are flushed to 0, ``(heads, count)``
+    lost: Tensor  # largest error by flushing numbers below the normal range, ``(heads, count)``
     unknown: Tensor  # bool ``(heads, count)``: some term has no bound
 
     def spread(self, to: Tensor, count: int) -> Sums:
@@ -96,7 +96,7 @@ class Sums:
 
         Args:
             operand: Relative error of y.
-            steps: Steps of a truncating accumulator, if they are not consecutive.
+            steps: Steps of a truncating accumulator with a nonzero term, if not consecutive.
         """
         # ``parts`` lack the last axis: they divide the bound in proportion.
         whole = sum(self.parts.values(), torch.zeros_like(self.lost))
@@ -135,10 +135,10 @@ def partial_sum_error(size: Tensor, terms: dict[str, Tensor], parts: int, fmt: F
     """
     rate = parts * math.log1p(fmt.unit_roundoff)
     growth = math.expm1(rate) if rate < _LARGEST_RATE else math.inf
-    whole = size + sum(terms.values())
+    magnitude = size + sum(terms.values())
     # Each part adds an error of η ÷ 2 below the normal range, which grows like the sum itself.
-    error = growth * whole + (1 + growth) * parts * fmt.subnormal_spacing / 2
-    return torch.where((1 + growth) * whole > fmt.max, math.inf, error)
+    error = growth * magnitude + (1 + growth) * parts * fmt.subnormal_spacing / 2
+    return torch.where((1 + growth) * magnitude > fmt.max, math.inf, error)
 
 
 def mask_unknown(
@@ -225,7 +225,7 @@ def _read_sum(
     saved: SavedErrors,
     read: ReadConditions,
 ) -> Sums:
-    """Return B40: each score's gradient times its derivative by the read, as a sum of one term."""
+    """Return B40: each score's gradient times its derivative by the number read, as a Sums."""
     # A sink, the last key, reads nothing: its slope is 0.
     sink = (0, known.dx.shape[-1] - read.place.shape[-1])
     # The derivative by the number read takes the place of the one by the score.
@@ -330,12 +330,12 @@ class _Rows:
         count = self._no_sink(self.weights.live).sum(-2).to(torch.float64)
         # Keys that a row without a bound may see.
         exposed = self.weights.exposed & self.weights.unbounded[..., None]
-        apart = self.arithmetic.sums_rounded_heads
+        separate_heads = self.arithmetic.sums_rounded_heads
         return Sums(
             moved=error @ largest,
             size=size @ largest,
             shift=None,
-            exact=self._no_sink(exact).mT @ operand if apart else None,
+            exact=self._no_sink(exact).mT @ operand if separate_heads else None,
             parts={name: self._no_sink(part).sum(-2) for name, part in parts.items()},
             term_count=count,
             lost=self._flushed(count, (error + size).sum(-1), largest),
@@ -475,7 +475,7 @@ class KeyGradients:
         return terms
 
     def _steps(self, sums: Sums, accumulator: Accumulator) -> Tensor | None:
-        """Return the steps of a truncating accumulator that see a key; None of any other."""
+        """Return the most steps of a truncating accumulator that see a key; None for any other."""
         if accumulator.block is None:
             return None
         heads = 1 if self._arithmetic.sums_rounded_heads else self._group

@@ -236,7 +236,7 @@ def measure_precision(
     exact = truth[counted]
     values = out[counted].to(torch.float64)
     error = values - exact
-    whole = error_measures.measure_errors(out, truth, counted)
+    measures = error_measures.measure_errors(out, truth, counted)
     p50, p99 = error_measures.ulp_percentiles(error, exact, arithmetic.output)
     residual = heads.residual
     return Precision(
@@ -246,7 +246,7 @@ def measure_precision(
         residual_allowed=msgspec.UNSET
         if residual is None or residual.gate is None
         else residual.allowed,
-        bias=whole.bias / whole.rmse if whole.rmse else 0.0,
+        bias=measures.bias / measures.rmse if measures.rmse else 0.0,
         slope=error_measures.slope(error, exact),
         ulp_p50=p50,
         ulp_p99=p99,

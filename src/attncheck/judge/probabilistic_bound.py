@@ -25,7 +25,7 @@ from attncheck.judge.sum_roundings import (
 )
 from attncheck.judge.weight_errors import WeightErrors, log_sum_base, weight_errors
 
-# Weights that agree to this many units roundoff of fp32 may have equal rounding errors.
+# Weights that agree to this many unit roundoffs of fp32 may have equal rounding errors.
 _ALIKE = 16
 
 # Float64 numbers gathered at a time: 128 MiB on a CPU, 512 MiB on a GPU.
@@ -232,7 +232,7 @@ def _out_statistics(
     if arithmetic.weights_error:
         center = out if arithmetic.sums_rounded_weights else None
         of_rounding = of_rounding + _rounding_variance(conditions, arithmetic, moved) / 3
-        # B25: weights below half the smallest number of P's format all become 0. If the row sum
+        # B25: all weights below half the least number of P's format may become 0. If the row sum
         # adds up rounded weights, it lacks them too, and out is a mean over the other keys.
         steady = _systematic_error(
             moved.lost, values, torch.zeros_like(out) if center is None else center
@@ -251,10 +251,10 @@ def _out_statistics(
         share = arithmetic.values.bias(
             conditions.count, steps_with_keys(conditions, arithmetic.values)
         )
-        most = deterministic_bound.accumulation_error(conditions, arithmetic, moved, values)
-        of_values = torch.minimum(share * (out.abs() + walk), most)
-        # A row sum that is too small makes out larger, a sum of values that is smaller: opposite
-        # signs, and either may occur alone.
+        limit = deterministic_bound.accumulation_error(conditions, arithmetic, moved, values)
+        of_values = torch.minimum(share * (out.abs() + walk), limit)
+        # A truncated row sum makes out larger, a truncated sum of values makes it smaller: the
+        # errors have opposite signs, and either may occur alone.
         of_sum = sum_bias(conditions, arithmetic) * out.abs()
         steady = steady + torch.maximum(of_sum, of_values)
     return (of_scores + of_rounding + of_sums).sqrt(), steady
@@ -285,7 +285,7 @@ def _rounding_variance(
 
 
 def _systematic_error(weight: Tensor, values: Tensor, center: Tensor) -> Tensor:
-    """Return |Σ weight_j (v_j − center)|: the error of out by a systematic error of exponents."""
+    """Return |Σ weight_j (v_j − center)|: the error of out by systematic errors of weights."""
     return (weight @ values - center * weight.sum(-1, keepdim=True)).abs()
 
 
@@ -295,12 +295,12 @@ def _softmax_statistics(
     """Return B28: deviation and systematic error of a softmax's out, which is P itself."""
     exact = moved.exact
     share = (exact * scores.deviation).square()
-    others = (share.sum(-1, keepdim=True) - share).clamp_min(0)
+    other_variance = (share.sum(-1, keepdim=True) - share).clamp_min(0)
     # A weight's own error also enters the row sum, which cancels the share of the weight in it.
-    own = (exact * scores.deviation * (1 - exact)).square()
+    own_variance = (exact * scores.deviation * (1 - exact)).square()
     sd = sum_accumulator(arithmetic).sd(sum_roundings(conditions, arithmetic))
     of_sum = (sd.square() + 12 * arithmetic.unit**2) * exact.square()
-    variance = own + exact.square() * others + of_sum
+    variance = own_variance + exact.square() * other_variance + of_sum
     direction = scores.steady[0]
     mean = (exact * direction).sum(-1, keepdim=True)
     return variance.sqrt(), (exact * (direction - mean)).abs()
@@ -368,8 +368,8 @@ def _excess(
         of_group = at_row[begin]
         if center is not None:
             number = torch.arange(part.stop - part.start, device=values.device)
-            together = embedding_bag(number, shared[part, None], **bags)
-            sums.addcmul_(center.flatten(0, 1)[of_group], together, value=-1)
+            weight_sum = embedding_bag(number, shared[part, None], **bags)
+            sums.addcmul_(center.flatten(0, 1)[of_group], weight_sum, value=-1)
         squares.index_add_(0, of_group, sums.square_())
     return squares.view(heads, rows, -1)
 

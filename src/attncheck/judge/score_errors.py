@@ -170,7 +170,7 @@ def _or_infinite(conditions: Conditions, arithmetic: Arithmetic, radius: Tensor)
 
 
 def may_overflow(operand: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """Return which finite numbers become infinite when rounded to tf32."""
+    """Return which finite numbers may become infinite when rounded to tf32."""
     if not arithmetic.operand_error or arithmetic.truncates:
         return torch.zeros_like(operand, dtype=torch.bool)
     return operand.abs() > arithmetic.products.max
@@ -219,14 +219,14 @@ def truncation_error(q: Tensor, k: Tensor, accumulator: Accumulator, significand
     for step in steps:
         total = total + q[..., step] @ k[..., step].mT
         low, high = torch.minimum(low, total), torch.maximum(high, total)
-        most = torch.zeros_like(size)
+        largest_term = torch.zeros_like(size)
         for d in range(q.shape[-1])[step]:
-            torch.maximum(most, _products(q, k, d), out=most)
-        largest.append(most)
-    together = sum(largest, torch.zeros_like(size))
+            torch.maximum(largest_term, _products(q, k, d), out=largest_term)
+        largest.append(largest_term)
+    largest_sum = sum(largest, torch.zeros_like(size))
     count = torch.full_like(size[..., :1, :1], len(steps))
     # The running sum's own errors count too: they enlarge it, and with it the amount cut off.
-    running = torch.minimum(running_size(high - low, together, accumulator, count), size)
+    running = torch.minimum(running_size(high - low, largest_sum, accumulator, count), size)
     unit = 2.0**-accumulator.alignment
     error = len(steps) * 2.0 ** (1 - accumulator.result) * running
     for step, terms in zip(steps, largest, strict=True):
@@ -261,11 +261,11 @@ def _products(q: Tensor, k: Tensor, d: int) -> Tensor:
 def _cut_off(q: Tensor, k: Tensor, unit: Tensor, significand: int) -> Tensor:
     """Return the amount that alignment cuts off the products of one step, at most ``unit`` each."""
     # The last bit of a product with 2p significant bits lies 2p − 1 places below its first.
-    whole = 2.0 ** (2 * significand - 1) * unit
+    exact_from = 2.0 ** (2 * significand - 1) * unit
     lost = torch.zeros_like(unit)
     for d in range(q.shape[-1]):
         term = _products(q, k, d)
-        lost += torch.where(term < whole, torch.minimum(term, unit), 0.0)
+        lost += torch.where(term < exact_from, torch.minimum(term, unit), 0.0)
     return lost
 
 
@@ -308,7 +308,7 @@ def exponent_errors(
     maximum = conditions.maximum[..., None]
     below = (maximum - conditions.scores).abs()
     raised = torch.where(counted, radius - below, 0.0).amax(-1, keepdim=True)
-    # Rounding raises the maximum by at most ``moved`` and lowers it by at most ``fallen``.
+    # Rounding raises the maximum by at most ``raised`` and lowers it by at most ``fallen``.
     fallen = torch.where(counted, radius + below, torch.inf).amin(-1, keepdim=True)
     highest = torch.maximum(raised, torch.where(torch.isfinite(fallen), fallen, 0.0))
     exponent = exponent_error(conditions, arithmetic, radius + highest, below)
@@ -330,20 +330,20 @@ def exponent_error(
     below: Tensor,
     score: Tensor | None = None,
 ) -> Tensor:
-    """Return B9's last part, for scores ``below`` the maximum, with errors of ``shift`` in all."""
+    """Return B9's last part for scores ``below`` under the maximum, off by ``shift`` together."""
     if score is None:
         assert not isinstance(conditions, RowTotals), "which have no scores"
         score = conditions.scores
-    own = maximum_of_keys(conditions)
-    maximum = torch.maximum(conditions.maximum.abs(), own.abs())[..., None]
+    keys_maximum = maximum_of_keys(conditions)
+    maximum = torch.maximum(conditions.maximum.abs(), keys_maximum.abs())[..., None]
     if conditions.has_sink:
-        below = below + (conditions.maximum - own)[..., None]
+        below = below + (conditions.maximum - keys_maximum)[..., None]
     tiles = tiles_passed(conditions, arithmetic)
     each = 2 * arithmetic.exp2_ulps + 1
     differences = factor_roundings(arithmetic) + 2
     lag = 2 * math.log(2) * arithmetic.lazy_rescale
-    apart = below + shift + lag if lag else below + shift
-    count = score.abs() + maximum + 2 * shift + differences * apart + each * tiles
+    distance = below + shift + lag if lag else below + shift
+    count = score.abs() + maximum + 2 * shift + differences * distance + each * tiles
     if arithmetic.splits > 1:
         logarithm = torch.log(conditions.count.clamp_min(1))
         count = count + 8 * (score.abs() + maximum + shift + logarithm) + 2 * each + 8

@@ -78,12 +78,11 @@ class RecomputedWeights:
     parts: dict[str, Tensor]  # parts of the error of log P, by name
     live: Tensor  # bool: seen keys of rows that are not unbounded
     unbounded: Tensor  # bool ``(heads, rows)``: rows without a bound
-    exposed: (
-        Tensor  # bool: keys that an unbounded row affects: seen, or perhaps seen after rounding
-    )
+    # bool: keys that an unbounded row affects: seen, or perhaps seen after rounding.
+    exposed: Tensor
 
     def without(self, keys: Tensor) -> RecomputedWeights:
-        """Return these with each row unbounded that sees one of ``keys``, bool as ``live``."""
+        """Return these with rows that may see one of ``keys``, a bool like ``live``, unbounded."""
         unbounded = self.unbounded | (keys & self.exposed).any(-1)
         live = self.live & ~unbounded[..., None]
         exact, moved, rounded = (

@@ -98,7 +98,7 @@ def sum_bias(conditions: Conditions | RowTotals, arithmetic: Arithmetic) -> Tens
 
 
 def division_error(conditions: Conditions | RowTotals, arithmetic: Arithmetic) -> Tensor:
-    """Return the relative error of dividing by the row sum: |O| grows by 1 + this at most (B14)."""
+    """Return the error of dividing by the row sum: at most, |O| is multiplied by 1 + this (B14)."""
     # A GPU's approximate division is within 2 ulps, and the factor is rounded as well.
     # O may be divided once more when splits are merged.
     division = (6 + (4 if arithmetic.splits > 1 else 0)) * arithmetic.unit

@@ -33,7 +33,7 @@ class WeightErrors:
 
     @property
     def lost(self) -> Tensor:
-        """Weights that are rounded to 0 (B25), others 0; ``(heads, rows, kv)``."""
+        """Weights that may be rounded to 0 (B25), others 0; ``(heads, rows, kv)``."""
         return torch.where(self.exact < self.floor, self.exact, 0.0)
 
 
@@ -171,9 +171,9 @@ def log_sum_base(
     alive = conditions.count[..., 0] > 0
     lse = torch.where(alive, conditions.lse.abs(), 0.0) + before
     before = before + math.log(2) * arithmetic.lazy_rescale  # a lazy maximum lags by up to this
-    own = maximum_of_keys(conditions)
-    largest = torch.maximum(conditions.maximum.abs(), own.abs())
-    log = torch.log(conditions.total.clamp_min(1)) + before + (conditions.maximum - own)
+    keys_maximum = maximum_of_keys(conditions)
+    largest = torch.maximum(conditions.maximum.abs(), keys_maximum.abs())
+    log = torch.log(conditions.total.clamp_min(1)) + before + (conditions.maximum - keys_maximum)
     of_maximum = factor_roundings(arithmetic) + 2
     count = 3 * lse + of_maximum * (largest + before) + 4 * log + 4
     return count * (2 if arithmetic.splits > 1 else 1) * arithmetic.unit

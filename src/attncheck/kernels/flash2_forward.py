@@ -35,7 +35,7 @@ from attncheck.kernels.launch import (
 )
 from attncheck.kernels.tile import (
     all_finite,
-    count_flagged_blocks,
+    blocks_to_check,
     factor_of,
     hidden,
     is_due,
@@ -187,7 +187,7 @@ def _forward(
     program = tl.program_id(1) * blocks + tl.program_id(0)
     turns = 1
     if CAREFUL:
-        turns = count_flagged_blocks(again_ptr, program, blocks * together)
+        turns = blocks_to_check(again_ptr, program, blocks * together)
     for turn in range(turns):
         number = program + turn * tl.num_programs(0)
         if is_due(again_ptr, number, CAREFUL):

@@ -128,7 +128,7 @@ def flash3_backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     sums = lse.new_zeros((batch * heads, tiles, shape.rows * width))
     turns = torch.zeros((batch * heads, tiles), dtype=torch.int32, device=q.device)
-    started = torch.zeros(1, dtype=torch.int32, device=q.device)
+    next_number = torch.zeros(1, dtype=torch.int32, device=q.device)
     flags = torch.empty(
         (batch * heads, -(-query // launch.block_query)), dtype=torch.int32, device=q.device
     )
@@ -138,7 +138,7 @@ def flash3_backward(
         _backward[(blocks * batch * kv_heads,)](
             descriptor(q, shape.rows), descriptor(k, OWN), descriptor(v, OWN),
             descriptor(dout, shape.rows), _stats_descriptor(lse, delta, shape.rows),
-            descriptor(dk, OWN), descriptor(dv, OWN), sums, turns, started, blocks,
+            descriptor(dk, OWN), descriptor(dv, OWN), sums, turns, next_number, blocks,
             batch * kv_heads, kv_heads, heads // kv_heads, query, kv, band.least or 0,
             band.most or 0, scale * LOG2E, scale, STAGES=shape.stages, REGISTERS=shape.registers,
             UPPER=band.most is not None, LOWER=band.least is not None, num_warps=4,
@@ -417,8 +417,8 @@ def _step(
     if WIDTH > HALF:
         j += WARPGROUP * HALF
     at = place_in_tile(i, WIDTH)[:, None] + (j // 8 * 64 + j % 8)[None, :]
-    of_tile = row_bh.to(gl.int64) * gl.cdiv(query, ROWS) + tile
-    gl.atomic_add(dq_ptr + of_tile * (ROWS * WIDTH) + at, dq, sem="relaxed")
+    tile_index = row_bh.to(gl.int64) * gl.cdiv(query, ROWS) + tile
+    gl.atomic_add(dq_ptr + tile_index * (ROWS * WIDTH) + at, dq, sem="relaxed")
     barrier()
     mbarrier.arrive(empty.index(stage), count=1)
     s = warpgroup_mma_wait(0, deps=[s])

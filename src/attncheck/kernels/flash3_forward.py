@@ -11,7 +11,7 @@ those that all of its rows see wholly (``walk``). Under any other mask the tiles
 masking next to its keys in shared memory. Mods are called on scores in registers.
 
 Under a mask, blocks of rows whose sums are not finite are computed again by ``flash2_forward``'s
-careful launch; elements of out that no non-finite value reaches do not change by that.
+careful launch; elements of out that no non-finite value reaches keep their bits.
 """
 
 from __future__ import annotations
@@ -394,7 +394,7 @@ def tile_of(turn, first, count, late, early):
 
 @gluon.jit
 def _find_block(number, blocks, together, heads, tiles, LISTED: gl.constexpr):
-    """Return block, batch · head and (LISTED) tile count of the work item ``number``."""
+    """Return block, batch · heads + head and (LISTED) tile count of work item ``number``."""
     # Listed blocks differ in length: groups of 8 heads end more evenly than groups of 4.
     block, bh = place(number, blocks, together, 8 if LISTED else 4)
     count = 0
@@ -572,22 +572,22 @@ def _scale_scores(s, factor, ahead, FUSED: gl.constexpr, SCALED: gl.constexpr):
 def _update_softmax(s, m, factor, LIFT: gl.constexpr, FUSED: gl.constexpr, NATURAL: gl.constexpr):
     """Return the new row maxima, a tile's weights, and the factor of the sums so far."""
     m_new = gl.maximum(m, _row_maxima(s))
-    own = factor + gl.zeros_like(m)
+    scale = factor + gl.zeros_like(m)
     if FUSED and LIFT == 0:
         # Fused, the exponent of the largest score is not 0 but the rounding error of its product:
         # 64 or more from 2^30 on. There the factor is cut to a power of two, whose products are
         # exact; every other weight is below 2^-31 either way.
-        power = (own.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-        own = gl.where(gl.abs(_scale_max(m_new, factor, NATURAL)) < 1073741824.0, own, power)
+        power = (scale.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+        scale = gl.where(gl.abs(_scale_max(m_new, factor, NATURAL)) < 1073741824.0, scale, power)
     # A row that has seen nothing keeps m = −inf; 0 stands in so that −inf − −inf never happens.
-    shift = gl.where(m_new == float("-inf"), 0.0, _base(_scale_max(m_new, own, NATURAL), LIFT))
+    shift = gl.where(m_new == float("-inf"), 0.0, _base(_scale_max(m_new, scale, NATURAL), LIFT))
     if FUSED:
-        factors, _ = gl.broadcast(own[:, None], s)
+        factors, _ = gl.broadcast(scale[:, None], s)
         subtracted, _ = gl.broadcast((0.0 - shift)[:, None], s)
         exponents = gl.fma(s, factors, subtracted)
     else:
         exponents = s - shift[:, None]
-    before = _base(_scale_max(m, own, NATURAL), LIFT) - shift
+    before = _base(_scale_max(m, scale, NATURAL), LIFT) - shift
     if NATURAL and not FUSED:
         exponents = exponents * 1.4426950408889634
         before = before * 1.4426950408889634
@@ -679,7 +679,7 @@ def _attend(
     ROWS: gl.constexpr = q_s.shape[3]
     KEYS: gl.constexpr = k_s.shape[3]
     WIDTH: gl.constexpr = q_s.shape[4]
-    APART: gl.constexpr = has_own_memory(SCALED, WIDTH)
+    SEPARATE_OUT: gl.constexpr = has_own_memory(SCALED, WIDTH)
     # Next to a score mod the compiler would turn the mask's branch into selects in every tile. A
     # branch with a barrier in it stays one, so it waits for q_full, which costs nothing: q has
     # been there since the first tile. Tiles of 128 keys leave too few registers for that.
@@ -800,7 +800,7 @@ def _attend(
                 p = rounded
             tiles_done += 1
             turns_done += 1
-        if APART:
+        if SEPARATE_OUT:
             mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
         if LATE:
             mbarrier.arrive(v_empty.index((tiles_done - 2) % STAGES), count=1, pred=count > 1)
@@ -839,7 +839,7 @@ def _attend(
         out_s.index(WARPGROUP).reshape([ROWS, WIDTH]).store(acc.to(out_desc.dtype))
         fence_async_shared()
         store(out_desc, [bh // heads, bh % heads, row, 0], out_s.index(WARPGROUP))
-        if not APART:
+        if not SEPARATE_OUT:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
         number, listed_block, count = next_block

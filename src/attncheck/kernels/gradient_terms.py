@@ -80,7 +80,7 @@ def in_steps(
 
 
 def sink_gradient(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """Return Σ P·(0 − delta) over each head's rows, P the weight of a key whose score is the sink.
+    """Return Σ P·(0 − delta) over each head's rows; the sink is a key of value 0 and weight P.
 
     Args:
         sink: fp32 ``(heads,)``, natural.
@@ -174,8 +174,8 @@ class CapturedReads:
     def arguments(self, gradients: torch.Tensor) -> tuple[Any, ...]:
         """Return the last argument of ``function``, a tuple per read.
 
-        It holds the read's part of ``gradients``, fp32 ``(numbers,)``, and the captured arguments
-        of its slope and place.
+        It holds ``gradients``, fp32 ``(numbers,)``, from the first number of the read's tensor on,
+        and the captured arguments of its slope and place.
         """
         return tuple(
             (gradients[start:], slope.captured, place.captured)

@@ -23,10 +23,11 @@ import triton.language as tl
 
 
 @triton.jit
-def count_flagged_blocks(again_ptr, mine, every):
-    """Return how many blocks a careful program has to check, of ``every`` block: mostly 0.
+def blocks_to_check(again_ptr, mine, every):
+    """Return the number of blocks in a careful program's share; 0 if none of them is flagged.
 
-    It reads 256 flags at a time: one by one, reading them would take longer than the work itself.
+    The share is every ``num_programs``-th of ``every`` blocks, from ``mine`` on. Flags are read 256
+    at a time: one by one, reading them would take longer than the work itself.
     """
     step = tl.num_programs(0)
     any_flag = 0
@@ -48,7 +49,7 @@ def is_due(again_ptr, number, CAREFUL: tl.constexpr):
 
 @triton.jit
 def place(number, blocks, together, BESIDE: tl.constexpr = 4):
-    """Return the block of rows and the batch · head of the ``number``-th block to start.
+    """Return (block of rows, batch · heads + head) of the ``number``-th block to start.
 
     The last block first: under a causal mask it is the longest, and the short ones fill the end.
     BESIDE heads start side by side: the blocks of one head would not fill the GPU, and K and V of
@@ -62,7 +63,7 @@ def place(number, blocks, together, BESIDE: tl.constexpr = 4):
 
 @triton.jit
 def number_of(block, bh, blocks, together):
-    """Return the number whose ``place`` is this block of this batch and head."""
+    """Return the number whose ``place`` (4 heads side by side) is ``block`` and ``bh``."""
     leading = bh // 4 * 4
     heads_here = tl.minimum(4, together - leading)
     return leading * blocks + (blocks - 1 - block) * heads_here + bh - leading

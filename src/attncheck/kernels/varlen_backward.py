@@ -358,7 +358,7 @@ class _Call:
 
     def constants(self, launch: Launch) -> dict[str, object]:
         """Return the kernels' compile-time arguments."""
-        # ``everything`` stands in for an absent mod, and is not called.
+        # ``everything`` stands in for an absent mod; it is called only as a mask, in ragged tiles.
         mask, score, slope = (
             everything if mod is None else mod.function
             for mod in (self.mask, self.score, self.slope)

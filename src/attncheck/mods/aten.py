@@ -153,8 +153,8 @@ def translate_aten(
         args, kwargs = args[:2], kwargs | dict(zip(("alpha",), args[2:], strict=False))
     position = _RULES[name](graph, args, kwargs)
     if kwargs.pop("alpha", 1) != 1 or kwargs:
-        left = ", ".join(kwargs) or "alpha"
-        raise TraceError(f"it uses {name} with {left}: write it with + - * and torch.where")
+        unsupported = ", ".join(kwargs) or "alpha"
+        raise TraceError(f"it uses {name} with {unsupported}: write it with + - * and torch.where")
     # Where torch treats truth values as numbers, a kernel's int1 would behave differently.
     node = graph.nodes[position]
     if node.kind != kind_of(result) or (node.kind == "bool" and node.op in _NOT_ON_TRUTH):

@@ -263,7 +263,7 @@ class _WithNumber(fx.Interpreter):
 
 
 def _place(recorded: fx.GraphModule, load: fx.Node, tensor: Tensor) -> Callable[..., Tensor]:
-    """Return a function of the flat index at which ``load`` reads, without negative indices."""
+    """Return a function that gives the flat index of ``load``; negative indices are resolved."""
 
     def place(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         flat = torch.zeros_like(b)

@@ -37,7 +37,7 @@ Range: TypeAlias = tuple[float, float]
 
 _ANY: Range = (-math.inf, math.inf)
 _INT32 = (-(2**31), 2**31 - 1)
-_WORD_BITS = 32  # Bits in a kernel's whole numbers: longer shifts differ from torch's.
+_WORD_BITS = 32  # Bits of kernels' whole numbers; shifts by so many or more differ from torch's.
 _CHUNK = 2**22  # Indices evaluated at once: 32 MB per int64 value of the expression.
 _LONGEST = 60  # Most characters of a formula in a message.
 
@@ -69,8 +69,8 @@ def check_index_ranges(
     inputs = dict(zip(INDICES, ((0, size - 1) for size in sizes), strict=True)) | {"score": _ANY}
     # An algebra of ranges; the nodes before a node have been checked.
     algebra = Algebra.of(check.leaf, check.operation, {})
-    known = [inputs[argument] for argument in expression.structure.inputs]
-    for bounds in evaluate_nodes(expression, algebra, known):
+    input_ranges = [inputs[argument] for argument in expression.structure.inputs]
+    for bounds in evaluate_nodes(expression, algebra, input_ranges):
         check.ranges.append(bounds)
 
 
@@ -170,7 +170,7 @@ class _Check:
         return _search_everywhere(self.expression.part(position), self.dimensions, wrong)
 
     def _through_one_number(self, position: int, wrong: Callable[[Tensor], Tensor]) -> Range | None:
-        """Return bounds of a node that depends on one whole number of small range, as a distance.
+        """Return bounds of a node that depends only on one whole number in a small range.
 
         The number may take fewer values than its range holds, so a wrong value proves nothing: None
         then, and also where there is no such number.
@@ -281,7 +281,7 @@ class _Result:
 def _search_everywhere(
     part: Expression, dimensions: Dimensions, wrong: Callable[[Tensor], Tensor]
 ) -> _Result:
-    """Return the first index at which ``wrong`` holds for an expression that reads no score."""
+    """Search all indices for the first where ``wrong`` holds; ``part`` must not read the score."""
     low, high = math.inf, -math.inf
     counts = (dimensions.batch, dimensions.heads, dimensions.query, dimensions.kv)
     # An index that the expression does not read is only 0.

@@ -104,7 +104,7 @@ def is_mod_reference(text: str) -> bool:
 
 
 def load_mask(reference: str) -> Spec:
-    """Return the Spec of the mask ``file.py::name``, and add it to the library by its file's name.
+    """Return the Spec of the mask ``file.py::name``, and add it to the library without its folder.
 
     The Spec contains a digest of the trace, so that a Problem's id identifies the mask as it is
     now. A Problem is refused if the mask reads outside a captured tensor, computes a whole number

@@ -106,7 +106,7 @@ def _number_pages(own: Tensor, shared: int) -> tuple[Tensor, int]:
     """
     places = torch.arange(own.shape[1])
     alone = own & (places >= shared)
-    # No sequence may have as many pages as are to be shared.
+    # Fewer are shared if no sequence has that many pages.
     common = min(shared, int(own.sum(1).max()))
     in_turn = common + alone.flatten().cumsum(0).view(own.shape) - 1
     which = torch.where(alone, in_turn, places)
@@ -198,12 +198,12 @@ def physical_block_mask(mask: BlockMask, table: PageTable) -> BlockMask:
     cut = ends > torch.tensor(table.lengths, device=ends.device)[:, None]
     kinds = torch.where(cut[:, None, None] & (mask.kinds == FULL), PARTIAL, mask.kinds)
     at = torch.where(table.own, table.table.long(), table.pages)[:, None, None, :blocks]
-    there = torch.full(
+    physical_kinds = torch.full(
         (batch, heads, query_blocks, table.pages + 1), EMPTY, dtype=torch.uint8, device=at.device
     )
-    there.scatter_(3, at.expand(kinds.shape), kinds.to(torch.uint8))
+    physical_kinds.scatter_(3, at.expand(kinds.shape), kinds.to(torch.uint8))
     return BlockMask(
-        kinds=there[..., : table.pages],
+        kinds=physical_kinds[..., : table.pages],
         query=mask.query,
         kv=table.pages * table.size,
         block_query=mask.block_query,

@@ -151,7 +151,7 @@ class _RunningErrors:
         }
         return Algebra.of(self._leaf, self._apply, special)
 
-    def _around(self, node: Node, raw: Any, radius: Tensor, jump: Tensor) -> _Approx:
+    def _approx(self, node: Node, raw: Any, radius: Tensor, jump: Tensor) -> _Approx:
         value = raw
         if not isinstance(raw, torch.Tensor):
             kind = torch.float64 if isinstance(raw, float) else None
@@ -165,7 +165,7 @@ class _RunningErrors:
         # The trace admits captured numbers only if they are fp32 numbers: no radius.
         score = node.op == "input" and node.name == "score"
         radius = self._radius if score else self._zero
-        return self._around(node, self._torch.leaf(node, value), radius, self._never)
+        return self._approx(node, self._torch.leaf(node, value), radius, self._never)
 
     def _jumps(self, operands: Sequence[_Approx]) -> Tensor:
         """Return where an operand jumps, or is a truth value used as a number that may flip."""
@@ -177,7 +177,7 @@ class _RunningErrors:
     def _index(self, node: Node, *operands: _Approx) -> _Approx:
         table, *places = operands
         raw = self._computed(node, operands)
-        return self._around(node, raw, *_read_radius(table.value, raw, places))
+        return self._approx(node, raw, *_read_radius(table.value, raw, places))
 
     def _where(self, node: Node, condition: _Approx, *branches: _Approx) -> _Approx:
         """Reach both branches where the condition may flip.
@@ -194,7 +194,7 @@ class _RunningErrors:
         gap = _distance(first.real, second.real)
         reach = torch.where(moves, torch.maximum(radius, gap + other_radius), radius)
         jump = jump | (moves & (other_jump | (gap > radius + other_radius)))
-        return self._around(node, raw, reach, jump)
+        return self._approx(node, raw, reach, jump)
 
     def _compare(self, node: Node, a: _Approx, b: _Approx) -> _Approx:
         raw = self._computed(node, (a, b))
@@ -205,7 +205,7 @@ class _RunningErrors:
 
     def _truth(self, node: Node, raw: Any, radius: Tensor) -> _Approx:
         """Return a truth value; where it may flip only its radius is set, not its jump."""
-        return self._around(node, raw, radius, self._never)
+        return self._approx(node, raw, radius, self._never)
 
     def _cast(self, node: Node, operand: _Approx) -> _Approx:
         """Round to a real dtype, perhaps in the oracle too; truncate to a whole one."""
@@ -219,13 +219,13 @@ class _RunningErrors:
             radius = held.radius
             if not self._roundings.belongs_to_the_mod(node):
                 radius = radius + (raw.double() - operand.real).nan_to_num(nan=0.0).abs()
-            return self._around(node, raw, radius, jump)
+            return self._approx(node, raw, radius, jump)
         radius = operand.radius
         if operand.value.is_floating_point():
             ends = (torch.trunc(operand.real + sign * radius) for sign in (-1, 1))
             cut = torch.maximum(*((end - raw.double()).abs() for end in ends))
             radius = _nan_to_infinite(torch.where(operand.moves, cut, 0.0))
-        return self._around(node, raw, radius, jump | (radius > 0))
+        return self._approx(node, raw, radius, jump | (radius > 0))
 
     def _apply(self, node: Node, *operands: _Approx) -> _Approx:
         raw = self._computed(node, operands)
@@ -241,13 +241,13 @@ class _RunningErrors:
             radius = torch.where(_any_moves(operands), torch.inf, 0.0).double()
         if node.op in _JUMPS or node.op not in RADII:
             jump = jump | (radius > 0)
-        return self._around(node, raw, radius, jump)
+        return self._approx(node, raw, radius, jump)
 
     def _rounded(self, node: Node, raw: Any, operands: Sequence[_Approx], jump: Tensor) -> _Approx:
         """Return a real operation's value; its radius is the exact one's plus the rounding."""
-        result = self._around(node, raw, self._zero, jump)
+        result = self._approx(node, raw, self._zero, jump)
         real = result.real
-        if result.value.dtype != torch.float64:  # not rounded as in the oracle
+        if result.value.dtype != torch.float64:  # without the oracle's rounding
             real = OPERATIONS[node.op].torch(*(operand.real for operand in operands))
         operands = self._roundings.operands(node, operands)
         operands = [self._roundings.argument(node.op, operand) for operand in operands]
@@ -314,7 +314,7 @@ class _Roundings:
         added = added * (self._times[node] * SLACK)
         smallest = 2.0**fmt.min_exponent
         added = torch.where(real.abs() - radius < smallest, added + smallest, added)  # flushed
-        # ``of_reals``, ``real`` may itself be rounded to float64, so being held proves nothing.
+        # With ``of_reals`` ``real`` itself may be rounded to float64: being held proves nothing.
         held = _is_held(real, fmt) & (ulps <= 0.5) & (not self._of_reals)
         exact = (radius == 0) & ((real == 0) | held)
         total = torch.where(exact | real.isinf(), radius, radius + added)
@@ -339,7 +339,7 @@ class _Roundings:
         return [self._operand(fmt, operand, self._times[node]) for operand in operands]
 
     def compared(self, operands: list[_Approx]) -> list[_Approx]:
-        """Return operands in their widest format; whole numbers compared alone as they are."""
+        """Return operands in the widest of their formats; unchanged if all are whole numbers."""
         if not any(operand.value.is_floating_point() for operand in operands):
             return operands
         formats = [operand.format for operand in operands if operand.format is not None]

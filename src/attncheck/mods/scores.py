@@ -191,8 +191,8 @@ def _check_table_size(name: str, values: Values, dims: Dimensions) -> None:
 
 def _bias(values: Values, dims: Dimensions, device: str) -> ScoreMod:
     shape = _bias_shape(values, dims)
-    few = math.prod(shape) <= _MOST_CACHED
-    table = (_cached_bias if few else _draw_bias)(values["seed"], shape)
+    is_small = math.prod(shape) <= _MOST_CACHED
+    table = (_cached_bias if is_small else _draw_bias)(values["seed"], shape)
     return bias(table.to(device))
 
 

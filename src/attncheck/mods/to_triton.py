@@ -97,7 +97,7 @@ def _is_moderate(value: Captured) -> bool:
 
 
 def is_long(expression: Expression) -> bool:
-    """Return whether the mod takes tens of instructions: transcendental functions, // or %."""
+    """Return whether the mod takes tens of instructions: transcendentals, rsqrt, // or %."""
     long = _FUNCTIONS_OF_REALS.keys() - {"floor", "ceil", "sqrt"} | {"floor_divide", "remainder"}
     return any(node.op in long for node in expression.structure.nodes)
 

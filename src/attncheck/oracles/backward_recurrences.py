@@ -129,11 +129,11 @@ def flash2_backward(
     _, k, v, scores = attention_inputs(numbers, inputs)
     of_keys = []
     for block in keys:
-        mine = [numbers.rows(array, block.start, block.stop) for array in (k, v)]
+        keys_and_values = [numbers.rows(array, block.start, block.stop) for array in (k, v)]
         heads = (problem.batch, problem.heads, len(block))
         sums = [numbers.full((*heads, n), 0.0) for n in (problem.head_dim, problem.value_dim)]
         for rows in blocks:
-            parts = rows.add(numbers, scores, mine, block)
+            parts = rows.add(numbers, scores, keys_and_values, block)
             sums = [total + part for total, part in zip(sums, parts, strict=True)]
         of_keys.append(sums)
     dk, dv = (
@@ -194,10 +194,10 @@ class _QueryBlock(Generic[A]):
     captured: A | None = None  # gradients of the captured numbers so far; None without dcaptured
 
     def add(
-        self, numbers: Numbers[A], scores: Scores[A], mine: Sequence[A], block: range
+        self, numbers: Numbers[A], scores: Scores[A], keys_and_values: Sequence[A], block: range
     ) -> tuple[A, A]:
         """Add to dq and return the addends of the key block's dk and dv: lines 10 to 16."""
-        k, v = mine
+        k, v = keys_and_values
         tile = scores.with_slopes(self.q, k, self.at, block)
         attended = tile.attended
         # A row that attends to NaN has an LSE of NaN, which must not reach keys it does not see.

@@ -117,8 +117,8 @@ class Ball(ObjectNumbers[Balls]):
         with working_precision(self.bits):
             for row in np.ndindex(weights.array.shape[:-1]):
                 keys = used[row].nonzero()[0]
-                mine = values.array[row[:2]][keys]
-                product[row] = _product(weights.array[row][None, keys], mine)
+                seen_values = values.array[row[:2]][keys]
+                product[row] = _product(weights.array[row][None, keys], seen_values)
         return Balls(product, self.bits)
 
     def exp(self, array: Balls) -> Balls:
@@ -130,7 +130,7 @@ class Ball(ObjectNumbers[Balls]):
         return self._apply(_LOG, array.array)
 
     def maximum(self, left: Balls, right: Balls) -> Balls:
-        """Return the larger ball, elementwise; if they overlap, from the higher lower end up."""
+        """Return the maximum, elementwise: from the larger lower end to the larger upper end."""
         return self._apply(_LARGER, left.array, right.array)
 
     def rowmax(self, array: Balls) -> Balls:

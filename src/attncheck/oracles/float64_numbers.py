@@ -160,6 +160,7 @@ class Float64:
         attended: Tensor,
     ) -> Tensor:
         """Return the sums by torch's autograd of the callable, with captured tensors in float64."""
+        # Made for each tile, since a call of the callable finds its captured tensors.
         sums = CapturedSums(score_mod, self.device)
         sums.add(scores, indices.axes, factors, attended)
         return sums.sums.view(1, 1, 1, -1)

@@ -172,10 +172,10 @@ def flash2_forward(
     q, k, v, scores = attention_inputs(numbers, inputs)
 
     def blocks(rows: range) -> Iterator[tuple[A, Tensor, A]]:
-        mine = numbers.rows(q, rows.start, rows.stop)
+        q_block = numbers.rows(q, rows.start, rows.stop)
         for block in keys:
             k_block, v_block = (numbers.rows(array, block.start, block.stop) for array in (k, v))
-            yield *scores(mine, k_block, rows, block), v_block
+            yield *scores(q_block, k_block, rows, block), v_block
 
     sink, shape = sink_of(numbers, inputs), (problem.batch, problem.heads)
     results = [

@@ -6,9 +6,9 @@ passes take longer than the products. Here a forward tile is one kernel that wri
 backward tile is one kernel that writes P and dX, from which torch computes the gradients.
 
 The compiler is CUDA's own, not Triton, whose faults the tested kernels would share. Sums are in
-float64, on tensor cores with float64 arithmetic; ``exp`` is the one that torch calls, off by 1 ulp
-at most, without its branch for overflow, which cannot occur; and the scale multiplies the rounded
-sum, as in torch. Only the order of sums differs.
+float64, on tensor cores, which share the pipe of float64 arithmetic; ``exp`` is the one that torch
+calls, off by 1 ulp at most, without its branch for overflow, which cannot occur; and the scale
+multiplies the rounded sum, as in torch. Only the order of sums differs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def takes(problem: Problem, device: torch.device, *, backward: bool = False) -> 
 def add_tile(
     sums: Tensor, q: Tensor, k: Tensor, v: Tensor, *, scale: float, seen: Tensor | None
 ) -> None:
-    """Add exp(scale · q·kᵀ) · v to ``sums``, and Σ exp(scale · q·kᵀ) to its next column.
+    """Add exp(scale · q·kᵀ) · v to ``sums``, and Σ exp(scale · q·kᵀ) to column value_dim.
 
     Rows are contiguous and aligned to 16 bytes. All |scores| must be below 700: for larger ones
     ``exp`` would be wrong.
@@ -131,7 +131,7 @@ def fill_tiles(
 
 
 def _heads(lines: int, rows: int, seen: Tensor | None) -> tuple[int, int]:
-    """Return the key heads of a sequence, and the rows of a query head."""
+    """Return how many key heads a sequence has, and how many rows a query head has."""
     if seen is None:
         return lines, rows
     return seen.shape[1] * seen.shape[2] // rows, seen.shape[2]

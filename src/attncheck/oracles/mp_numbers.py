@@ -88,9 +88,9 @@ class Mp(ObjectNumbers[ManyDigits]):
             columns = values[head].T.tolist()
             for row, numbers in enumerate(weights[head].tolist()):
                 keys = used[head][row].nonzero()[0].tolist()
-                mine = [numbers[key] for key in keys]
+                seen = [numbers[key] for key in keys]
                 product[head][row] = [
-                    self.context.fdot(mine, [column[key] for key in keys]) for column in columns
+                    self.context.fdot(seen, [column[key] for key in keys]) for column in columns
                 ]
         return product
 

@@ -418,7 +418,7 @@ class Visibility:
         if len(self._queries) == 1 and length <= sizes.kv:
             return [[Run(range(length), partial=True)]]  # classifying a single tile saves nothing
         width, rows, together = sizes.kv // sizes.cell * sizes.cell or sizes.cell, self._queries, 1
-        if self._shared:  # without heads, a strip may be as large as a tile of scores of all heads
+        if self._shared:  # a shared strip may be as large as all heads' tile of scores
             most = 8 * sizes.rows * sizes.kv // len(rows[0])  # a bool has 1 byte, a score 8
             width, together = max(width, most // width * width), max(1, most // length)
         # Large strips, for few calls: nothing else runs until all is classified.

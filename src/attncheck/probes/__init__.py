@@ -43,11 +43,11 @@ def case(name: str, problem: Problem, parameters: Parameters | None = None) -> C
         UnknownName, ProblemError: for a probe or parameters that do not apply.
     """
     probe = probe_named(name)
-    own = probe.problem(problem)
+    probe_problem = probe.problem(problem)
     if parameters is None:
-        parameters = {key: numbers[0] for key, numbers in probe.allowed(own).items()}
-    probe.check(own, parameters)
-    return Case(problem=own, question=name, parameters=dict(parameters))
+        parameters = {key: numbers[0] for key, numbers in probe.allowed(probe_problem).items()}
+    probe.check(probe_problem, parameters)
+    return Case(problem=probe_problem, question=name, parameters=dict(parameters))
 
 
 def cases(name: str, problem: Problem) -> list[Case]:

@@ -134,10 +134,10 @@ def is_countable(
         exact: Where sums of values are exact.
     """
     error, added = relative_error(problem, top, errors), errors.addition(problem)
-    whole = sizes * (error + torch.where(torch.as_tensor(exact), 0.0, added)) + others < QUARTER
+    countable = sizes * (error + torch.where(torch.as_tensor(exact), 0.0, added)) + others < QUARTER
     if not errors.divides:
-        return whole
-    return whole & (sizes * (error + added + errors.division(problem, keys)) + others < HALF)
+        return countable
+    return countable & (sizes * (error + added + errors.division(problem, keys)) + others < HALF)
 
 
 def lse_error(keys: torch.Tensor, errors: WeightErrors = USUAL_WEIGHT_ERRORS) -> torch.Tensor:

@@ -212,7 +212,7 @@ def logit_out_of_range(problem: Problem, logit: float, factor: float = 1.0) -> s
 
 
 def zero_query_and_keys(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return zeros, float64: q ``(batch, heads, query, head_dim)`` and k of its shape."""
+    """Return float64 zeros in q's shape, ``(batch, heads, query, head_dim)``, and in that of k."""
     q = (problem.batch, problem.heads, problem.query, problem.head_dim)
     k = (problem.batch, problem.kv_heads, problem.kv, problem.head_dim)
     return torch.zeros(q, dtype=torch.float64), torch.zeros(k, dtype=torch.float64)

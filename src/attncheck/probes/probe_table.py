@@ -250,8 +250,8 @@ def _own_edges(problem: Problem) -> list[int]:
 def _chosen_keys(problem: Problem, turn: int) -> torch.Tensor:
     """Return the key that each row singles out on this turn, int64 ``(batch, heads, query)``."""
     shared, row = boundary_keys(problem)[:_KEYS], torch.arange(problem.query)
-    own = [row + offset for offset in _own_edges(problem)]
-    choices = torch.stack(own + [torch.full_like(row, key) for key in shared])
+    own_keys = [row + offset for offset in _own_edges(problem)]
+    choices = torch.stack(own_keys + [torch.full_like(row, key) for key in shared])
     spare = torch.tensor(shared)[row % len(shared)]
     choices = torch.where((choices >= 0) & (choices < problem.kv), choices, spare)
     pair = torch.arange(problem.batch)[:, None] + torch.arange(problem.heads)
@@ -264,7 +264,7 @@ def _used_bits(problem: Problem) -> int:
 
 
 def _isolating_factor(problem: Problem) -> float:
-    """Return the power of two that puts the chosen key ``_APART`` above any other."""
+    """Return the power of two that puts the chosen key ``_ISOLATION`` or more above any other."""
     differ = problem.head_dim // _used_bits(problem)
     return 2.0 ** math.ceil(math.log2(_ISOLATION / (2 * differ * problem.scale)))
 

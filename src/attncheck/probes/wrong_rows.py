@@ -130,7 +130,7 @@ def _by_code(row: _WrongRow) -> KeyAndWords | None:
             result = _wrong_number(row, number)
         elif by_lse:
             result = _equal_keys(row, excess, number) or _larger_keys(row, excess, number)
-        else:  # LSE contradicts the number, as with other scores
+        else:  # by LSE the keys may have another score
             result = _larger_keys(row, excess, number) or _equal_keys(row, excess, number)
         if result is not None:
             return result

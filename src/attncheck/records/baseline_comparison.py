@@ -351,10 +351,10 @@ def _missing_changes(before: Mapping[Key, Entry], after: Mapping[Key, object]) -
             yield _change(entry, None, "worse" if absent else "gone", reason)
 
 
-def _standings(both: Mapping[Key, _Case]) -> dict[Key, tuple[BaselineStanding, str]]:
+def _standings(common: Mapping[Key, _Case]) -> dict[Key, tuple[BaselineStanding, str]]:
     """Return each case's standing and its reason, tested alone and then with similar cases."""
     groups: dict[tuple[str, str, TensorName, int], dict[Key, ErrorPair]] = defaultdict(dict)
-    unequal = {k: c for k, c in both.items() if not _has_equal_bits(c)}
+    unequal = {k: c for k, c in common.items() if not _has_equal_bits(c)}
     for key, case in unequal.items():
         for name, pair in case.pairs().items():
             if case.independent:
@@ -366,7 +366,7 @@ def _standings(both: Mapping[Key, _Case]) -> dict[Key, tuple[BaselineStanding, s
     tests = len(several) + sum(len(case.before.tensors) for case in unequal.values())
     # Bonferroni correction: each test gets an equal share of the run's false alarm probability.
     limit = math.log(FALSE_ALARM / max(tests, 1))
-    standings = {key: _judge_alone(case, limit) for key, case in both.items()}
+    standings = {key: _judge_alone(case, limit) for key, case in common.items()}
     for (_, dtype, name, _), of in several.items():
         _judge_together(dtype, name, of, limit, standings)
     return standings
@@ -453,20 +453,20 @@ def _judge_together(
         return
     directions: dict[BaselineStanding, list[ErrorPair]] = {"worse": pairs}
     directions["better"] = [pair.reversed() for pair in pairs]
-    for standing, turned in directions.items():
-        if log_probability(turned) >= limit:
+    for standing, changes in directions.items():
+        if log_probability(changes) >= limit:
             continue
         sentence = (
             _describe_growth(pairs)
             if standing == "worse"
             else f"{mean_ratio(pairs):.3g} × what it was"
         )
-        for key, pair in zip(rest, turned, strict=True):
+        for key, pair in zip(rest, changes, strict=True):
             # Only the cases that moved in this direction are reported.
             if pair.after > pair.before:
-                own = standings[key][1]
+                reason_alone = standings[key][1]
                 cases = f"{len(rest)} {dtype} cases together"
-                reason = f"{name}'s error in {cases} is {sentence}; {own}"
+                reason = f"{name}'s error in {cases} is {sentence}; {reason_alone}"
                 standings[key] = standing, reason
 
 

@@ -15,7 +15,7 @@ below 1, above 1, or within the margin around 1; ``unclear`` where it is too wid
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Times of one call in each round; in a round, every kernel is run once."""
+    """Times of one call, in the order of the rounds; in each round, kernels take turns."""
 
     seconds: tuple[float, ...]  # one for each round
     clock: Literal["cpu", "events", "graph"]  # wall time; CUDA events; events around a CUDA graph

@@ -47,8 +47,8 @@ class CauseGroup:
     def has(self, record: Record) -> bool:
         """Return whether ``record``, for example a member's smaller Case, fails for this cause."""
         # A failure that a model explains is not matched by its symptom.
-        own = set(_certain_models(record)) or {symptom(record)}
-        return record.kernel == self.kernel and bool(self.keys & own)
+        keys_of_record = set(_certain_models(record)) or {symptom(record)}
+        return record.kernel == self.kernel and bool(self.keys & keys_of_record)
 
 
 def certain_explanations(record: Record) -> tuple[Explanation, ...]:
@@ -275,15 +275,15 @@ def _with_alike_signs(records: list[Record]) -> list[dict[Key, Explanation]]:
     ]
     causes: dict[Key, dict[Key, Explanation]] = {}
     proven = set()
-    for key, record, own in zip(keys, records, models, strict=True):
-        causes.setdefault(key, {}).update(own)
-        if own and isinstance(record.diagnosis, Diagnosis) and not record.diagnosis.tried:
+    for key, record, certain in zip(keys, records, models, strict=True):
+        causes.setdefault(key, {}).update(certain)
+        if certain and isinstance(record.diagnosis, Diagnosis) and not record.diagnosis.tried:
             proven.add(key)
     return [
         causes[key]
         if key in proven and len(causes[key]) == 1 and not isinstance(record.diagnosis, Diagnosis)
-        else own
-        for key, record, own in zip(keys, records, models, strict=True)
+        else certain
+        for key, record, certain in zip(keys, records, models, strict=True)
     ]
 
 

@@ -115,7 +115,7 @@ class Total(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     host: str  # kernel that the faults are planted in
     category: str = ""  # category of the faults; empty for all of the host
-    # caught, missed: numbers of faults; together the number of scored faults.
+    # caught, missed: numbers of faults; together all that were scored.
     caught: int = 0
     missed: int = 0
     equivalent: int = 0  # faults that change no bit of this host's results
@@ -123,10 +123,8 @@ class Total(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     # Medians, since one fault that takes all questions would dominate a mean.
     seconds: float | None = None  # median seconds of the caught faults; None for none
     problems: float | None = None  # median number of questions of the caught faults; None for none
-    # named_first, named_third: caught discrete faults that the diagnosis names in the first place,
-    # and among the first three.
-    named_first: int = 0
-    named_third: int = 0
+    named_first: int = 0  # number of caught discrete faults that the diagnosis names first
+    named_third: int = 0  # number of caught discrete faults that it names in the first three
     diagnosed: int = 0  # number of caught discrete faults, with a diagnosis or without
     peers: dict[str, int] = {}  # number of faults that each other project's rule caught, by rule
 

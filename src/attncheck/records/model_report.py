@@ -42,13 +42,13 @@ class ModelFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     module: str
     step: int  # 0: the prompt; n: the n-th decoded token
     backward: bool  # whether it was asked for gradients
-    # head, position: the element of the sequence ``batch`` with the largest error ÷ allowance; None
-    # where the call gave nothing. A gradient's head may be a key head.
+    # batch, head, position: place of the element with the largest error ÷ allowance; None where the
+    # call gave nothing. A gradient's head may be a key head.
     batch: int | None = None
     head: int | None = None
     position: int | None = None  # in the sequence, counted from 0
     reason: str  # why it failed, in a line
-    id: str  # of the failure: ``attncheck repro`` takes it
+    id: str  # id of the failure for ``attncheck repro``
     recording: str  # name of the file with the call's tensors, in the failure's folder
     again: bool | None = None  # whether it gave the same bits when called alone; None: not called
 
@@ -69,7 +69,8 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # Index, from 0, of the first decoded word that differs from the exact model's; None for none.
     diverges: int | None = None
     right_diverge: int | None = None  # the smallest such index of the correct kernels
-    # gradient_norm, exact_norm: norm over all parameters in the training step; None without one.
+    # gradient_norm, exact_norm: norm of the gradients of all parameters in the training step, with
+    # the kernel and in the exact model; None without such a step.
     gradient_norm: float | None = None
     exact_norm: float | None = None
     calls: tuple[ModelCall, ...] = ()  # one for each layer; empty where none was judged
@@ -83,12 +84,10 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     command: str
     environment: Environment
     transformers: str  # its version
-    # dtype, batch, length, steps: dtype of weights and activations, number of prompts, tokens of a
-    # prompt, and tokens decoded after it.
-    dtype: str
-    batch: int
-    length: int
-    steps: int
+    dtype: str  # dtype of weights and activations
+    batch: int  # number of prompts
+    length: int  # tokens of a prompt
+    steps: int  # tokens decoded after the prompt
     models: dict[str, str]  # name → one-line description
     right: int  # number of correct kernels that each kernel is compared with
     records: tuple[ModelRecord, ...]  # one for each model and kernel

@@ -41,7 +41,7 @@ class OracleRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     case_id: str
     case: dict[str, Any]
     variant: str  # the plan's name for the mask and score mod; ``softmax`` for that operation
-    distribution: str  # of the inputs, as in the Case
+    distribution: str  # distribution of the inputs, as in the Case
     oracle: str  # name of the oracle; kernels are compared with ``streaming``
     # In units of 2^-53 Σ_j p_j |v_j| of each element, or of 2^-53 p_j for softmax. A sum below the
     # smallest normal number counts as this, 2^-1022.
@@ -59,7 +59,7 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     distribution: str
     oracles: tuple[str, ...]  # names of the recurrences
     # Decimal logarithm of the largest finite distance from the reference: for out relative to Σ_j
-    # p_j |v_j| (p_j for softmax), for LSE to max(1, |LSE|). None where all distances are 0.
+    # p_j |v_j| (p_j for softmax), for LSE to max(1, |LSE|). None where none is above 0.
     # A logarithm, since at many digits the distance is below the smallest float.
     log10: float | None
     # Numbers, over all recurrences, without a finite distance: one side is NaN or infinite and the
@@ -120,7 +120,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     case_id: str
     case: dict[str, Any]
     variant: str  # the plan's name for the mask and score mod; ``softmax`` for that operation
-    distribution: str  # of the inputs, as in the Case
+    distribution: str  # distribution of the inputs, as in the Case
     oracle: str  # name of the oracle; kernels are compared with ``truth``
     # out, lse: see ``ProvenError``.
     out: ProvenError
@@ -187,7 +187,7 @@ class ModRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class ModReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Records on mods, with the data that they share."""
 
-    schema: int = 2  # schema 1 called the backends worlds
+    schema: int = 2  # schema 1 called the backends ``worlds``
     command: str
     environment: Environment
     mpmath: str

@@ -275,9 +275,9 @@ def _pad_values(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
 def _compare_padded(results: Results) -> Finding | None:
     columns, errors = results.number("columns"), results.bounds()
     before, wider = results.outputs
-    own = (errors[0].out, errors[1].out[..., :-columns])
+    unpadded = (errors[0].out, errors[1].out[..., :-columns])
     # The padded columns have an error bound of 0.
-    exact = [Outputs(_pad(out, columns), e.lse) for out, e in zip(own, errors, strict=True)]
+    exact = [Outputs(_pad(out, columns), e.lse) for out, e in zip(unpadded, errors, strict=True)]
     return compare_outputs(wider, Outputs(_pad(before.out, columns), before.lse), exact)
 
 

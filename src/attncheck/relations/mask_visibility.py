@@ -10,7 +10,7 @@ import torch
 from attncheck.inputs.problem import Problem
 
 _PAIRS_AT_A_TIME = 1 << 22
-_PROBLEMS = 64  # Cache size, in Problems: each is asked several times whether a relation applies.
+_CACHED_PROBLEMS = 64  # Each is asked several times whether a relation applies.
 
 
 def visible_keys(
@@ -48,7 +48,7 @@ def keys_hidden_from(
     return hidden.expand(problem.batch, problem.kv_heads, -1)
 
 
-@lru_cache(_PROBLEMS)
+@lru_cache(_CACHED_PROBLEMS)
 def rows_with_hidden_keys(problem: Problem) -> tuple[int, ...]:
     """Return the rows for which ``keys_hidden_from`` has a key, in any sequence and key head."""
     rows: list[int] = []
@@ -58,7 +58,7 @@ def rows_with_hidden_keys(problem: Problem) -> tuple[int, ...]:
     return tuple(rows)
 
 
-@lru_cache(_PROBLEMS)
+@lru_cache(_CACHED_PROBLEMS)
 def rows_without_keys(problem: Problem) -> torch.Tensor:
     """Return which rows see no key: bool ``(batch, heads, query)``, on the CPU."""
     shape = (problem.batch, problem.heads, -1)

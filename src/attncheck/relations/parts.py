@@ -218,7 +218,7 @@ def _compare_packed(results: Results) -> Finding | None:
 def _join(
     like: Outputs, parts: Sequence[Outputs], rows: Sequence[range], empty_lse: torch.Tensor
 ) -> Outputs:
-    """Return the documents' rows at their positions; in other rows out is 0 and LSE ``nothing``."""
+    """Return the documents' rows at their positions; elsewhere out is 0 and LSE ``empty_lse``."""
     out = torch.zeros_like(like.out)
     lse = None if like.lse is None else empty_lse.to(like.lse).expand_as(like.lse).clone()
     for part, place in zip(parts, rows, strict=True):

@@ -194,12 +194,12 @@ def _nan_buffer(like: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def _lay_heads_last(tensor: torch.Tensor) -> torch.Tensor:
-    """Lay it out in memory as (batch, length, heads, dim), as a linear layer returns it."""
+    """Return a copy that lies in memory as (batch, length, heads, dim), as of a linear layer."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _lay_with_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    """Lay it out in a buffer with one more row, like a cache, and 16 more bytes per row."""
+    """Return a copy in a buffer with one more row, like a cache, and 16 more bytes per row."""
     batch, heads, length, dim = tensor.shape
     wider = dim + _VECTOR // tensor.element_size()
     view = _nan_buffer(tensor, batch, heads, length + 1, wider)[:, :, :length, :dim]
@@ -208,14 +208,14 @@ def _lay_with_gaps(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lay_off_alignment(tensor: torch.Tensor) -> torch.Tensor:
-    """Lay it out from the second element of its memory on, so that no vector is aligned."""
+    """Return a copy that starts at the second element of its memory: no vector is aligned."""
     view = _nan_buffer(tensor, tensor.numel() + 1)[1:].view(tensor.shape)
     view.copy_(tensor)
     return view
 
 
 def _pack_in_rows(inputs: Inputs) -> Inputs:
-    """Lay q, k and v out side by side in rows of one buffer, as one linear layer returns them."""
+    """Return inputs with q, k and v side by side in rows of one buffer, as of one linear layer."""
     tensors = (inputs.q, inputs.k, inputs.v)
     widths = [tensor.shape[1] * tensor.shape[3] for tensor in tensors]
     longest = max(tensor.shape[2] for tensor in tensors)
@@ -350,7 +350,7 @@ def _alone(name: str, layout_text: str, layout: Callable[[torch.Tensor], torch.T
 
 
 def _heads_innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """Lay it out in memory as (batch, dim, length, heads), which no kernel uses itself."""
+    """Return a copy that lies in memory as (batch, dim, length, heads), which no kernel uses."""
     return tensor.permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1)
 
 
@@ -389,7 +389,7 @@ def _place_far(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
 
 
 def _lay_rows_far(tensor: torch.Tensor) -> torch.Tensor:
-    """Lay it out with the last quarter of its rows at least 2³¹ elements behind the first row.
+    """Return a copy whose last quarter of rows lies at least 2³¹ elements behind its first row.
 
     A quarter, since the last row alone may be hidden from all. As many elements lie before the
     tensor, so that an offset that wraps to a negative number reads this memory and does not crash.

@@ -63,7 +63,7 @@ def gate_csv(report: GateReport) -> str:
 
 
 def document_csv(document: Document) -> str:
-    """Return the tables of ``document``, each below its section's title, with a line between."""
+    """Return the tables of ``document``, each below its section's title; empty lines between."""
     rows: list[Sequence[Any]] = []
     for section in document.sections:
         for table in (block for block in section.blocks if isinstance(block, Table)):

@@ -58,7 +58,7 @@ def _result(
     return document.Cell(f"– {total}", "dim", f"{total} not supported")
 
 
-# Where errors are
+# Maps of errors
 
 LEVELS: tuple[tuple[float, str], ...] = (
     (0.1, "≤ 0.1"),

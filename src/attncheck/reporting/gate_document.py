@@ -132,7 +132,7 @@ def failure_card(report: GateReport, group: FailureGroup, *, drawn: bool = False
     """Return a failure in full: the question, what is wrong, and how to reproduce it.
 
     Args:
-        drawn: Whether a map of the errors is drawn; else facts show it in signs.
+        drawn: Whether a map of the errors is drawn; else facts show it in characters.
     """
     answer = group.shown
     record = answer.record

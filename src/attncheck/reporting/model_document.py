@@ -36,23 +36,23 @@ _PHASES: tuple[Phase, ...] = ("prefill", "decode", "training")
 
 
 def model_document(report: ModelReport) -> Document:
-    """Return a page of each model: its kernels beside right ones, and layers with their calls."""
+    """Return the page of a report: each model's kernels beside right ones, and recorded layers."""
     sections: list[Section] = []
     for name, what in report.models.items():
         records = [record for record in report.records if record.model == name]
         sections.append(Section(f"{name} · {what}", (_summary(records, report),), name=name))
         sections += [_layers(one) for one in records if one.calls]
-    judged_records = [record for record in report.records if not record.beside]
+    tested_records = [record for record in report.records if not record.beside]
     return Document(
         title="Kernels in a whole model",
-        verdict=_verdict(judged_records),
+        verdict=_verdict(tested_records),
         command=report.command,
         facts=model_facts(report),
         sections=tuple(sections),
         notes=tuple(map(Note, _notes(report))),
         closing=tuple(
             Note(f"attncheck repro {one.fault.id}", "plain", whole=True)
-            for one in judged_records
+            for one in tested_records
             if one.fault is not None
         ),
     )
@@ -68,18 +68,18 @@ def model_facts(report: ModelReport) -> tuple[str, str]:
     )
 
 
-def _verdict(judged_records: list[ModelRecord]) -> Verdict:
-    wrong = [record for record in judged_records if record.status in FAILED_STATUSES]
+def _verdict(tested_records: list[ModelRecord]) -> Verdict:
+    wrong = [record for record in tested_records if record.status in FAILED_STATUSES]
     if wrong:
         first = wrong[0]
         more = f"; {len(wrong) - 1} more" if len(wrong) > 1 else ""
         return Verdict("FAIL", f"{first.kernel} in {first.model}: {_place(first)}{more}", "bad")
-    doubts = [record for record in judged_records if record.status in UNTRUSTED_STATUSES | {"warn"}]
+    doubts = [record for record in tested_records if record.status in UNTRUSTED_STATUSES | {"warn"}]
     if doubts:
         first = doubts[0]
         text = f"{first.kernel} in {first.model}: {first.reason}"
         return Verdict("IN DOUBT", text, "notable")
-    ran = [record for record in judged_records if record.status != "unsupported"]
+    ran = [record for record in tested_records if record.status != "unsupported"]
     if not ran:
         return Verdict("NOTHING TESTED", "no kernel takes a model", "notable")
     kernels, models = ({getattr(one, name) for one in ran} for name in ("kernel", "model"))

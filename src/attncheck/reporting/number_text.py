@@ -30,7 +30,7 @@ def quotient(error: float, reference: float) -> float | None:
 
 
 def ratio(error: float, reference: float) -> str:
-    """Return ``1.02×``; ``exact`` if both are 0, a dash for other 0 or infinite references."""
+    """Return ``1.02×``; ``exact`` if both are 0, a dash for other references of 0 or not finite."""
     value = quotient(error, reference)
     # 0 ÷ 0 is a kernel without error; any other error ÷ 0 has no ratio.
     if value is None:

@@ -239,7 +239,7 @@ class Pass:
 
     @functools.cached_property
     def fused(self) -> tuple[Launch, Launch] | None:
-        """ideal.cu's two kernels; None if their result would differ or the problem is small."""
+        """ideal.cu's two kernels; None if they are not equivalent, available or worth it."""
         kernel, problem, weights = self.kernel, self.problem, self.problem.formats.weights.name
         products = problem.batch * problem.heads * problem.query * problem.kv
         products *= problem.head_dim + problem.value_dim

@@ -25,7 +25,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     empty_row: str = ""
     causal: str = ""
     table: Capabilities | None = None  # what it computed correctly in trials; None for no limit
-    limits: str = ""  # the reason for these limits, in one line
+    limits: str = ""  # why Problems beyond the table are refused, in one line
     # Ids of Problems that are asked although the table excludes them.
     admitted: tuple[str, ...] = ()
 

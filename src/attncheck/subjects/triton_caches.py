@@ -57,7 +57,7 @@ class Varlen(Flash):
     backward = True
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Return why it is refused: the mask has no documents or padding, and is no band."""
+        """Return why it is refused: a mask of other kinds, or cut twice, or a limit of the grid."""
         packed = pack(problem)
         if packed is None:
             return f"the mask {problem.mask} names documents or padding more than once"
@@ -237,7 +237,7 @@ class Paged(Flash2):
     """``triton-flash2`` with a page table: prefill and decoding, any mask and score mod.
 
     Its tiles of keys are logical: a tile may span several pages, and a page several tiles. It
-    gets kv as an argument, and masks end sequences.
+    gets kv as an argument; the mask hides what lies behind a sequence's end.
     """
 
     name = "triton-paged"

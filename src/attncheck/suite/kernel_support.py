@@ -18,7 +18,7 @@ NOT_APPLICABLE = "such problems do not concern it"
 
 
 class KernelSupport:
-    """Which problems one kernel takes on one device.
+    """Finds out which problems one kernel takes on one device.
 
     A kernel that raises when it is asked counts as taking the problem; the later call then reports
     the error.

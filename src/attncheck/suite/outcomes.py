@@ -156,13 +156,13 @@ def summary_lines(
     for name, tally in tallies.items():
         yield f"{name:<{width}}  {_tally_text(tally)}"
     if tallies:
-        whole = Tally()
+        total = Tally()
         for tally in tallies.values():
-            whole.add(tally)
-        rate = whole.total / seconds if seconds else 0.0
-        share = _share(whole.compiling, whole.seconds)
+            total.add(tally)
+        rate = total.total / seconds if seconds else 0.0
+        share = _share(total.compiling, total.seconds)
         yield (
-            f"{whole.total:,} problems in {seconds:.0f} s: {rate:.1f} a second; of the time spent "
+            f"{total.total:,} problems in {seconds:.0f} s: {rate:.1f} a second; of the time spent "
             f"on them {share} was compiling"
         )
     odd: dict[str, list[PropertyOutcome]] = {}

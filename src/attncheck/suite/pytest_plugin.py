@@ -103,9 +103,9 @@ def pytest_collection_modifyitems(
     for item, entry in known.items():
         item.stash[_KNOWN] = entry
     judged, option = config.stash[_SESSION], config.option
-    chosen = option.keyword or getattr(option, "lf", False) or any("::" in a for a in config.args)
-    few = not judged.options.kernels and not judged.options.tier.each_dtype
-    if few and not chosen and judged.device == "cpu":
+    selected = option.keyword or getattr(option, "lf", False) or any("::" in a for a in config.args)
+    is_default_run = not judged.options.kernels and not judged.options.tier.each_dtype
+    if is_default_run and not selected and judged.device == "cpu":
         beyond = set(known_failures.beyond_covering(items, known))
         items[:] = [item for item in items if item not in beyond]
         config.hook.pytest_deselected(items=list(beyond))

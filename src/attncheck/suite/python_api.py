@@ -35,7 +35,7 @@ from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.question_fit import COMPARE
 from attncheck.verify.verify import iter_records
 
-_USUAL = ("bf16",)
+_DEFAULT_DTYPES = ("bf16",)
 
 
 def check(
@@ -43,7 +43,7 @@ def check(
     problem: Problem | Case | None = None,
     *,
     convention: str | None = None,
-    dtypes: Iterable[str] = _USUAL,
+    dtypes: Iterable[str] = _DEFAULT_DTYPES,
     device: str | None = None,
     question: str = COMPARE,
 ) -> tuple[Record, ...]:
@@ -79,14 +79,14 @@ def check(
         problems = [case.problem for case in cases if problem is not None]
         named = () if problem is not None else _names(dtypes)
         # The default dtype is claimed only if the kernel is right in it.
-        named = () if named == _USUAL else named
+        named = () if named == _DEFAULT_DTYPES else named
         subject = on_terms(subject, claims.terms(named, problems=problems))
         if problem is None:
             how: dict[str, Any] = {"device": device, "dtypes": named, "calls": False}
             cases = [each.case for each in claimed_questions(claims, subject, **how)]
     elif problem is None and not isinstance(subject, FunctionSubject):
-        able = subject_takes(subject, device)
-        cases += [one.case for name in _names(dtypes) for one in crossed_cases(name, (), able)]
+        takes = subject_takes(subject, device)
+        cases += [one.case for name in _names(dtypes) for one in crossed_cases(name, (), takes)]
     records = tuple(iter_records([subject], cases, device=device))
     if hypothesis.currently_in_test_context():  # rejects Problems that are not taken
         hypothesis.assume(any(record.status != "unsupported" for record in records))
@@ -352,7 +352,7 @@ def _visible_faults(spot: BlindSpot) -> str:
     return ", ".join(fact for fact, seen in facts.items() if seen) or "none of the usual faults"
 
 
-_OWN = "_hypothesis_internal_settings_applied"
+_HAS_SETTINGS = "_hypothesis_internal_settings_applied"
 
 
 def given(
@@ -368,6 +368,6 @@ def given(
     def decorate(test: Callable[..., None]) -> Any:
         wrapped = hypothesis.given(*strategies, **named)(test)
         # Hypothesis accepts only one set of settings; the author's own takes precedence.
-        return wrapped if hasattr(test, _OWN) else settings_of()(wrapped)
+        return wrapped if hasattr(test, _HAS_SETTINGS) else settings_of()(wrapped)
 
     return decorate

@@ -81,21 +81,21 @@ def _search(holds: Callable[[Case], None], kernel: UnderTest, cases: SearchStrat
     __tracebackhide__ = True
     profile = settings.get_profile(kernel.tier.profile)
     most = kernel.tier.examples_on(kernel.device, triton=kernel.subject.triton)
-    patient = settings(profile, max_examples=most)
+    search_settings = settings(profile, max_examples=most)
     # The check filter_too_much ends a search early if everything is refused.
-    others = set(patient.suppress_health_check) - {HealthCheck.filter_too_much}
+    others = set(search_settings.suppress_health_check) - {HealthCheck.filter_too_much}
     try:
-        settings(patient, suppress_health_check=others)(given(case=cases)(holds))()
+        settings(search_settings, suppress_health_check=others)(given(case=cases)(holds))()
     except FailedHealthCheck:
         # Without the check Hypothesis would try hundreds more: only done if some were taken.
         if not kernel.tally.total:
             raise Unsatisfiable from None
-        patient(given(case=cases)(holds))()
+        search_settings(given(case=cases)(holds))()
 
 
 def _remainders(case: Case) -> str:
-    whole = [not length % _TILE for length in (case.problem.query, case.problem.kv)]
-    return {2: "both multiples", 1: "one multiple", 0: "no multiples"}[sum(whole)]
+    are_multiples = [not length % _TILE for length in (case.problem.query, case.problem.kv)]
+    return {2: "both multiples", 1: "one multiple", 0: "no multiples"}[sum(are_multiples)]
 
 
 # ------------------------------------------------------------ drawing without asking
@@ -142,7 +142,7 @@ def draw_cases(
         kernel.waited = 0
         by_id.setdefault(case.id, case)
 
-    patient = settings(
+    draw_settings = settings(
         settings_of(),
         database=None,
         # Nothing is asked yet, so that there are no failures to shrink or to repeat.
@@ -160,6 +160,6 @@ def draw_cases(
     number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
     # If most of the first few dozen are refused, the others are used.
     with suppress(FailedHealthCheck, Unsatisfiable, _NothingTakenError):
-        hypothesis.seed(number)(patient(given(case=cases)(collect)))()
+        hypothesis.seed(number)(draw_settings(given(case=cases)(collect)))()
     drawn = list(by_id.values())
     return drawn[1 : count + 1] or drawn

@@ -70,7 +70,7 @@ class UnderTest(KernelSupport):
         return f"UnderTest({self.name!r}, device={self.device!r})"
 
     def begin(self) -> None:
-        """Reset all state at the begin of a test."""
+        """Reset the state of the previous test; ``lost`` stays."""
         self.reason, self.failed, self.share, self.tally = "", None, 0.0, Tally()
         self._first, self._findings, self._alike = None, None, {}
         self.odd = ""

@@ -60,11 +60,11 @@ class WrongAnswer(AssertionError):
         Returns:
             The text with the failure's id, and (name, value) properties for a JUnit report.
         """
-        kept = new_failure(self._diagnosis(), kernel=self.kernel, device=self.device, test=test)
-        keep_failure(kept)
+        failure = new_failure(self._diagnosis(), kernel=self.kernel, device=self.device, test=test)
+        keep_failure(failure)
         # Cached, since the text must contain the id, and must not be diagnosed again.
-        self._kept = self._with_remark(kept_failure_text(kept))
-        return self._kept, list(self._facts(kept.id))
+        self._kept = self._with_remark(kept_failure_text(failure))
+        return self._kept, list(self._facts(failure.id))
 
     def _facts(self, identifier: str) -> Iterator[tuple[str, object]]:
         problem = Case.from_json(self.record.case).problem

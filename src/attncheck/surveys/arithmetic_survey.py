@@ -33,7 +33,7 @@ from attncheck.verify.kernel_hosts import executor_of
 
 _FULL_BITS = FORMATS["fp32"].significand
 _NARROWEST_RANGE = FORMATS["fp32"].min_exponent
-_SHORT, _MIDDLE, _LONG, _BATCH = 256, 1024, 2048, 4
+_SHORT, _MIDDLE, _LONG, _BATCH = 256, 1024, 2048, 4  # Numbers of keys, and of sequences.
 _NO_GRID = "what was told apart is on no grid of bits"
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class _Survey:
     def readings(self) -> Iterator[Reading]:
         """Yield one reading per field, in the order of ``FIELDS``."""
         grid = self._try(product_readings.read_weight_significand)
-        held = _NO_GRID if grid is None else grid
+        p_grid = _NO_GRID if grid is None else grid
         least = self._try(product_readings.read_smallest_weight)
         if isinstance(least, str):  # values may have been too large for the kernel's formats
             least = self._try(partial(product_readings.read_smallest_weight, tall=False))
@@ -111,12 +111,12 @@ class _Survey:
         # Read once, because the reading of exp2 depends on it too.
         scores = self._try(product_readings.read_score_accumulator)
         yield self._sum_reading("q·k", scores, self.declared.scores)
-        yield self._exponential_reading(held, least, scores)
-        if isinstance(held, str):
-            yield _unread("P", reason=held, declared=self.declared.weights.name)
+        yield self._exponential_reading(p_grid, least, scores)
+        if isinstance(p_grid, str):
+            yield _unread("P", reason=p_grid, declared=self.declared.weights.name)
         else:
-            yield _compare_weights(held, _weight_format(held, least), self.declared)
-        yield self._row_sum_reading(held)
+            yield _compare_weights(p_grid, _weight_format(p_grid, least), self.declared)
+        yield self._row_sum_reading(p_grid)
         values = self._try(product_readings.read_value_accumulator)
         yield self._sum_reading("P·V", values, self.declared.values)
         yield from self._steps_and_parts()
@@ -162,29 +162,31 @@ class _Survey:
         return _compare_accumulator(field, grid, declared)
 
     def _exponential_reading(
-        self, held: Grid | str, least: SmallestWeight | str, scores: Grid | str | None
+        self, p_grid: Grid | str, least: SmallestWeight | str, scores: Grid | str | None
     ) -> Reading:
-        if isinstance(held, str):
-            return _unread("exp2", reason=held)
+        if isinstance(p_grid, str):
+            return _unread("exp2", reason=p_grid)
         if not isinstance(scores, str) and scores is not None and scores.bits < _FULL_BITS:
             reason = f"scores have {scores.bits} bits: too few to come near where P turns"
             return _unread("exp2", reason=reason)
-        fmt = _weight_format(held, least)
+        fmt = _weight_format(p_grid, least)
         rounded = fmt is not None and fmt[0].significand < _FULL_BITS
 
         def read() -> Reading:
-            exponential = step_readings.read_exponential(self.runner, held, rounded=rounded)
+            exponential = step_readings.read_exponential(self.runner, p_grid, rounded=rounded)
             return _compare_exponential(exponential, self.declared)
 
         return self._reading("exp2", read)
 
-    def _row_sum_reading(self, held: Grid | str) -> Reading:
+    def _row_sum_reading(self, p_grid: Grid | str) -> Reading:
         # If P stays in fp32, rounded and unrounded sums are equal.
-        if isinstance(held, str) or held.bits >= _FULL_BITS:
-            return _unread("row sum", reason=held if isinstance(held, str) else "P is not rounded")
+        if isinstance(p_grid, str) or p_grid.bits >= _FULL_BITS:
+            return _unread(
+                "row sum", reason=p_grid if isinstance(p_grid, str) else "P is not rounded"
+            )
 
         def read() -> Reading:
-            rounded = product_readings.sums_rounded_weights(self.runner, held)
+            rounded = product_readings.sums_rounded_weights(self.runner, p_grid)
             if rounded is None:
                 output = dtype_named(self.runner.dtype).output.name
                 reason = f"there is no LSE, and out in {output} is too coarse"
@@ -235,8 +237,8 @@ class _Survey:
         return result
 
 
-def _weight_format(held: Grid, least: SmallestWeight | str) -> tuple[Format, int] | None:
-    return product_readings.weight_format(held, None if isinstance(least, str) else least)
+def _weight_format(p_grid: Grid, least: SmallestWeight | str) -> tuple[Format, int] | None:
+    return product_readings.weight_format(p_grid, None if isinstance(least, str) else least)
 
 
 # ------------------------------------------------------------------ comparison with declarations
@@ -296,8 +298,8 @@ def _compare_weights(grid: Grid, fmt: tuple[Format, int] | None, declared: Arith
         rounding = f", {grid.rounding}" if grid.rounding else ""
         read = f"{_scaled(fmt[0], 2.0 ** fmt[1])}{rounding}"
         # More bits do not make up for a smaller range, which loses small weights.
-        lost = weights.min_exponent - math.log2(declared.weights_scale)
-        if fmt[0].min_exponent - fmt[1] > lost:
+        declared_min = weights.min_exponent - math.log2(declared.weights_scale)
+        if fmt[0].min_exponent - fmt[1] > declared_min:
             standing = "differs"
         if standing == "agrees" and weights.saturates and not declared.normalised_weights:
             standing = _verdict_on_bits(2.0 ** fmt[1], declared.weights_scale)

@@ -69,17 +69,17 @@ _KINDS: tuple[dict[str, Any], ...] = (
     {"recurrence": "flash1"},
     {"reverse": True, "lazy_rescale": 8.0},
 )
-_ANSWERS = (("prefill", "logits"), ("decode", "logits"), ("training", "gradients"))
+_RANKED_PLACES = (("prefill", "logits"), ("decode", "logits"), ("training", "gradients"))
 
 
 def peer_names(device: str) -> tuple[str, ...]:
     """Return the names of torch's kernels, whose drift is shown for comparison."""
-    own = ("sdpa-cudnn", "sdpa-efficient") if device == "cuda" else ()
-    return ("sdpa-math", "sdpa-flash", *own, "flex")
+    cuda_only = ("sdpa-cudnn", "sdpa-efficient") if device == "cuda" else ()
+    return ("sdpa-math", "sdpa-flash", *cuda_only, "flex")
 
 
 def right_tilings(length: int, count: int) -> list[Tiling]:
-    """Return ``count`` tilings that all round differently, by tile size, order and recurrence."""
+    """Return ``count`` tilings, at most 25, that round differently: sizes, orders, recurrences."""
     unit = max(4, length // 12)
     every = (
         Tiling(block_query=64, block_kv=unit * size, **kind) for kind in _KINDS for size in _SIZES
@@ -117,7 +117,7 @@ class _Kernel:
     executor: Executor
     device: str
     judged: bool
-    made: list[tuple[CallPlace, Record]] = field(default_factory=list)
+    calls: list[tuple[CallPlace, Record]] = field(default_factory=list)
     first_failure: tuple[CallPlace, Inputs, Execution | Failure] | None = None
 
     def __call__(self, place: CallPlace, inputs: Inputs) -> Outputs:
@@ -128,7 +128,7 @@ class _Kernel:
         result = refusal or self.executor.run(self.subject, inputs)
         if self.judged:
             record = self._record(Case(problem=problem), inputs, result)
-            self.made.append((place, record))
+            self.calls.append((place, record))
             if record.status in FAILED_STATUSES and self.first_failure is None:
                 self.first_failure = place, inputs, result
         if isinstance(result, Failure):
@@ -233,11 +233,11 @@ def _distances(run: ModelRun, exact: ModelRun) -> Distances:
     """Return the relative distances of a run from the exact one, by phase and place."""
     distances: Distances = {}
     for phase, states in run.states.items():
-        known, logits = cast("Phase", phase), len(states) - 1
+        named_phase, logits = cast("Phase", phase), len(states) - 1
         for place, (one, true) in enumerate(zip(states, exact.states[phase], strict=True)):
             where = "logits" if place == logits else f"layer {place}"
-            distances[known, where] = float((one - true).norm() / true.norm())
-        distances[known, "KL"] = _divergence(states[logits], exact.states[phase][logits])
+            distances[named_phase, where] = float((one - true).norm() / true.norm())
+        distances[named_phase, "KL"] = _divergence(states[logits], exact.states[phase][logits])
     if not run.gradients:
         return distances
     squares: dict[str, list[float]] = {}
@@ -272,7 +272,7 @@ def drift_chance(kernel: Distances, right: list[Distances]) -> float:
     Runs are ranked by the largest of their distances, each divided by its median over all runs
     including the kernel's, so that all ranks are equally likely if all runs are equally right.
     """
-    concerned = [place for place in _ANSWERS if place in kernel]
+    concerned = [place for place in _RANKED_PLACES if place in kernel]
     every = [kernel, *right]
     medians = {place: statistics.median(one[place] for one in every) for place in concerned}
 
@@ -281,8 +281,8 @@ def drift_chance(kernel: Distances, right: list[Distances]) -> float:
         # NaN counts as infinitely far.
         return max((math.inf if math.isnan(share) else share for share in shares), default=0.0)
 
-    mine = furthest(kernel)
-    return (1 + sum(furthest(one) >= mine for one in right)) / (1 + len(right))
+    distance_of_kernel = furthest(kernel)
+    return (1 + sum(furthest(one) >= distance_of_kernel for one in right)) / (1 + len(right))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,9 +308,9 @@ class _Baseline:
 
     def record(self, run: ModelRun, **facts: Any) -> ModelRecord:
         """Return the Record of a run with its drift; calls are not judged here."""
-        mine = _distances(run, self.exact)
+        distances = _distances(run, self.exact)
         drifts = []
-        for (phase, where), error in mine.items():
+        for (phase, where), error in distances.items():
             others = [one[phase, where] for one in self.right]
             drifts.append(
                 Drift(
@@ -326,7 +326,7 @@ class _Baseline:
         return ModelRecord(
             model=self.name,
             drifts=tuple(drifts),
-            chance=drift_chance(mine, self.right),
+            chance=drift_chance(distances, self.right),
             diverges=_first_different_token(run, self.exact),
             right_diverge=self.diverge,
             gradient_norm=norms[0],
@@ -367,18 +367,18 @@ def survey_model(
     """
     name = Path(spec).name
     try:
-        compared = _run_baseline(spec, name, size, right, advance)
+        baseline = _run_baseline(spec, name, size, right, advance)
     except Refused as error:
         raise UsageError(f"model {spec!r}: {error}.") from None
     for kernel, host in hosts.items():
         attend = _Kernel(
             subject=host.subject, executor=host.executor, device=size.device, judged=True
         )
-        yield _judge_model(compared, attend, kernel, size, folder)
+        yield _judge_model(baseline, attend, kernel, size, folder)
         advance(f"{name} {kernel}")
     for subject in beside:
         attend = _Kernel(subject=subject, executor=InProcess(), device=size.device, judged=False)
-        record = _run_with_kernel(compared, attend, size, subject.name)
+        record = _run_with_kernel(baseline, attend, size, subject.name)
         yield replace(record, beside=True, chance=None)
         advance(f"{name} {subject.name}")
 
@@ -399,59 +399,59 @@ def _run_baseline(
 
     exact = run_model(exact_model(model), prompt, exactly, steps=size.steps, exact=True)
     advance(f"{name} in fp64")
-    compared = _Baseline(name=name, model=model, prompt=prompt, exact=exact, right=[], diverge=None)
+    baseline = _Baseline(name=name, model=model, prompt=prompt, exact=exact, right=[], diverge=None)
     first: list[int] = []
     for tiling in right_tilings(size.length, right):
         ideal = Ideal(tiling)
-        run = compared.run(lambda _, inputs: ideal.run(inputs), size, backward=True)  # noqa: B023  # called at once
-        compared.right.append(_distances(run, exact))
+        run = baseline.run(lambda _, inputs: ideal.run(inputs), size, backward=True)  # noqa: B023  # called at once
+        baseline.right.append(_distances(run, exact))
         first += [] if (word := _first_different_token(run, exact)) is None else [word]
         advance(f"{name} ideal {tiling}")
-    return dataclasses.replace(compared, diverge=min(first, default=None))
+    return dataclasses.replace(baseline, diverge=min(first, default=None))
 
 
 def _run_with_kernel(
-    compared: _Baseline, attend: _Kernel, size: ModelSize, kernel: str, *, backward: bool = True
+    baseline: _Baseline, attend: _Kernel, size: ModelSize, kernel: str, *, backward: bool = True
 ) -> ModelRecord:
     """Run the model with a kernel, without gradients if the kernel has no backward."""
-    attend.made.clear()
+    attend.calls.clear()
     attend.first_failure = None
     backward = backward and attend.subject.backward
     try:
-        run = compared.run(attend, size, backward=backward)
+        run = baseline.run(attend, size, backward=backward)
     except Refused as error:
         if backward:  # the kernel may take the forward only
-            return _run_with_kernel(compared, attend, size, kernel, backward=False)
+            return _run_with_kernel(baseline, attend, size, kernel, backward=False)
         reason = str(error)
-        return ModelRecord(model=compared.name, kernel=kernel, status="unsupported", reason=reason)
+        return ModelRecord(model=baseline.name, kernel=kernel, status="unsupported", reason=reason)
     except _Stopped as error:
-        status = attend.made[-1][1].status if attend.made else "error"
+        status = attend.calls[-1][1].status if attend.calls else "error"
         reason = f"{error.place.module}, step {error.place.step}: {error.failure.message}"
-        return ModelRecord(model=compared.name, kernel=kernel, status=status, reason=reason)
-    return compared.record(run, kernel=kernel, status="pass")
+        return ModelRecord(model=baseline.name, kernel=kernel, status=status, reason=reason)
+    return baseline.record(run, kernel=kernel, status="pass")
 
 
 def _judge_model(
-    compared: _Baseline, attend: _Kernel, kernel: str, size: ModelSize, folder: Path
+    baseline: _Baseline, attend: _Kernel, kernel: str, size: ModelSize, folder: Path
 ) -> ModelRecord:
-    record = _run_with_kernel(compared, attend, size, kernel)
+    record = _run_with_kernel(baseline, attend, size, kernel)
     calls_by_layer: dict[int, list[tuple[CallPlace, Record]]] = {}
-    for place, one in attend.made:
+    for place, one in attend.calls:
         calls_by_layer.setdefault(place.layer, []).append((place, one))
     record = replace(record, calls=tuple(map(_layer_calls, calls_by_layer.values())))
-    fault = attend.keep(folder, model=compared.name, kernel=kernel, length=size.length)
+    fault = attend.keep(folder, model=baseline.name, kernel=kernel, length=size.length)
     if fault is not None:
         status = record.status if record.status in FAILED_STATUSES else "fail"
         return replace(record, status=status, reason=fault.reason, fault=fault)
     if record.status != "pass":
         return record
-    doubts = Counter(one.status for _, one in attend.made if one.status in UNTRUSTED_STATUSES)
+    doubts = Counter(one.status for _, one in attend.calls if one.status in UNTRUSTED_STATUSES)
     if doubts:
         status, count = doubts.most_common(1)[0]
         return replace(record, status=status, reason=f"{count} calls: {status}")
-    if record.chance is not None and record.chance * (1 + len(compared.right)) <= 1:
+    if record.chance is not None and record.chance * (1 + len(baseline.right)) <= 1:
         reason = (
-            f"further from exact than all {len(compared.right)} right kernels, as a right one is "
+            f"further from exact than all {len(baseline.right)} right kernels, as a right one is "
             f"with a chance of {record.chance:.0%}; every call is within its bound"
         )
         return replace(record, status="warn", reason=reason)

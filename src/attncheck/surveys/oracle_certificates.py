@@ -148,13 +148,13 @@ class _WorstElement:
     ) -> None:
         """Add errors and bounds ``(heads, rows[, value_dim])``."""
         # A ball of infinite radius proves nothing: it is counted, not compared.
-        known = error.isfinite()
-        bounded = known & allowed.isfinite()
+        is_proven = error.isfinite()
+        bounded = is_proven & allowed.isfinite()
         self.elements += int(bounded.sum())
-        self.unproven += int((~known).sum())
-        self.unbounded += int((known & ~bounded).sum())
+        self.unproven += int((~is_proven).sum())
+        self.unbounded += int((is_proven & ~bounded).sum())
         if assumed is not None:
-            where = known & assumed.isfinite()
+            where = is_proven & assumed.isfinite()
             self.a_priori = max(self.a_priori, float(_shares_of_bound(error, assumed, where).max()))
         shares = _shares_of_bound(error, allowed, bounded)
         worst = int(shares.argmax())

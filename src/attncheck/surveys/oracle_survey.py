@@ -264,10 +264,10 @@ def _count_rows(
     out: NDArray[np.float64],
     lse: NDArray[np.float64],
     alive: NDArray[np.bool_],
-    known: NDArray[np.bool_],
+    finite_rows: NDArray[np.bool_],
 ) -> Rows:
-    """Count rows by kind of failure; ``known`` are the rows whose exact result is finite."""
-    broken = alive & ~(known & np.isfinite(out).all(axis=-1) & np.isfinite(lse))
+    """Count rows by kind of failure; ``finite_rows`` are the rows whose exact result is finite."""
+    broken = alive & ~(finite_rows & np.isfinite(out).all(axis=-1) & np.isfinite(lse))
     # A sum of exponentials that is 0 although the row sees a key: 0/0.
     vanished = broken & np.isneginf(lse)
     overflowed = broken & ~vanished & (np.isposinf(lse) | np.isinf(out).any(axis=-1))
@@ -292,9 +292,9 @@ def _lse_sizes(lse: ManyDigits) -> ManyDigits:
 def _differences(one: ManyDigits, other: ManyDigits, sizes: ManyDigits) -> Iterator[Any]:
     """Yield |one − other| ÷ size, or ∞ if it is not finite, wherever the two differ."""
     numbers = (array.ravel().tolist() for array in (one, other, sizes))
-    for mine, yours, size in zip(*numbers, strict=True):
-        if mine != yours:  # NaN differs from NaN
-            difference = abs(mine - yours)
+    for value, reference, size in zip(*numbers, strict=True):
+        if value != reference:  # NaN differs from NaN
+            difference = abs(value - reference)
             sound = size != 0 and _is_finite(size) and _is_finite(difference)
             yield difference / size if sound else math.inf
 

@@ -304,8 +304,8 @@ def weight_format(held: Grid, least: SmallestWeight | None) -> tuple[Format, int
         if fmt.significand != held.bits:
             continue
         if fmt.min_exponent == FORMATS["fp32"].min_exponent:
-            known = least is not None and (least.hidden or least.exponent > _DEEPEST)
-            if known or (least is None and held.bits != FORMATS["fp16"].significand):
+            has_wide_range = least is not None and (least.hidden or least.exponent > _DEEPEST)
+            if has_wide_range or (least is None and held.bits != FORMATS["fp16"].significand):
                 return fmt, 0
         elif least is not None and not least.hidden:
             bottom = fmt.min_exponent

@@ -152,8 +152,8 @@ _MAXIMUM, _RISING = 5, 8
 """Offsets in a group of the key with its maximum, and of the key that may exceed it."""
 
 _PEAKS = 16  # Keys that exceed the maximum ("peaks"), each in rows of its own.
-# Log2 distances: of a plain key below the maximum, and of the peak above it in two parts, so that
-# each number has three bits. A lazy maximum is raised by the large peaks.
+# Log2 distances: of a plain key below the maximum, and of a plain key below the peak, in two parts
+# so that each number has three bits. A lazy maximum is raised by the large peaks.
 _FALLS = (
     (0.625, 0.875, 0.0),
     (0.875, 1.25, 0.0),
@@ -293,8 +293,8 @@ def read_parts(runner: SceneRunner, keys: int, batch: int = 1, rows: int = ROWS)
 
 LOWEST = 126  # Scores go down to −2^126, which is still finite in fp32 when multiplied by log2 e.
 
-_FIRST = 4
-_PLACES, _BASE = 4, 8
+_FIRST = 4  # Scores go down from −2^4.
+_PLACES, _BASE = 4, 8  # Places to which the sentinel is narrowed, and their base.
 _CLOSEST = 2.0**24
 """Beyond it, rounding score · log2 e changes a weight by more than 2, unless a power of two."""
 

@@ -89,7 +89,7 @@ class ModelRun:
     # ``(batch, positions, width)``, and last the logits, ``(batch, positions, words)``.
     states: dict[str, list[Tensor]] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the loss, by parameter
-    tokens: Tensor | None = None  # the likeliest word after the prompt and each step (batch, steps)
+    tokens: Tensor | None = None  # likeliest words after prompt and each step, (batch, 1 + steps)
 
 
 def make_model(spec: str, size: ModelSize) -> nn.Module:

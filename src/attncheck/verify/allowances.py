@@ -116,21 +116,21 @@ def totals_of_rows(evidence: Evidence) -> RowTotals | None:
     if not bool(evidence.truth.out.isfinite().all() & (evidence.lse < math.inf).all()):
         return None
     shape = problem.batch * problem.heads, problem.query
-    whole: dict[str, Any] = {}
+    totals: dict[str, Any] = {}
     for rows in all_rows(problem, device, few_arrays=True):
         part = row_totals(weigh_rows(evidence.inputs, evidence.truth, rows))
         for name in (each.name for each in fields(part)):
             value = getattr(part, name)
             if not isinstance(value, torch.Tensor):
-                whole[name] = value
+                totals[name] = value
             elif not value.dim():
-                whole[name] = torch.maximum(value, whole.get(name, value))
+                totals[name] = torch.maximum(value, totals.get(name, value))
             else:
-                # Small pieces would fragment the memory of the large arrays over all pairs.
-                if name not in whole:
-                    whole[name] = value.new_empty(*shape, *value.shape[2:])
-                whole[name][_place_of(rows)] = value
-    return RowTotals(**whole)
+                # Pieces between the large arrays over all pairs would keep these from being freed.
+                if name not in totals:
+                    totals[name] = value.new_empty(*shape, *value.shape[2:])
+                totals[name][_place_of(rows)] = value
+    return RowTotals(**totals)
 
 
 def settle(
@@ -225,8 +225,8 @@ def deterministic_bounds(evidence: Evidence, arithmetic: Arithmetic) -> Outputs:
     collected = _Bounds.of(evidence, arithmetic)
     for rows in all_rows(evidence.case.problem, evidence.inputs.device):
         collected.bound(_RowBounds.at(evidence, arithmetic, rows))
-    whole = collected.allowance()
-    return Outputs(whole.out, whole.lse)
+    allowance = collected.allowance()
+    return Outputs(allowance.out, allowance.lse)
 
 
 def budget(evidence: Evidence, arithmetic: Arithmetic, place: Place) -> dict[str, float]:

@@ -376,7 +376,7 @@ def judge_call(
     """Judge calls of ``subject`` by the check that ``case`` names; no oracle is needed.
 
     A pass lists in its ``warnings`` what could not be checked, and for determinism gives in its
-    ``reason`` the number of calls compared. If nothing could be checked it is ``inconclusive``.
+    ``reason`` the number of calls compared. A check that saw nothing is ``inconclusive``.
 
     Args:
         case: A Case whose question is a name in ``CHECKS``.

@@ -90,15 +90,15 @@ def place_among(inputs: Inputs, by: Surroundings, bands: list[Band] | None = Non
 
 
 def _with_row_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy laid out as (length, batch, heads, dim), with a gap of 16 bytes after a row."""
+    """Return a copy with memory order (length, batch, heads, dim) and 16 bytes after each row."""
     if tensor.dim() != _AXES:
         return tensor
     batch, heads, length, dim = tensor.shape
     vector = _VECTOR // tensor.element_size()
-    wide = -(-dim // vector) * vector
-    row = batch * heads * wide + vector
+    padded_dim = -(-dim // vector) * vector
+    row = batch * heads * padded_dim + vector
     memory = torch.zeros(max(length * row, 1), dtype=tensor.dtype, device=tensor.device)
-    return memory.as_strided(tensor.shape, (heads * wide, wide, row, 1)).copy_(tensor)
+    return memory.as_strided(tensor.shape, (heads * padded_dim, padded_dim, row, 1)).copy_(tensor)
 
 
 def _place(tensor: torch.Tensor, contents: Contents, name: str, bands: list[Band]) -> torch.Tensor:
@@ -116,12 +116,12 @@ def _place(tensor: torch.Tensor, contents: Contents, name: str, bands: list[Band
     bands += [(f"before its input {name}", before, before.clone())]
     bands += [(f"after its input {name}", after, after.clone())]
     # DLPack gives the view a storage that excludes the bands.
-    alone = from_dlpack(torch._C._to_dlpack(memory[start : start + size])).view(tensor.dtype)
+    inner = from_dlpack(torch._C._to_dlpack(memory[start : start + size])).view(tensor.dtype)
     # An axis of stride 0 repeats one element, which is copied once.
     once = [1 if step == 0 else n for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
     at = (tensor.stride(), tensor.storage_offset())
-    alone.as_strided(once, *at).copy_(tensor.as_strided(once, *at))
-    return alone.as_strided(tensor.shape, *at)
+    inner.as_strided(once, *at).copy_(tensor.as_strided(once, *at))
+    return inner.as_strided(tensor.shape, *at)
 
 
 def _fill(part: torch.Tensor, like: torch.Tensor, contents: Contents) -> None:
@@ -185,7 +185,7 @@ def judged_conditions(case: Case) -> CallConditions:
     )
 
 
-_RETURNED: set[StorageWeakRef] = set()
+_RETURNED: set[StorageWeakRef] = set()  # Memory of earlier calls' outputs that still exists.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -218,8 +218,8 @@ class EarlierCalls:
 
     def overwritten(self) -> str:
         """Return the first earlier output that has changed since, in one line; empty if none."""
-        for number, (its, copy) in enumerate(self.returned, 1):
-            changed = compare_bits(its, copy, len(self.returned)).where
+        for number, (outputs, copy) in enumerate(self.returned, 1):
+            changed = compare_bits(outputs, copy, len(self.returned)).where
             if changed:
                 where = changed.rpartition(" in ")[0]
                 return f"writes over what call {number} had returned: {where}"
@@ -365,7 +365,7 @@ class ConditionedCall:
         The state before the first call is restored, to see also what every call sets alike.
         """
         first = changed_parts(self._before, process_state(self._device))
-        stuck: list[str] = []
+        not_restored: list[str] = []
         changed: list[str] = []
         token = LEAVES_MODES.set(True)
         try:
@@ -373,14 +373,14 @@ class ConditionedCall:
                 restore_process(self._before, self._device)
                 before = process_state(self._device)
                 # A change that cannot be undone, such as an entered mode, counts too.
-                stuck = changed_parts(self._before, before)
+                not_restored = changed_parts(self._before, before)
                 call()
                 changed = changed_parts(before, process_state(self._device))
                 if not changed:
                     break
         finally:
             LEAVES_MODES.reset(token)
-        changed = [*stuck, *changed]
+        changed = [*not_restored, *changed]
         self._report("state", f"changed {', '.join(changed)}" if changed else "")
         only_first = ", ".join(name for name in first if name not in changed)
         if only_first:

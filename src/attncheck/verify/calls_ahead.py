@@ -56,7 +56,7 @@ class CallsAhead:
     def __init__(self, kernel: str, *, convention: str, device: str, processes: int) -> None:
         self._kernel, self._convention, self._device = kernel, convention, device
         self._waiting: list[tuple[Terms | None, Problem]] = []
-        self._compiled: set[Problem] = set()
+        self._expected: set[Problem] = set()
         self._changed = threading.Condition()
         self._closed = False
         # Started in this thread, because Linux ends a process with the thread that started it.
@@ -81,8 +81,8 @@ class CallsAhead:
             for problem in problems:
                 # Compiled code depends on shapes and mods, not on the numbers.
                 structure = problem.replace(seed=0, distribution="normal")
-                if structure not in self._compiled:
-                    self._compiled.add(structure)
+                if structure not in self._expected:
+                    self._expected.add(structure)
                     self._waiting.append((terms, structure))
             self._changed.notify_all()
 

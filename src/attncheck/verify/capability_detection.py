@@ -1,7 +1,7 @@
 """Capability detection: runs and judges tiny problems to find out what a kernel takes.
 
-The first problem that gets an answer is the base. Every trial differs from it in one aspect, which
-is a field of the capability table.
+The base is the first problem that the kernel gets right, else the first that it answers. Each trial
+differs from it in one aspect, which is a field of the capability table.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Trial:
 
 
 def base_problems() -> Iterator[Problem]:
-    """Yield candidates for the base: the first that the kernel takes becomes it."""
+    """Yield candidates for the base, of which the first that the kernel gets right becomes it."""
     # The likeliest first, because each refused problem costs a call; some kernels are causal only.
     for mask in (_FULL, _CAUSAL):
         for length in LENGTHS:
@@ -382,7 +382,7 @@ class Detection:
                 break
         if not answers:
             return None
-        # Right by none: by the convention with its order of axes it takes the most unequal sizes.
+        # Right by none: only with its own order of axes does a kernel take sizes that are unequal.
         convention, base = min(answers, key=self._misfit) if len(answers) > 1 else answers[0]
         self._load(convention, self._options)
         # The chosen convention's result goes last, as if it were the only one.
@@ -402,7 +402,7 @@ class Detection:
         return len(_WIDE)
 
     def _first_taken_problem(self, convention: str) -> tuple[Problem | None, Verdict]:
-        """Return the first Problem that is answered, or None, and the verdict; store the result."""
+        """Return the first right Problem, else the first wrong one or None, and the verdict."""
         first: TrialResult | None = None
         assert self._subject is not None, "a convention comes first"
         candidates = [

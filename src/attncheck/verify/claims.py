@@ -119,8 +119,8 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if table is None or not (limits or self._is_forward_alone()):
             return terms
         if not limits:
-            alone = Capabilities(entry="", backward=False)
-            return replace(terms, table=alone, limits="not asked: it gives no gradients")
+            forward_only = Capabilities(entry="", backward=False)
+            return replace(terms, table=forward_only, limits="not asked: it gives no gradients")
         dims = table.head_dims
         table = replace(
             table,
@@ -142,7 +142,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return tuple(name for name in right if name in _USUAL_DTYPES)
 
     def within(self, problem: Problem) -> bool:
-        """Return whether it was right on any gradients and ALiBi slopes that ``problem`` has."""
+        """Return whether it was right on such gradients and slopes by sequence, if it has any."""
         accepted = {(one.aspect, one.what) for one in self.tried if one.verdict == "takes"}
         needed = set()
         if problem.backward:
@@ -269,7 +269,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         base = self._base()
         if base is None:
             return None
-        # What it gets wrong counts as refused, and is asked apart; unless it is wrong everywhere.
+        # Wrong answers count as refusals and are asked separately, unless it is right nowhere.
         tried = tuple(
             replace(one, verdict="raises") if one.verdict == "wrong" and self.right else one
             for one in self.tried
@@ -291,8 +291,8 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         # One that takes any short length and refuses longer ones does not need multiples.
         lengths = {int(o.what): o.verdict == "takes" for o in tried if o.aspect == "lengths"}
         short = [n for n in (*lengths, base.query) if lengths.get(n, True)]
-        wide = any(o.what == "query < kv" and o.verdict == "takes" for o in tried)
-        if wide and max(short) < _ODD_LENGTH and all(lengths.get(n, True) for n in (1, 16, 32)):
+        long_kv = any(o.what == "query < kv" and o.verdict == "takes" for o in tried)
+        if long_kv and max(short) < _ODD_LENGTH and all(lengths.get(n, True) for n in (1, 16, 32)):
             table = replace(table, length_multiple=None, max_query=max(short))
         square_only = causal and causal[-1].verdict != "takes" and table.rectangular is not False
         return replace(
@@ -495,7 +495,7 @@ def _includes_crossed(names: Sequence[str]) -> bool:
 
 
 def subject_takes(subject: Subject, device: str) -> Callable[[Problem], bool]:
-    """Return a function: whether the kernel does not refuse a Problem, as it is or paged."""
+    """Return a predicate: whether the kernel does not refuse a Problem, as it is or paged."""
     executor = executor_of(subject)
 
     @functools.cache  # Searches for the nearest Problem ask repeatedly.
@@ -605,11 +605,11 @@ def _store_claims(claims: Claims, path: Path, kernel: str, files: Iterable[str])
     """Store the claims of a kernel; not of an installed one, whose files are not tracked."""
     file, colons, _ = kernel.partition("::")
     module = kernel.partition(":")[0].replace(".", "/")
-    own = (os.path.abspath(file),) if colons else (f"/{module}.py", f"/{module}/__init__.py")  # noqa: PTH100  # no link is followed, as by import
+    endings = (os.path.abspath(file),) if colons else (f"/{module}.py", f"/{module}/__init__.py")  # noqa: PTH100  # no link is followed, as by import
     # Packages of other environments count as installed; some imported modules have no file.
     uninstalled = (name for name in files if "site-packages" not in Path(name).parts)
     files = [name for name in uninstalled if Path(name).is_file()]
-    if not any(name.replace(os.sep, "/").endswith(own) for name in files):
+    if not any(name.replace(os.sep, "/").endswith(endings) for name in files):
         return
     # If the folder cannot be written to, the trials are repeated next time.
     with suppress(OSError, UsageError):

@@ -93,8 +93,8 @@ def _find_wild_write(
 
 
 def _describe_outcome(record: Record) -> str:
-    why = record.reason or (record.judgement.reason if record.judgement else "")
-    return f"{record.status} ({why})" if why else record.status
+    reason = record.reason or (record.judgement.reason if record.judgement else "")
+    return f"{record.status} ({reason})" if reason else record.status
 
 
 def death_record(

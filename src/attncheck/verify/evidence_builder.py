@@ -299,7 +299,7 @@ class EvidenceBuilder:
 
 @functools.lru_cache(maxsize=2)
 def _draw_cached(problem: Problem, distribution: Distribution, device: str) -> Inputs:
-    """Return read-only float64 numbers on ``device``, cached for the next Problem."""
+    """Return float64 numbers on ``device``, cached and so not to be written to."""
     del distribution  # Part of the cache key, because two recordings may have the same name.
     return input_tensors.unrounded_inputs(problem, device)
 
@@ -312,7 +312,7 @@ def forget_numbers() -> None:
 def ensemble_tilings(problem: Problem) -> tuple[Tiling, ...]:
     """Return four tilings of right kernels: large and small, from either end, with a lazy maximum.
 
-    A softmax has no tiles, and gets one tiling. In fp8 a lazy maximum would take P out of scale.
+    A softmax has no tiles, and gets one tiling. In fp8 none is lazy, lest P lose its scale.
     """
     first = Tiling(block_query=128, block_kv=64)
     if problem.operation == "softmax":

@@ -216,7 +216,7 @@ class InProcess:
         self._watches: dict[Problem, Stopwatch] = {}
 
     def absence(self, subject: Subject, device: str) -> str | None:
-        """Return why ``subject`` can run nothing here; None if asking raises, as in ``refusal``."""
+        """Return why ``subject`` can run nothing here; None if it can, or if asking raises."""
         try:
             return subject.absent(device)
         except KeyboardInterrupt:

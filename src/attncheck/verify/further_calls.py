@@ -147,7 +147,7 @@ def _write_late(copies: Inputs, inputs: Inputs) -> None:
 
 
 def _spoil(tensor: torch.Tensor) -> None:
-    """Fill with NaN, or integers with zeros, since they may be page numbers and page 0 exists."""
+    """Fill contiguous floats with NaN, others with 0, because page numbers must be valid."""
     if tensor.is_floating_point() and tensor.dim() and tensor.stride(-1) == 1:
         tensor.view(torch.uint8).fill_(0xFF)  # NaN in every format
     else:

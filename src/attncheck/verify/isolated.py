@@ -68,7 +68,7 @@ class IsolatedExecutor:
         self._next = None if case is None else (subject, case)
 
     def absence(self, subject: Subject, device: str) -> str | None:
-        """Return why ``subject`` can run nothing there; None if asking fails, as in ``refusal``."""
+        """Return why ``subject`` can run nothing there; None if it can, or if asking fails."""
         reason = self._ask(subject, "absence", None, device)
         return reason if isinstance(reason, str) else None
 

@@ -56,7 +56,7 @@ def judge_outputs(
         if evidence.case.problem.backward
         else None
     )
-    at = _ideal_tiling(evidence, arithmetic, tiling) if ideal else None
+    ideal_tiling = _ideal_tiling(evidence, arithmetic, tiling) if ideal else None
     truncates = arithmetic.truncates
     kernel = KernelResult(
         out=outputs.out,
@@ -70,16 +70,18 @@ def judge_outputs(
         keys=evidence.case.problem.kv,
         tiles=(tiling.block_query, tiling.block_kv) if tiling else None,
         structure=structure,
-        ideal=None if at is None else evidence.ideal_outputs(at, truncates=truncates).out,
+        ideal=None
+        if ideal_tiling is None
+        else evidence.ideal_outputs(ideal_tiling, truncates=truncates).out,
         gradients=()
         if gradients is None
         else tuple(gradients.compared(outputs, evidence.evidence)),
     )
-    judgement = _decide(kernel, at, evidence)
+    judgement = _decide(kernel, ideal_tiling, evidence)
     if judgement.status != "fail":
         if brief:
             return judgement
-        # Details of a pass. A Case that has shown a fault has no blind spot.
+        # A Case that has shown a fault need not report which faults it could not have shown.
         spot = evidence.blind_spot(arithmetic, exposes_lse=outputs.lse is not None)
         judgement = replace_struct(judgement, blind_spot=spot)
     # The rest explains the verdict, and costs as much as finding it.
@@ -101,16 +103,16 @@ def judge_outputs(
     )
 
 
-def _decide(kernel: KernelResult, at: Tiling | None, evidence: EvidenceBuilder) -> Judgement:
+def _decide(kernel: KernelResult, tiling: Tiling | None, evidence: EvidenceBuilder) -> Judgement:
     """Return the verdict, running only as many further ideal kernels as it depends on."""
     truncates, heads = kernel.arithmetic.truncates, judge_heads(kernel)
-    if at is not None and heads.needs_ensemble:
+    if tiling is not None and heads.needs_ensemble:
         outs = (one.out for one in evidence.ensemble(truncates=truncates))
         heads = heads_with_ensemble(kernel, heads, outs)
     judgement = decide(kernel, heads)
-    if at is None or judgement.status == "fail" or not needs_other_orders(kernel, heads):
+    if tiling is None or judgement.status == "fail" or not needs_other_orders(kernel, heads):
         return judgement
-    for other in evidence.other_orders(at, truncates=truncates):
+    for other in evidence.other_orders(tiling, truncates=truncates):
         heads = heads_with_other_order(kernel, heads, other.out)
         if not needs_other_orders(kernel, heads):
             break

@@ -129,8 +129,8 @@ def try_mods(mods: Mapping[str, str], worker: Worker, *, device: str) -> None:
         load_mods(worker, mods, device, limits.load)
     except Died as error:
         if worker.ended is None or worker.ended < 0:  # It was killed by a signal.
-            named = " and ".join(map(repr, mods.values()))
-            raise UsageError(f"{named}: as it was loaded, {error}") from None
+            names = " and ".join(map(repr, mods.values()))
+            raise UsageError(f"{names}: as it was loaded, {error}") from None
     except UsageError:
         pass
     finally:

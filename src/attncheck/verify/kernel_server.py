@@ -130,7 +130,7 @@ class KernelServer:
                 return self._run(request.words, request.data)
             return self._answers[request.kind](request.words)
         except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
-            return _error(failure(error))
+            return _failure_frame(failure(error))
 
     def _start(self, words: dict[str, Any]) -> Frame:
         del words
@@ -210,7 +210,7 @@ class KernelServer:
         }
         value = answers[words["what"]]()
         if isinstance(value, Failure):
-            return _error(value)
+            return _failure_frame(value)
         return Frame(kind="answer", words={"value": value})
 
     def _run(self, words: dict[str, Any], data: bytes | bytearray = b"") -> Frame:
@@ -238,7 +238,9 @@ class KernelServer:
         # Checked first: any other use of a lost GPU would raise an error that is not a crash.
         if gpu_error := lost_gpu() if self._device == "cuda" else "":
             message = result.message if isinstance(result, Failure) else gpu_error
-            return _error(Failure(kind="crash", message=f"its process lost the GPU: {message}"))
+            return _failure_frame(
+                Failure(kind="crash", message=f"its process lost the GPU: {message}")
+            )
         problem = inputs.problem
         far = any(map(strided_alloc.has_far_rows, inputs.tensors().values()))
         del inputs  # It may be gibibytes, which another process may need.
@@ -248,7 +250,7 @@ class KernelServer:
             strided_alloc.release_scarce_memory(self._device)
         self._compiling.listen()  # The call may have imported a compiler.
         if isinstance(result, Failure):
-            return _error(result)
+            return _failure_frame(result)
         if words.get("under", {}).get("state") and self._changed_parts:
             result.notes.remark = f"an earlier call changed {', '.join(self._changed_parts)}"
         compiling = self._compiling.seconds - compiled
@@ -257,7 +259,7 @@ class KernelServer:
     def _time(self, words: dict[str, Any]) -> Frame:
         turn = self._executor.time(Problem.from_json(words["problem"]))
         if isinstance(turn, Failure):
-            return _error(turn)
+            return _failure_frame(turn)
         return Frame(kind="timed", words=to_fields(turn))
 
     def _forget(self, words: dict[str, Any]) -> Frame:
@@ -299,12 +301,12 @@ def _success_frame(result: Execution, problem: Problem, *, drawn: str, compiling
     try:
         words = to_fields(report)
     except UsageError as error:
-        return _error(Failure(kind="contract", message=f"what it declares: {error}"))
+        return _failure_frame(Failure(kind="contract", message=f"what it declares: {error}"))
     about, data = pack_tensors(requested_outputs(result.outputs, problem).tensors())
     return Frame(kind="ran", words={"report": words, "outputs": about}, data=data)
 
 
-def _error(outcome: Failure) -> Frame:
+def _failure_frame(outcome: Failure) -> Frame:
     # The end of a traceback has the exception.
     message, trace = outcome.message[:_LONGEST], outcome.trace[-_LONGEST:]
     return Frame(kind="failed", words={"kind": outcome.kind, "message": message, "trace": trace})

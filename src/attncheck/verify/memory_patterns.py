@@ -502,9 +502,9 @@ def _memory_of(each: object) -> int | None:
 
 def _tensor(placed: Placed, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor laid out as ``like`` in ``placed``, whose storage excludes the bands."""
-    alone = from_dlpack(torch._C._to_dlpack(placed.inside))
-    placed.seen_by = weak_ref(alone)
-    return alone.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+    inner = from_dlpack(torch._C._to_dlpack(placed.inside))
+    placed.seen_by = weak_ref(inner)
+    return inner.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
 
 
 def _round_up(size: int) -> int:

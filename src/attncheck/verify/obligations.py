@@ -105,9 +105,9 @@ def _tensor_error(
         return f"{name} is {kind}, but should be a torch.Tensor itself."
     if tuple(value.shape) != shape:
         return f"{name}.shape={tuple(value.shape)}, but should be {shape}."
-    for fact, wanted in {"device": device, "layout": torch.strided, "dtype": dtype}.items():
-        if getattr(value, fact) != wanted:
-            return f"{name}.{fact}={getattr(value, fact)}, but should be {wanted}."
+    for fact, expected in {"device": device, "layout": torch.strided, "dtype": dtype}.items():
+        if getattr(value, fact) != expected:
+            return f"{name}.{fact}={getattr(value, fact)}, but should be {expected}."
     return ""
 
 

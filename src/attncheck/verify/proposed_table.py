@@ -69,7 +69,7 @@ def _list_values(name: str, tried: Sequence[TrialResult]) -> tuple[Any, ...] | s
 
 
 def _flag(tried: Sequence[TrialResult]) -> bool | None:
-    """Return whether the kernel answers all or none; None if some, so that it may refuse others."""
+    """Return True if all are answered, False if none, else None: the kernel may refuse the rest."""
     answers = {_answers(one) for one in tried}
     return answers.pop() if len(answers) == 1 else None
 

@@ -190,7 +190,7 @@ def _refusal(
 def _launches(
     subject: Subject, case: Case, executor: Executor, device: str, count: int
 ) -> list[Subject] | Failure:
-    """Return the Subject of each run: the kernel; for the last, another launch if relaunched."""
+    """Return each run's Subject: the kernel, or in the last run its other launch if compared."""
     if not relation_named(case.question).uses_other_launch:
         return [subject] * count
     launches = executor.launches(subject, case.problem, device)
@@ -253,11 +253,11 @@ def _second_call_fault(
     finding = wrong(1)
     if finding is None or wrong(0) is not None:
         return None
-    how = "is not exact attention as call 1 was"
+    fault = "is not exact attention as call 1 was"
     first, second = (each.outputs for each in executions[:2])
     if first.out.shape == second.out.shape and compare_outputs(second, first, None) is None:
-        how = "returns the result of an earlier call on the same tensors"
-    what = f"{describe_turn(inputs, 1)}, {how}"
+        fault = "returns the result of an earlier call on the same tensors"
+    what = f"{describe_turn(inputs, 1)}, {fault}"
     return dataclasses.replace(finding, what=what)
 
 

@@ -81,7 +81,7 @@ class Deadlines:
             device: ``cpu`` or ``cuda``.
             new: Whether the process has not yet been asked anything.
             unseen: Whether the process has not yet run these shapes and mods.
-            compiles: Whether the kernel declares that it compiles, or has compiled before.
+            compiles: Whether the kernel is known to compile, or has compiled before.
         """
         seconds = self.call * calls + (self.imports if new else 0.0)
         if device != "cuda" or not unseen:
@@ -359,7 +359,7 @@ class RemoteSubject(Subject):
 
     @property
     def has_launches(self) -> bool:
-        """Whether the kernel has several launches."""
+        """Whether the kernel's class overrides ``launches``."""
         return self._has_launches
 
     def fresh(self) -> None:

@@ -91,7 +91,7 @@ def disagreement(judgement: Judgement, evidence: Evidence) -> str:
 
 
 def _rests_on_truth(judgement: Judgement, truth: Outputs) -> bool:
-    """Return whether the judgement would be wrong if the exact result were wrong."""
+    """Return whether the judgement depends on the exact result, or that has NaN or +∞."""
     if judgement.status == "inconclusive" or (
         judgement.status == "fail" and judgement.rule in BY_THE_TRUTH
     ):
@@ -210,10 +210,10 @@ def _describe(
     softmax = problem.operation == "softmax"
     theirs = "torch's softmax" if softmax else "FlashAttention-2's recurrence in float64"
     ours = "the safe softmax" if softmax else "the streaming oracle"
-    apart = f"at most {number(within, within)}" if math.isfinite(within) else "nothing"
+    limit = f"at most {number(within, within)}" if math.isfinite(within) else "nothing"
     return (
         f"{element(name, place)} is {number(first, within)} by {ours} and {number(second, within)} "
-        f"by {theirs}, but they should differ by {apart}"
+        f"by {theirs}, but they should differ by {limit}"
     )
 
 

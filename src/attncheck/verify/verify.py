@@ -211,7 +211,7 @@ def case_subjects(
 
 
 def _calls_once(case: Case) -> bool:
-    """Return whether ``case`` is one call of a kernel, on tensors that two may hold at once."""
+    """Return whether ``case`` is a single call, on tensors so small that two calls may overlap."""
     problem = case.problem
     small = problem.batch * problem.heads * problem.query * problem.kv <= _MOST_PAIRS_AHEAD
     return small and case.question in {COMPARE, *PROBES}

@@ -56,7 +56,7 @@ def _draw_pair_within(draw: st.DrawFn, canvas: Pair) -> Pair:
     return rows, columns
 
 
-_BEYOND = 7  # Keys by which a window or prefix exceeds kv; an odd number, to be no multiple.
+_BEYOND = 7  # Keys by which a window or prefix exceeds the lengths; odd, to be no multiple.
 _MOST_CUTS = 3
 
 
@@ -188,7 +188,7 @@ PLAIN_MASKS = tuple(name for name in _MASKS if name not in {"documents", *NEIGHB
 
 
 _DIAGONALS = ("", "top_left", "bottom_right")
-_EMPTY = (None, None, 0, 1, -1)
+_EMPTY = (None, None, 0, 1, -1)  # Index of an empty document; None for none.
 
 
 def packings(*, dimensions: Dimensions) -> SearchStrategy[Spec]:

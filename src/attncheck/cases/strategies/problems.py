@@ -257,11 +257,11 @@ def _dims(problem: Problem, *, default: bool) -> list[Changes]:
 
 
 def _lengths(problem: Problem) -> list[Changes]:
-    whole = -(-problem.kv // _LARGEST_TILE) * _LARGEST_TILE
+    full_tiles = -(-problem.kv // _LARGEST_TILE) * _LARGEST_TILE
     # One row is for decoding kernels, and few keys for kernels with a single tile.
-    few = {"query": min(problem.query, _SMALLEST_TILE), "kv": min(problem.kv, _SMALLEST_TILE)}
-    lengths: list[Changes] = [{}, {"query": problem.kv}, {"query": whole, "kv": whole}]
-    return [*lengths, {"query": few["query"]}, {"query": 1}, few]
+    short = {"query": min(problem.query, _SMALLEST_TILE), "kv": min(problem.kv, _SMALLEST_TILE)}
+    lengths: list[Changes] = [{}, {"query": problem.kv}, {"query": full_tiles, "kv": full_tiles}]
+    return [*lengths, {"query": short["query"]}, {"query": 1}, short]
 
 
 def _heads(problem: Problem) -> list[Changes]:

@@ -377,9 +377,9 @@ def _extremum_method(interp: Any, _stock: Stock) -> dict[str, Any]:
         extreme = ufunc.reduce(numbers, axis=self.axis, keepdims=True)
         results = []
         if val_reduce_op:
-            squeezed = extreme if self.keep_dims else np.squeeze(extreme, self.axis)
-            squeezed = encode(squeezed, name) if name in NARROW else squeezed
-            results.append(self.to_tensor(squeezed, tensor.dtype))
+            reduced = extreme if self.keep_dims else np.squeeze(extreme, self.axis)
+            reduced = encode(reduced, name) if name in NARROW else reduced
+            results.append(self.to_tensor(reduced, tensor.dtype))
         if idx_reduce_op:
             index = _first_index(numbers, extreme, self.axis, keepdims=self.keep_dims)
             results.append(self.to_tensor(index, interp.tl.int32))

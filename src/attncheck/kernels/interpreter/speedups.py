@@ -208,8 +208,8 @@ class _Types:
         if not shaped.is_block():
             return dtype, dtype, *self._alone
         kind = shaped.with_element_ty(dtype)
-        known = kind.__dict__.get("of_tensors")
-        return None if known is None else (kind, dtype, *known)
+        cached = kind.__dict__.get("of_tensors")
+        return None if cached is None else (kind, dtype, *cached)
 
     def broadcast(self, one: Any, other: Any) -> Any:
         """Return a type of the broadcast shape; None if the shapes are not numpy-compatible."""
@@ -262,7 +262,7 @@ def _operators(types: _Types) -> dict[str, Callable[[Any], Any]]:
         return plan
 
     def plan_number(kinds: frozenset[str], dtype: Any = None) -> Callable[[Any, type], Any]:
-        """Return a planner for a type and a Python number that it represents: a result or None."""
+        """Return a planner for a type and a Python number of its kind: a result or None."""
 
         def plan(one: Any, kind: type) -> Any:
             own = kinds if kind is int else kinds & _REAL

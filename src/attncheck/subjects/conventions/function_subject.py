@@ -33,7 +33,7 @@ from attncheck.subjects.conventions.layouts import Layout
 from attncheck.subjects.conventions.render import render_call
 
 LEAVES_MODES: ContextVar[bool] = ContextVar("LEAVES_MODES", default=False)
-"""Whether calls leave grad mode and TF32 as the caller set them, so as not to hide their effect."""
+"""Whether a call leaves grad mode and TF32 alone, since setting them hides a function's changes."""
 
 REUSED_TENSORS: ContextVar[list[torch.Tensor] | None] = ContextVar("REUSED_TENSORS", default=None)
 """Positional tensors of the last call in a sequence of calls; None outside of a sequence.
@@ -126,8 +126,8 @@ class FunctionSubject(Subject):
             tensors, passed = gradients.tensors, gradients.passed
         elif (last := REUSED_TENSORS.get()) is not None:
             if all(map(_have_same_layout, last, tensors)):
-                for its, mine in zip(last, tensors, strict=False):
-                    its.copy_(mine)
+                for reused, new in zip(last, tensors, strict=False):
+                    reused.copy_(new)
             else:
                 last.clear()
             last += tensors[len(last) :]
@@ -272,10 +272,10 @@ class FunctionSubject(Subject):
     ) -> None:
         """Raise WroteToInput if the function wrote to a copy, which the executor does not see."""
         fresh = self._tensors(layout, inputs)
-        for name, its, mine in zip("qkv", (x.detach() for x in tensors), fresh, strict=True):
+        for name, copy, original in zip("qkv", (x.detach() for x in tensors), fresh, strict=True):
             # The executor itself compares inputs that were passed without a copy.
-            if its.data_ptr() != getattr(inputs, name).data_ptr():
-                results.require_unchanged(name, its, mine)
+            if copy.data_ptr() != getattr(inputs, name).data_ptr():
+                results.require_unchanged(name, copy, original)
 
     def _empty_rows(self, inputs: Inputs) -> torch.Tensor | None:
         """Return which rows ``settle_empty_rows`` has to change; None if there are none."""

@@ -126,7 +126,7 @@ class MutationCheck:
 
     Args:
         passed: The keywords of the call.
-        arguments: The same keywords before MadeArguments were evaluated.
+        arguments: The same keywords before a ComputedArgument was evaluated.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class MutationCheck:
             before = self._copies.get(name)
             if before is None:
                 before = self._own_tensors(self._made[name].make(self._inputs))
-            for its, mine in zip(tensors, before, strict=True):
-                require_unchanged(name, its.detach().to(mine.device), mine)
+            for tensor, copy in zip(tensors, before, strict=True):
+                require_unchanged(name, tensor.detach().to(copy.device), copy)
 
     def _own_tensors(self, value: Any) -> list[torch.Tensor]:
         by_id = {id(tensor): tensor for tensor in _tensors(value, set())}

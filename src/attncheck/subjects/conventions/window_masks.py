@@ -162,8 +162,8 @@ def softcap_and_slopes(
     per_batch = len(by_batch) > 1
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        bent = apply_cap(score, b, h, q_idx, kv_idx) if apply_cap else score
+        capped_score = apply_cap(score, b, h, q_idx, kv_idx) if apply_cap else score
         slope = by_batch[b, h] if per_batch else by_batch[b * 0, h]
-        return bent - slope.to(score.dtype) * (q_idx + offset - kv_idx).abs()
+        return capped_score - slope.to(score.dtype) * (q_idx + offset - kv_idx).abs()
 
     return score_mod
