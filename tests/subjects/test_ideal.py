@@ -503,7 +503,7 @@ def test_kernels_of_a_gpu_give_the_bits_of_torch(dtype, tiling, changes, monkeyp
 
 
 FAULTS_OF_A_GPU = {
-    "what is kept twice": ("__fmul_rn(keep, out[i])", "__fmul_rn(2 * keep, out[i])"),
+    "what is kept twice": ("__fmul_rn(a, out[i])", "__fmul_rn(2 * a, out[i])"),
     "the hidden seen": ("!seen || seen[key * by_key]", "true"),
     "truncated weights": ("cvt.rn.bf16.f32", "cvt.rz.bf16.f32"),
     "the maximum left behind": ("maximum[line] = now", "maximum[line] = old"),
@@ -511,12 +511,16 @@ FAULTS_OF_A_GPU = {
 }
 
 
+@pytest.mark.parametrize("fault", FAULTS_OF_A_GPU)
+def test_a_fault_of_a_gpu_fits_the_text_that_it_changes(fault):
+    assert FAULTS_OF_A_GPU[fault][0] in ideal._GPU_SOURCE.read_text(encoding="utf-8")
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("fault", FAULTS_OF_A_GPU)
 def test_other_kernels_of_a_gpu_give_other_bits(fault, monkeypatch, tmp_path):
     before, after = FAULTS_OF_A_GPU[fault]
     source = ideal._GPU_SOURCE.read_text(encoding="utf-8")
-    assert before in source
     inputs = draw_inputs(small(query=150, mask=MASKS["causal"]), "cuda")
     expected = SummedByAWarp(TILINGS["wide"]).run(inputs)
     monkeypatch.setattr(ideal, "_FEWEST_PRODUCTS", 0)
