@@ -130,7 +130,14 @@ def test_mutants_of_a_file_are_scored(run, tmp_path):
 
 @pytest.mark.parametrize(
     ("cores", "gpus", "memory", "count"),
-    [(16, 1, 141, 16), (16, 1, 24, 4), (8, 1, 141, 8), (64, 2, 80, 32), (2, 1, 80, 2)],
+    [
+        (16, 1, 141, 16),
+        (16, 1, 24, 4),
+        (8, 1, 141, 8),
+        (64, 2, 80, 32),
+        (16, 1, 79, 16),
+        (2, 1, 80, 2),
+    ],
 )
 def test_workers_of_a_gpu_are_as_many_as_there_are_cores_and_memory_for(
     cores, gpus, memory, count, monkeypatch

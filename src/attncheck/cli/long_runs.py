@@ -248,7 +248,8 @@ JOURNAL = "results.jsonl"
 
 # Most workers without --jobs: on a CPU, and on a GPU with enough memory.
 _MOST_WORKERS, _MOST_OF_A_GPU = 4, 16
-_GPU_MEMORY = 5 << 30  # bytes of a GPU for a worker and its kernel's process
+# Bytes of a GPU for a worker and its kernel's process: 4.9 GiB, so that 80 GB are enough for 16.
+_GPU_MEMORY = 49 * 2**30 // 10
 
 
 def started_now() -> str:
@@ -277,7 +278,7 @@ def worker_places(jobs: int | None, device: str) -> list[WorkerPlace]:
     # A worker mostly waits for a compiler on a core, so a GPU has time for many workers.
     if jobs is None:
         memory = torch.cuda.get_device_properties(0).total_memory
-        per_gpu = max(_MOST_WORKERS, min(_MOST_OF_A_GPU, round(memory / _GPU_MEMORY)))
+        per_gpu = max(_MOST_WORKERS, min(_MOST_OF_A_GPU, memory // _GPU_MEMORY))
         jobs = max(1, min(cores, per_gpu * len(gpus)))
     return [WorkerPlace(gpu=gpus[number % len(gpus)], threads=1) for number in range(jobs)]
 
