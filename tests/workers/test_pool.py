@@ -117,9 +117,9 @@ def test_priority_decides_and_order_among_equals(path):
     assert begun == ["b", "d", "c", "a"]
 
 
-def begun(path, *units, lanes=2):
-    """The names of units in the order in which they were begun; of each the product it makes."""
-    ended, events = ran(path, units, lanes=lanes, product=lambda one: one.case.get("makes", ""))
+def begun(path, *units):
+    """The names of units in the order in which they were begun."""
+    ended, events = ran(path, units, product=lambda one: one.case.get("makes", ""))
     assert (ended.why, ended.left) == ("", 0)
     return [event.unit.case["name"] for event in events if event.kind == "begun"]
 

@@ -104,8 +104,7 @@ def build_report(
 
 def _reason_for_missing(content: JournalContent, missing: Sequence[Unit]) -> str:
     reason = (content.why or "not all was asked") if missing else ""
-    # A draw unit without a property chooses the questions of bounds and baseline.
-    unchosen = any(unit.kind == "draw" and not unit.test for unit in missing)
+    unchosen = any(unit.draws_stages for unit in missing)
     return f"{reason}, before the questions of bounds were chosen" if unchosen else reason
 
 

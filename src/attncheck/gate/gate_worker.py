@@ -166,9 +166,10 @@ class GateWorker:
             return self._describe(unit, host)
         if unit.kind == "draw":
             planning = self._planning(unit, host)
-            units = (
-                drawn_units(unit, planning, self._known) if unit.test else covering_units(planning)
-            )
+            if unit.draws_stages:
+                units = covering_units(planning)
+            else:
+                units = drawn_units(unit, planning, self._known)
             return Done(unit=unit.id, units=tuple(units), answers=tuple(planning.refused))
         if unit.kind == "shrink":
             return self._shrink(unit, host)

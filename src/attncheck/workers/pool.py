@@ -247,8 +247,7 @@ class _Run:
         wanted = len(self.schedule) + len(self.running)
         # Describing a kernel and drawing its bounds yield many units: start all workers meanwhile.
         nearest = [self.schedule.peek(0), *(unit for unit, _ in self.running.values())]
-        plans = [unit for unit in nearest if unit is not None and unit.kind in {"describe", "draw"}]
-        if any(not unit.test for unit in plans):
+        if any(unit and (unit.kind == "describe" or unit.draws_stages) for unit in nearest):
             wanted = _MANY
         self.pool.staff(wanted, fresh=int(self.making_room))
         for worker in self.pool.ready():
@@ -278,11 +277,11 @@ class _Run:
         if unit is None:
             return
         done = news.done
-        lost = done is None or done.unit != unit.id
-        self.schedule.end(unit, lost=lost)
         if done is None or done.unit != unit.id:
             self.handle_loss(unit, news.lost or f"its process gave the result of {done!r}")
-        elif "usage" in done.facts:
+            return
+        self.schedule.end(unit, lost=False)
+        if "usage" in done.facts:
             # A usage error ends the run without a result; the unit is repeated once it is fixed.
             self.journal.abandoned([unit.id])
             self.stop(done)
@@ -292,6 +291,7 @@ class _Run:
             self.settle(unit, msgspec.structs.replace(done, attempts=attempts))
 
     def handle_loss(self, unit: Unit, reason: str) -> None:
+        self.schedule.end(unit, lost=True)
         times = self.journal.lost(unit)
         if times < MAX_LOSSES:
             self.schedule.queue(unit)
@@ -340,7 +340,6 @@ class _Run:
             if now - begun > limits.unit:
                 del self.running[worker]
                 self.pool.drop(worker)
-                self.schedule.end(unit, lost=True)
                 self.handle_loss(unit, f"its process did not come back within {limits.unit:g} s")
 
 

@@ -42,6 +42,11 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     alone: bool = False  # Whether it must be done in an unused worker.
 
     @property
+    def draws_stages(self) -> bool:
+        """Whether it draws the questions of the stages bounds and baseline."""
+        return self.kind == "draw" and not self.test
+
+    @property
     def id(self) -> str:
         """Sixteen letters and digits, equal on every machine, derived from all but ``alone``."""
         data = msgspec.to_builtins(msgspec.structs.replace(self, alone=False))
