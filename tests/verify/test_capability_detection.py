@@ -89,22 +89,14 @@ def square_causal(q, k, v, is_causal=False):
 def ask(monkeypatch):
     """``ask(function, aspect, …)``: a probe of these aspects alone, and of two head_dims."""
     monkeypatch.setattr(capability_detection, "HEAD_DIMS", (64, 80))
-    every, lengths, empty = (
-        getattr(capability_detection, name)
-        for name in ("all_trials", "length_trials", "empty_row_trials")
-    )
+    every = capability_detection.trials
+    always = ("causal", "rectangular")
 
     def run(found, *aspects, conventions=("sdpa",), relations=()):
-        def some(trials):
-            return [one for one in trials if one.aspect in aspects]
+        def some(aspect, base, device):
+            return every(aspect, base, device) if aspect in (*aspects, *always) else []
 
-        monkeypatch.setattr(
-            capability_detection, "all_trials", lambda base, device: some(every(base, device))
-        )
-        monkeypatch.setattr(capability_detection, "length_trials", lambda n: some(lengths(n)))
-        monkeypatch.setattr(
-            capability_detection, "empty_row_trials", lambda base: some(empty(base))
-        )
+        monkeypatch.setattr(capability_detection, "trials", some)
         few = {name: capability_detection.RELATIONS[name] for name in relations}
         monkeypatch.setattr(capability_detection, "RELATIONS", few)
         candidate = Candidate(kernel="mine", target=found, name="mine", entry="mine.py::kernel")
@@ -162,7 +154,8 @@ def test_an_lse_in_base_2_is_found_out(ask):
         candidate.adopted, ConventionOptions(), "cpu", lambda what: None
     )
     natural._load("sdpa", ConventionOptions(lse="natural"))
-    assert natural.ask("lse", "natural", found.base) == "wrong"
+    natural.base = found.base
+    assert natural.ask(capability_detection.Trial(aspect="lse", what="natural")) == "wrong"
 
 
 def test_a_kernel_without_lse(ask):
@@ -262,7 +255,7 @@ def parsed(text):
 @pytest.mark.parametrize("aspect", ["masks", "scores", "dtypes", "head_dims", "gqa", "scale"])
 def test_every_trial_changes_one_thing_of_the_base(aspect):
     base = next(iter(capability_detection.base_problems()))
-    trials = [one for one in capability_detection.all_trials(base, "cpu") if one.aspect == aspect]
+    trials = capability_detection.trials(aspect, base, "cpu")
     assert trials
     for one in trials:
         assert one.of(base).query == base.query

@@ -150,90 +150,29 @@ def base_problems() -> Iterator[Problem]:
                     yield Problem(query=length, heads=2, head_dim=head_dim, dtype=dtype, mask=mask)
 
 
-def all_trials(base: Problem, device: str) -> list[Trial]:
-    """Return the trials of a kernel that takes ``base``, in the order of the table's fields."""
+def trials(aspect: str, base: Problem, device: str) -> list[Trial]:
+    """Return the trials of one aspect of a kernel that takes ``base``, in their order."""
     return [
-        *_dtypes(device),
-        *(_head_dim(dims) for dims in HEAD_DIMS),
-        *_masks(base.query),
-        *_scores(),
-        Trial(aspect="gqa", what="4 heads on 2", changes={"heads": 4, "kv_heads": 2}),
-        Trial(aspect="gqa", what="3 heads on 1", changes={"heads": 3, "kv_heads": 1}),
-        Trial(aspect="batch", what="3 sequences", changes={"batch": 3}),
-        Trial(aspect="scale", what="0.3", changes={"scale": 0.3}),
+        Trial(
+            aspect=aspect,
+            what=what,
+            changes=changes,
+            question=f"strides_{what}" if aspect == "strides" else "",
+        )
+        for what, changes in _values(base.query, device)[aspect].items()
     ]
 
 
-def rectangular_trials(base: Problem) -> Iterator[Trial]:
-    """Yield trials of unequal lengths of queries and keys."""
-    n = base.query
-    for name, query, kv in (
-        ("query < kv", n, 2 * n),
-        ("query > kv", 2 * n, n),
-        ("one query", 1, n),
-    ):
-        yield Trial(aspect="rectangular", what=name, changes={"query": query, "kv": kv})
+def _values(n: int, device: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return by aspect the values to try, and the fields that each changes in a base of length n.
 
-
-def causal_trials(base: Problem) -> tuple[Trial, Trial]:
-    """Return trials of the causal mask at unequal lengths, aligned top-left and bottom-right."""
-    first, second = (
-        Trial(
-            aspect="causal",
-            what=f"{mask}, query < kv",
-            changes={"kv": 2 * base.query, "mask": Spec.of(mask)},
-        )
-        for mask in ("causal", "causal_bottom_right")
-    )
-    return first, second
-
-
-def gradient_trials() -> Iterator[Trial]:
-    """Yield trials of gradients of out, of out and LSE, and with sinks."""
-    yield Trial(aspect="backward", what="out", changes={"backward": True})
-    yield Trial(aspect="backward", what="out and LSE", changes={"backward": True, "dlse": True})
-    yield Trial(aspect="backward", what="sinks", changes={"backward": True, "sink": True})
-
-
-def stride_trials() -> Iterator[Trial]:
-    """Yield trials of tensors with gaps between rows, and of the expanded dOut of ``out.sum()``."""
-    for what, changes in (("gapped", {}), ("expanded", {"backward": True})):
-        yield Trial(aspect="strides", what=what, changes=changes, question=f"strides_{what}")
-
-
-def empty_row_trials(base: Problem) -> Iterator[Trial]:
-    """Yield trials of problems with rows that see no key, by different masks."""
-    n = base.query
-    masks: dict[str, dict[str, Any]] = {
-        "padding": {"batch": 2, "mask": Spec.of("padding", lengths=[0, n])},
-        "causal_bottom_right": {"query": 2 * n, "kv": n, "mask": Spec.of("causal_bottom_right")},
-        "sliding_window": {"mask": Spec.of("sliding_window", window=0)},
-    }
-    for name, changes in masks.items():
-        yield Trial(aspect="empty_row", what=name, changes=changes)
-
-
-def _dtypes(device: str) -> Iterator[Trial]:
-    for dtype in DTYPES.values():
-        # A CPU has no tf32 products, whatever the kernel.
-        if dtype.measured and (dtype.name != "tf32" or device != "cpu"):
-            yield Trial(aspect="dtypes", what=dtype.name, changes={"dtype": dtype.name})
-
-
-def _head_dim(dims: int | tuple[int, int]) -> Trial:
-    head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
-    what = str(dims) if isinstance(dims, int) else f"{head_dim}/{value_dim}"
-    # The usual scale of the new head_dim, not that of the base.
-    changes = {"head_dim": head_dim, "value_dim": value_dim, "scale": USUAL_SCALE}
-    return Trial(aspect="head_dims", what=what, changes=changes)
-
-
-def _masks(length: int) -> Iterator[Trial]:
-    first = length // 3
-    window = Spec.of("sliding_window", window=_WINDOW)
+    The aspects are in the order of the table's fields.
+    """
+    window, softcap = Spec.of("sliding_window", window=_WINDOW), Spec.of("softcap", cap=20.0)
+    bottom_right, alibi = Spec.of("causal_bottom_right"), Spec.of("alibi")
     # A document of a single token shows off-by-one ends.
-    documents = Spec.of("document", lengths=[first, 1, length - first - 1])
-    specs = {
+    documents = Spec.of("document", lengths=[n // 3, 1, n - n // 3 - 1])
+    masks = {
         "full": _FULL,
         "causal": _CAUSAL,
         "sliding_window": window,
@@ -242,34 +181,70 @@ def _masks(length: int) -> Iterator[Trial]:
         "composition": Spec.of("and", documents, Spec.of("or", window, _CAUSAL)),
         "expression": Spec.of("expression", text="(q_idx + kv_idx) % 3 != 0"),
     }
-    for name, spec in specs.items():
-        yield Trial(aspect="masks", what=name, changes={"mask": spec})
-    # At equal lengths it would be the causal mask.
-    wide = {"kv": 2 * length, "mask": Spec.of("causal_bottom_right")}
-    yield Trial(aspect="masks", what="causal_bottom_right", changes=wide)
-    padding = {"batch": 2, "mask": Spec.of("padding", lengths=[length, first])}
-    yield Trial(aspect="masks", what="padding", changes=padding)
-
-
-def _scores() -> Iterator[Trial]:
-    softcap = Spec.of("softcap", cap=20.0)
-    specs = {
+    scores = {
         "none": Spec.of("none"),
-        "alibi": Spec.of("alibi"),
+        "alibi": alibi,
         "softcap": softcap,
         "relative_bias": Spec.of("relative_bias", distance=8, seed=0),
         "temperature": Spec.of("temperature", temperature=2.0),
-        "composition": Spec.of("chain", softcap, Spec.of("alibi")),
+        "composition": Spec.of("chain", softcap, alibi),
         "expression": Spec.of("expression", text="score * 0.5"),
     }
-    for name, spec in specs.items():
-        yield Trial(aspect="scores", what=name, changes={"score": spec})
+    # A CPU has no tf32 products, whatever the kernel.
+    measured = [each.name for each in DTYPES.values() if each.measured]
+    dtypes = [name for name in measured if name != "tf32" or device != "cpu"]
+    other_lengths = (length for length in (16, 32, 64, 128) if length != n)
+    return {
+        "dtypes": {name: {"dtype": name} for name in dtypes},
+        "head_dims": dict(map(_head_dim, HEAD_DIMS)),
+        "masks": {
+            **{name: {"mask": mask} for name, mask in masks.items()},
+            # At equal lengths it would be the causal mask.
+            "causal_bottom_right": {"kv": 2 * n, "mask": bottom_right},
+            "padding": {"batch": 2, "mask": Spec.of("padding", lengths=[n, n // 3])},
+        },
+        "scores": {name: {"score": score} for name, score in scores.items()},
+        "gqa": {
+            "4 heads on 2": {"heads": 4, "kv_heads": 2},
+            "3 heads on 1": {"heads": 3, "kv_heads": 1},
+        },
+        "batch": {"3 sequences": {"batch": 3}},
+        "scale": {"0.3": {"scale": 0.3}},
+        # 1 and 77 are multiples of no tile.
+        "lengths": {str(each): {"query": each, "kv": each} for each in (1, 77, *other_lengths)},
+        "rectangular": {
+            "query < kv": {"query": n, "kv": 2 * n},
+            "query > kv": {"query": 2 * n, "kv": n},
+            "one query": {"query": 1, "kv": n},
+        },
+        # The alignments as in ``ALIGNMENTS``.
+        "causal": {
+            f"{mask}, query < kv": {"kv": 2 * n, "mask": mask} for mask in (_CAUSAL, bottom_right)
+        },
+        "backward": {
+            "out": {"backward": True},
+            "out and LSE": {"backward": True, "dlse": True},
+            "sinks": {"backward": True, "sink": True},
+        },
+        # Gaps between rows, and the expanded dOut of ``out.sum()``.
+        "strides": {"gapped": {}, "expanded": {"backward": True}},
+        "slopes": {
+            "2 sequences": {"batch": 2, "mask": _CAUSAL, "score": Spec.of("alibi_by_sequence")}
+        },
+        # Rows that see no key, by different masks.
+        "empty_row": {
+            "padding": {"batch": 2, "mask": Spec.of("padding", lengths=[0, n])},
+            "causal_bottom_right": {"query": 2 * n, "kv": n, "mask": bottom_right},
+            "sliding_window": {"mask": Spec.of("sliding_window", window=0)},
+        },
+    }
 
 
-def length_trials(length: int) -> Iterator[Trial]:
-    """Yield trials of lengths of both queries and keys; 1 and 77 are multiples of no tile."""
-    for other in (1, 77, *(n for n in (16, 32, 64, 128) if n != length)):
-        yield Trial(aspect="lengths", what=str(other), changes={"query": other, "kv": other})
+def _head_dim(dims: int | tuple[int, int]) -> tuple[str, dict[str, Any]]:
+    head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
+    what = str(dims) if isinstance(dims, int) else f"{head_dim}/{value_dim}"
+    # The usual scale of the new head_dim, not that of the base.
+    return what, {"head_dim": head_dim, "value_dim": value_dim, "scale": USUAL_SCALE}
 
 
 KernelFactory = Callable[[str, ConventionOptions], Subject]
@@ -312,21 +287,21 @@ def detect_capabilities(
     """
     detection = Detection(make, options, device, advance, executor)
     base = detection.choose_base(conventions)
-    if base is None:
-        return detection.result(None)
-    detection.lse(base)
-    # Before the trials, so that their causal masks are judged at the right alignment.
-    detection.causal(base)
-    trials = all_trials(base, device)
-    for each in (*trials, *length_trials(base.query)):
-        detection.ask(each.aspect, each.what, each.of(base))
-    detection.rectangular(base)
-    detection.empty_rows(base)
-    # Last, because relations need problems that the kernel takes.
-    detection.strides()
-    for promise in PROMISES:
-        detection.promise(promise)
-    return detection.result(base)
+    if base is not None:
+        detection.lse()
+        # Before the trials, so that their causal masks are judged at the right alignment.
+        detection.causal()
+        aspects = ("dtypes", "head_dims", "masks", "scores", "gqa", "batch", "scale", "lengths")
+        for aspect in aspects:
+            for trial in trials(aspect, base, device):
+                detection.ask(trial)
+        detection.rectangular()
+        detection.empty_rows()
+        # Last, because relations need problems that the kernel takes.
+        detection.strides()
+        for promise in PROMISES:
+            detection.promise(promise)
+    return detection.result()
 
 
 class Detection:
@@ -336,6 +311,9 @@ class Detection:
         make: As in ``detect_capabilities``, as are the next four.
         advance: Called before each question.
         brief: Whether only verdicts are needed, which takes half the time.
+
+    Attributes:
+        base: The Problem that all trials change; None if the kernel takes none.
     """
 
     def __init__(
@@ -351,18 +329,19 @@ class Detection:
         self._make, self._options = make, options
         self._device, self._advance, self._brief = device, advance, brief
         self._executor = executor or InProcess()
+        self.base: Problem | None = None
         self._convention = ""
         self._subject: Subject | None = None
         self._exposes_lse = False
         self._results: list[TrialResult] = []
         self._taken: list[Problem] = []
 
-    def result(self, base: Problem | None) -> DetectedCapabilities:
+    def result(self) -> DetectedCapabilities:
         """Return the capabilities detected so far."""
         return DetectedCapabilities(
             convention=self._convention,
             options=self._options,
-            base=base,
+            base=self.base,
             exposes_lse=self._exposes_lse,
             tried=tuple(self._results),
         )
@@ -372,24 +351,24 @@ class Detection:
         answers: list[tuple[str, Problem]] = []
         for convention in conventions:
             self._load(convention, self._options)
-            base, verdict = self._first_taken_problem(convention)
+            self.base, verdict = self._first_taken_problem(convention)
             # Only a right answer decides: a wrong one may be right by another convention.
-            if base is not None and verdict == "takes":
-                return base
-            if base is not None:
-                answers.append((convention, base))
+            if self.base is not None and verdict == "takes":
+                return self.base
+            if self.base is not None:
+                answers.append((convention, self.base))
             elif self._results[-1].fatal:
                 break
         if not answers:
             return None
         # Right by none: only with its own order of axes does a kernel take sizes that are unequal.
-        convention, base = min(answers, key=self._misfit) if len(answers) > 1 else answers[0]
+        convention, self.base = min(answers, key=self._misfit) if len(answers) > 1 else answers[0]
         self._load(convention, self._options)
         # The chosen convention's result goes last, as if it were the only one.
         chosen = next(one for one in self._results if one.what == convention)
         self._results.remove(chosen)
         self._results.append(chosen)
-        return base
+        return self.base
 
     def _misfit(self, answer: tuple[str, Problem]) -> int:
         """Return how many of the ``_WIDE`` changes fail before one is answered, by a convention."""
@@ -428,14 +407,14 @@ class Detection:
         self._results.append(wrong[1] if wrong else first)
         return wrong[0] if wrong else None, self._results[-1].verdict
 
-    def others_right_on(self, base: Problem, conventions: Sequence[str]) -> tuple[str, ...]:
-        """Return those of the other ``conventions`` by which it is right too."""
+    def other_conventions(self, conventions: Sequence[str]) -> tuple[str, ...]:
+        """Return those of the other ``conventions`` by which it is right on the base too."""
         chosen, options = self._convention, self._options
         right = []
         for convention in conventions:
             if convention != chosen:
                 self._load(convention, options)
-                if self.ask("convention", convention, base) == "takes":
+                if self.ask(Trial(aspect="convention", what=convention)) == "takes":
                     right.append(convention)
                 self._results.pop()
         self._load(chosen, options)
@@ -460,7 +439,7 @@ class Detection:
             answer = result if isinstance(result, Failure) else None
         return None if answer is None else refused_result(convention, answer, problem)
 
-    def lse(self, base: Problem) -> None:
+    def lse(self) -> None:
         """Store whether it returns LSE, as the first answer showed."""
         base_of = self._options.lse or "natural"
         self._results.append(
@@ -469,56 +448,65 @@ class Detection:
                 what=base_of if self._exposes_lse else "",
                 verdict="takes" if self._exposes_lse else "refuses",
                 reason="" if self._exposes_lse else "it gives out alone",
-                problem=str(base),
+                problem=str(self.base),
             )
         )
 
-    def ask(self, aspect: str, what: str, problem: Problem, question: str = "") -> Verdict:
-        """Try one Problem by the relation ``question``, or by comparison if that is empty."""
-        answer = trial_result(aspect, what, self._record(problem, question or what), problem)
+    def ask(self, trial: Trial) -> Verdict:
+        """Make a trial, and store its result."""
+        problem = self._problem(trial)
+        record = self._record(problem, trial.question or trial.what)
+        answer = trial_result(trial.aspect, trial.what, record, problem)
         self._results.append(answer)
         if answer.verdict == "takes":
             self._taken.append(problem)
         return answer.verdict
 
-    def expect(self, problem: Problem) -> None:
-        """Have the kernel called ahead on the Problem that is asked after the next."""
-        if isinstance(self._executor, IsolatedExecutor) and self._subject is not None:
-            self._executor.expect(self._subject, Case(problem=problem))
+    def _problem(self, trial: Trial) -> Problem:
+        assert self.base is not None, "a base comes first"
+        return trial.of(self.base)
 
-    def verdict(self, problem: Problem) -> Verdict:
-        """Return the verdict on a Problem without storing a result."""
+    def expect(self, trial: Trial) -> None:
+        """Have the kernel called ahead on the trial that comes after the next."""
+        if isinstance(self._executor, IsolatedExecutor) and self._subject is not None:
+            self._executor.expect(self._subject, Case(problem=self._problem(trial)))
+
+    def verdict(self, trial: Trial) -> Verdict:
+        """Return the verdict on a trial without storing a result."""
+        problem = self._problem(trial)
         return trial_verdict(self._record(problem, str(problem)))
 
-    def causal(self, base: Problem) -> None:
+    def causal(self) -> None:
         """Try causal masks at unequal lengths; if one is wrong, try the other alignment."""
-        for other, trial in zip(reversed(ALIGNMENTS), causal_trials(base), strict=True):
-            wrong = self.ask(trial.aspect, trial.what, trial.of(base)) == "wrong"
-            if wrong and not self._options.causal:
-                self.other_diagonal(other, base)
+        for other, trial in zip(reversed(ALIGNMENTS), self._trials("causal"), strict=True):
+            if self.ask(trial) == "wrong" and not self._options.causal:
+                self.other_diagonal(other)
 
-    def other_diagonal(self, alignment: str, base: Problem) -> None:
+    def other_diagonal(self, alignment: str) -> None:
         """Try the causal mask at ``alignment``, after the convention's alignment was wrong."""
-        trial = dict(zip(ALIGNMENTS, causal_trials(base), strict=True))[alignment]
-        self._try_again("causal", (alignment,), trial.of(base))
+        trial = self._trials("causal")[ALIGNMENTS.index(alignment)]
+        self._try_again("causal", (alignment,), self._problem(trial))
 
-    def rectangular(self, base: Problem) -> None:
+    def rectangular(self) -> None:
         """Try unequal lengths; a single query only if a length of 1 is taken."""
-        one = self.result(base).takes("lengths", "1")
-        for each in rectangular_trials(base):
-            if one or each.changes["query"] > 1:
-                self.ask(each.aspect, each.what, each.of(base))
+        one = self.result().takes("lengths", "1")
+        for trial in self._trials("rectangular"):
+            if one or trial.what != "one query":
+                self.ask(trial)
 
-    def empty_rows(self, base: Problem) -> None:
+    def empty_rows(self) -> None:
         """Try rows that see no key: their output is 0, or another usual value."""
-        for each in empty_row_trials(base):
-            problem = each.of(base)
-            verdict = self.ask(each.aspect, each.what, problem)
+        for trial in self._trials("empty_row"):
+            verdict = self.ask(trial)
             if verdict == "wrong" and not self._options.empty_row:
-                self._try_again("empty_row", EMPTY_ROWS[:-1], problem)
+                self._try_again("empty_row", EMPTY_ROWS[:-1], self._problem(trial))
             # One mask is enough, unless the kernel refuses it.
             if verdict != "refuses":
                 return
+
+    def _trials(self, aspect: str) -> list[Trial]:
+        assert self.base is not None, "a base comes first"
+        return trials(aspect, self.base, self._device)
 
     def promise(self, promise: str) -> None:
         """Try the relations of a promise, comparing bits."""

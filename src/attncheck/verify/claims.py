@@ -26,7 +26,6 @@ from attncheck.cases.check_cases import CheckCase, call_cases, check_cases, cros
 from attncheck.core.errors import UsageError
 from attncheck.core.files import write_texts
 from attncheck.core.judgement import Unclaimed
-from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
 from attncheck.subjects.capabilities.subject import Subject
@@ -38,12 +37,7 @@ from attncheck.verify.capability_detection import (
     Detection,
     Trial,
     TrialResult,
-    all_trials,
-    causal_trials,
-    gradient_trials,
-    length_trials,
-    rectangular_trials,
-    stride_trials,
+    trials,
 )
 from attncheck.verify.deaths import MOST_DEATHS
 from attncheck.verify.environment import environment
@@ -400,18 +394,18 @@ def find_claims(
     )
     base = detection.choose_base(subject.conventions)
     claims = Claims(conventions=subject.conventions, convention=subject.conventions[0])
-    first = detection.result(base).tried[-1]
+    first = detection.result().tried[-1]
     if base is None and first.fatal == "timeout":
         return replace(claims, timeout=first.reason)
     if base is not None:
         right = first.verdict == "takes"
-        others = detection.others_right_on(base, subject.conventions) if right else ()
-        result = detection.result(base)
-        trials = _trials(base, result.convention, device)
+        others = detection.other_conventions(subject.conventions) if right else ()
+        result = detection.result()
+        tried = [*_trials(base, result.convention, device)]
         terms = Terms(convention=result.convention, lse=result.options.lse)
-        expect([trial.of(base) for trial in trials], terms)
-        _try_unclaimed(detection, base, device)
-        result = detection.result(base)
+        expect([trial.of(base) for trial in tried], terms)
+        _try_unclaimed(detection, tried)
+        result = detection.result()
         claims = Claims(
             conventions=subject.conventions,
             convention=result.convention,
@@ -422,9 +416,9 @@ def find_claims(
             right=right,
             tried=tuple(one for one in result.tried if one.aspect != "convention"),
         )
-    tried = [one for one in detection.result(base).tried if one.aspect == "convention"]
-    if base is not None and not claims.right and len(tried) > 1:
-        claims = replace(claims, readings=tuple(tried))
+    readings = tuple(one for one in detection.result().tried if one.aspect == "convention")
+    if base is not None and not claims.right and len(readings) > 1:
+        claims = replace(claims, readings=readings)
     files = loaded_files()
     if isinstance(subject, RemoteSubject):
         files = subject.ask("files", None, device)
@@ -432,34 +426,32 @@ def find_claims(
     return claims
 
 
-def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
+def _try_unclaimed(detection: Detection, every: Sequence[Trial]) -> None:
     deaths = 0
-    trials = [*_trials(base, detection.result(base).convention, device)]
-    for trial, following in itertools.zip_longest(trials, trials[1:]):
-        problem = trial.of(base)
-        result = detection.result(base)
+    for trial, following in itertools.zip_longest(every, every[1:]):
+        takes = detection.result().takes
         # One query is a length of 1, which the kernel may not take.
-        if trial.what == "one query" and not result.takes("lengths", "1"):
+        if trial.what == "one query" and not takes("lengths", "1"):
             continue
         # Skipped if lengths must be equal, or if the mask is wrong even at equal lengths.
-        if trial.aspect == "causal" and not (
-            result.takes("rectangular")
-            and detection.verdict(problem.replace(kv=base.kv)) == "takes"
-        ):
-            continue
+        if trial.aspect == "causal":
+            square = dataclasses.replace(trial, changes={"mask": trial.changes["mask"]})
+            if not takes("rectangular") or detection.verdict(square) != "takes":
+                continue
         # Without gradients, those of another layout are skipped.
-        if trial.aspect == "strides" and problem.backward and not result.takes("backward"):
+        if trial.aspect == "strides" and "backward" in trial.changes and not takes("backward"):
             continue
         # In these aspects, the next trial does not depend on the result of this one.
         if following and trial.aspect == following.aspect in {"dtypes", "head_dims", "lengths"}:
-            detection.expect(following.of(base))
-        detection.ask(trial.aspect, trial.what, problem, trial.question)
-        last = detection.result(base).tried[-1]
+            detection.expect(following)
+        detection.ask(trial)
+        last = detection.result().tried[-1]
         # A kernel for decoding may limit the total rows of all heads that share a key head.
         if trial.aspect == "gqa" and last.verdict == "refuses":
-            detection.ask("gqa", f"{trial.what}{_ONE_ROW}", problem.replace(query=1))
+            one_row = {**trial.changes, "query": 1}
+            detection.ask(Trial(aspect="gqa", what=f"{trial.what}{_ONE_ROW}", changes=one_row))
         if trial.aspect == "causal" and last.verdict == "wrong":
-            detection.other_diagonal(_OTHER_ALIGNMENT[trial.changes["mask"].name], base)
+            detection.other_diagonal(_OTHER_ALIGNMENT[trial.changes["mask"].name])
         deaths += bool(last.fatal)
         if deaths >= MOST_DEATHS:
             return
@@ -472,18 +464,15 @@ _OTHER_ALIGNMENT = {"causal": "bottom_right", "causal_bottom_right": "top_left"}
 def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
     """Yield trials, the likeliest to be taken first, since the process may die of others."""
     chosen = CONVENTIONS[convention]
-    flagged = isinstance(chosen, Convention) and "enable_gqa" in chosen.bound
-    for trial in all_trials(base, device):
-        if trial.aspect in {"dtypes", "head_dims"} or (trial.aspect == "gqa" and not flagged):
-            yield trial
-    yield from length_trials(base.query)
-    yield from rectangular_trials(base)
+    plain = chosen if isinstance(chosen, Convention) else None
+    shared_heads = () if plain and "enable_gqa" in plain.bound else ("gqa",)
     paged = base.paging is not None  # Paged keys have no gradients.
-    yield from () if paged else gradient_trials()
-    yield from (each for each in stride_trials() if not (paged and "backward" in each.changes))
-    slopes = {"batch": 2, "mask": Spec.of("causal"), "score": Spec.of("alibi_by_sequence")}
-    yield Trial(aspect="slopes", what="2 sequences", changes=slopes)
-    yield causal_trials(base)[chosen.bottom_right if isinstance(chosen, Convention) else 0]
+    further = ("lengths", "rectangular", "backward", "strides", "slopes")
+    for aspect in ("dtypes", "head_dims", *shared_heads, *further):
+        for trial in trials(aspect, base, device):
+            if not (paged and "backward" in trial.changes):
+                yield trial
+    yield trials("causal", base, device)[plain.bottom_right if plain else 0]
 
 
 _USUAL_HEAD_DIMS = (64, 80, 96, 128)
