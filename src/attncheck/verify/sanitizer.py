@@ -102,8 +102,11 @@ def run_sanitizer(
         command += ["--report-api-errors", "no"] if tool == "memcheck" else []
         command += [sys.executable, "-m", "attncheck.verify.sanitizer", str(request)]
         report, late = _run_tool(command, Path(folder) / "report.txt", seconds)
-    reports = _Reports.read(report, mark)
-    return tuple(_verdict(kernel, case, reports.of(i), tool, late) for i, case in enumerate(cases))
+    reports = _read_reports(report, mark)
+    return tuple(
+        _verdict(kernel, case, reports.get(number, _Report()), tool, late)
+        for number, case in enumerate(cases)
+    )
 
 
 def _run_tool(command: Sequence[str], path: Path, seconds: float) -> tuple[str, bool]:
@@ -135,37 +138,24 @@ def _run_tool(command: Sequence[str], path: Path, seconds: float) -> tuple[str, 
 
 @dataclass(slots=True)
 class _Report:
-    """The report on one case."""
+    """The report on one case; as it is made, on one that never began."""
 
-    begun: bool = False  # whether the case began
     ended: str = ""  # its process's last line on it: ``ok``, ``refused …`` or ``error …``
     errors: list[str] = field(default_factory=list)  # the tool's errors, a line each
 
 
-@dataclass(slots=True)
-class _Reports:
-    """The reports on all cases."""
-
-    cases: dict[int, _Report] = field(default_factory=dict)
-    last: str = ""
-
-    def of(self, number: int) -> _Report:
-        """Return the report on case ``number``; an empty one if it never began."""
-        return self.cases.get(number, _Report(ended=""))
-
-    @classmethod
-    def read(cls, text: str, mark: str) -> _Reports:
-        """Return the reports in ``text``; ``mark`` starts the lines that begin and end a case."""
-        reports, current = cls(), _Report()
-        for line in text.splitlines():
-            if line.startswith(f"{mark} begin "):
-                current = reports.cases.setdefault(int(line.split()[2]), _Report())
-                current.begun = True
-            elif line.startswith(f"{mark} end "):
-                current.ended = one_line(line.split(maxsplit=3)[3])
-            elif line.startswith(_PREFIX):
-                _collect_error(line.removeprefix(_PREFIX), current.errors)
-        return reports
+def _read_reports(text: str, mark: str) -> dict[int, _Report]:
+    """Return the reports on cases that began; ``mark`` starts the lines that begin and end one."""
+    reports: dict[int, _Report] = {}
+    current = _Report()
+    for line in text.splitlines():
+        if line.startswith(f"{mark} begin "):
+            current = reports.setdefault(int(line.split()[2]), _Report())
+        elif line.startswith(f"{mark} end "):
+            current.ended = one_line(line.split(maxsplit=3)[3])
+        elif line.startswith(_PREFIX):
+            _collect_error(line.removeprefix(_PREFIX), current.errors)
+    return reports
 
 
 def _collect_error(line: str, errors: list[str]) -> None:
