@@ -15,7 +15,7 @@ from attncheck.core.judgement import Judgement, Place, Rule
 from attncheck.core.outputs import Outputs
 from attncheck.core.tensor_names import TensorName
 from attncheck.inputs.problem import Case, Problem, head_arrangement
-from attncheck.judge.error_measures import measure_errors
+from attncheck.judge.error_measures import ErrorMeasures, measure_errors
 from attncheck.oracles.mod_calls import Indices, call_mask
 from attncheck.probes import PROBES, VisibleKeys, probe_named
 from attncheck.probes.margins import WeightErrors
@@ -291,15 +291,12 @@ def _out_errors(outputs: Outputs, evidence: EvidenceBuilder, tiling: Tiling) -> 
     errors = measure_errors(outputs.out, evidence.truth.out, alive[..., None])
     wrong = ~alive & (outputs.out != 0).any(-1)  # NaN != 0 holds: a NaN row is wrong too
     return OutErrors(
-        rmse=errors.rmse,
+        **_measured(errors),
         floor_rmse=evidence.floor_rmse,
         ideal_rmse=evidence.ideal_rmse(tiling),
         input_rmse=evidence.input_rmse,
-        max_error=errors.max_error,
-        max_at=_place(errors.max_at),
         bias=errors.bias,
         elements=errors.elements,
-        nonfinite=errors.nonfinite,
         dead_rows=int((~alive).sum()),
         dead_rows_wrong=int(wrong.sum()),
     )
@@ -311,41 +308,34 @@ def _lse_errors(outputs: Outputs, evidence: EvidenceBuilder) -> LseErrors | None
         return None
     errors = measure_errors(outputs.lse, truth, evidence.alive)
     wrong = ~evidence.alive & ~outputs.lse.isneginf()
-    return LseErrors(
-        rmse=errors.rmse,
-        max_error=errors.max_error,
-        max_at=_place(errors.max_at),
-        nonfinite=errors.nonfinite,
-        dead_rows_wrong=int(wrong.sum()),
-    )
+    return LseErrors(**_measured(errors), dead_rows_wrong=int(wrong.sum()))
 
 
 def _gradient_errors(
     outputs: Outputs, evidence: EvidenceBuilder, tiling: Tiling
 ) -> dict[TensorName, GradientErrors]:
-    exact = evidence.truth.gradients()
-    if not exact:
-        return {}
     gradients = outputs.gradients()
-    floors, ideal = evidence.gradient_floors, evidence.ideal_gradients(tiling)
     by_name = {}
-    for name, truth in exact.items():
+    for name, truth in evidence.truth.gradients().items():
         errors = measure_errors(gradients[name], truth, evidence.touched(name))
         by_name[name] = GradientErrors(
-            rmse=errors.rmse,
-            floor_rmse=floors[name],
-            ideal_rmse=ideal[name],
-            max_error=errors.max_error,
-            max_at=_place(errors.max_at),
+            **_measured(errors),
+            floor_rmse=evidence.gradient_floors[name],
+            ideal_rmse=evidence.ideal_gradients(tiling)[name],
             bias=errors.bias,
             elements=errors.elements,
-            nonfinite=errors.nonfinite,
         )
     return by_name
 
 
-def _place(index: tuple[int, ...] | None) -> Place | None:
-    return None if index is None else Place.of(index)
+def _measured(errors: ErrorMeasures) -> dict[str, Any]:
+    """Return the fields that the errors of all tensors have."""
+    return {
+        "rmse": errors.rmse,
+        "max_error": errors.max_error,
+        "max_at": None if errors.max_at is None else Place.of(errors.max_at),
+        "nonfinite": errors.nonfinite,
+    }
 
 
 def mask_rows(problem: Problem, device: torch.device | str = "cpu") -> VisibleKeys:
