@@ -171,11 +171,11 @@ def test_a_kernel_of_another_operation_is_not_asked():
 
 
 def test_where_nothing_is_bounded_nothing_passes(monkeypatch):
-    def unbounded(runs, *_):
-        nothing = [torch.full(tuple(run.q.shape[:3]), torch.inf) for run in runs]
-        return [Outputs(inf[..., None].expand(*inf.shape, 8), inf) for inf in nothing]
+    def unbounded(run, *_):
+        inf = torch.full(tuple(run.q.shape[:3]), torch.inf)
+        return None, Outputs(inf[..., None].expand(*inf.shape, 8), inf)
 
-    monkeypatch.setattr(relation_runs, "_bounds", unbounded)
+    monkeypatch.setattr(relation_runs, "_truth_and_bounds", unbounded)
     record = run_case(
         Ideal(), Case(problem=PROBLEM, question="values_added", parameters={"run": 1}), device="cpu"
     )

@@ -111,8 +111,8 @@ def check_relation(
         if finding or not case.problem.dcaptured:
             return finding
     # No bound is known for the last run, which has poisoned inputs: it gets that of the first.
-    bounded_runs = 1 if relation.only_promised else len(executions)
-    bounds = _bounds(inputs[:bounded_runs], executions[:bounded_runs], device)
+    bounded = [*zip(inputs, executions, strict=True)][: 1 if relation.only_promised else None]
+    bounds = [_truth_and_bounds(read, execution, device)[1] for read, execution in bounded]
     finding = relation.holds(inputs, outputs, case.parameters, bounds)
     if finding is None and relation.in_turn and not by_bits:
         finding = _second_call_fault(inputs, executions, device)
@@ -213,16 +213,6 @@ def _promises_bits(relation: Relation, subject: Subject, inputs: Sequence[Inputs
         return False
     repeats = len(inputs) == 1 or "repeat" in subject.promises
     return repeats and (not relation.promise or relation.promise in subject.promises)
-
-
-def _bounds(
-    inputs: Sequence[Inputs], executions: Sequence[Execution], device: str
-) -> list[Outputs]:
-    """Return the judge's deterministic bound of each run's distance to the exact result."""
-    return [
-        _truth_and_bounds(read, execution, device)[1]
-        for read, execution in zip(inputs, executions, strict=True)
-    ]
 
 
 def _truth_and_bounds(read: Inputs, execution: Execution, device: str) -> tuple[Outputs, Outputs]:
