@@ -111,7 +111,7 @@ def test_a_fault_is_caught_by_the_probes_that_are_there_for_it(fault):
 def test_decode_names_the_first_wrong_row_and_key(fault, mask, place, says, value_dim, dtype):
     asked = problem(mask, dtype, value_dim=value_dim)
     inputs = probes.inputs(probes.case("decode", asked))
-    found = probes.PROBES["decode"].read(
+    found = probes.check_tied_keys(
         inputs, planted(fault).run(inputs), mask_rows(asked), errors=WeightErrors(divides=False)
     )
     assert found.place == place
@@ -131,7 +131,7 @@ def test_decode_names_a_key_in_the_middle(value_dim, silent):
         outputs = planted(fault).run(inputs)
         if silent:
             outputs = Outputs(outputs.out)
-        found = probes.PROBES["decode"].read(inputs, outputs, mask_rows(asked))
+        found = probes.check_tied_keys(inputs, outputs, mask_rows(asked))
         assert found.place == (0, 0, 0, 21)
         assert says in found.message
 
@@ -139,9 +139,7 @@ def test_decode_names_a_key_in_the_middle(value_dim, silent):
 def test_one_wrong_head_is_told_by_its_rows_alone():
     asked = problem("full", "bf16")
     inputs = probes.inputs(probes.case("decode", asked))
-    found = probes.PROBES["decode"].read(
-        inputs, planted("OneHeadWrong").run(inputs), mask_rows(asked)
-    )
+    found = probes.check_tied_keys(inputs, planted("OneHeadWrong").run(inputs), mask_rows(asked))
     assert (found.count, found.compared) == (2 * 24, 2 * 4 * 24)
 
 

@@ -35,7 +35,7 @@ def test_any_one_key_left_out_or_there_twice_is_seen(kv, value_dim, dtype, lse):
     """Some round sees it, whichever key; with whole codes even without LSE."""
     problem = Problem(heads=2, query=1, kv=kv, head_dim=4, value_dim=value_dim, dtype=dtype)
     rounds = [probes.inputs(case) for case in probes.cases("decode", problem)]
-    read = probes.PROBES["decode"].read
+    read = probes.check_tied_keys
     for inputs in rounds:
         assert read(inputs, given(inputs, torch.ones(kv), lse=lse), all_seen(kv)) is None
     for key in range(kv):
@@ -53,7 +53,7 @@ def test_a_single_key_is_named_by_two_digits(kv):
     for key in range(kv):
         used = torch.ones(kv)
         used[key] = 0
-        found = probes.PROBES["decode"].read(inputs, given(inputs, used), all_seen(kv))
+        found = probes.check_tied_keys(inputs, given(inputs, used), all_seen(kv))
         assert found.place == (0, 0, 0, key)
         assert f"key {key} is missing" in found.message
 
@@ -74,7 +74,7 @@ def test_many_keys_are_told_without_lse_and_not_as_a_factor(kv, sees, uses, says
     used[list(uses)] = 1
     mask[..., list(sees)] = True
     outputs = given(inputs, used, lse=False)
-    found = probes.PROBES["decode"].read(inputs, outputs, lambda _: mask)
+    found = probes.check_tied_keys(inputs, outputs, lambda _: mask)
     assert says in found.message
 
 
@@ -85,7 +85,7 @@ def test_any_number_is_told_in_words(number):
     right = given(inputs, torch.ones(60), lse=False)
     out = right.out.double()
     out[..., 3] = number
-    assert probes.PROBES["decode"].read(inputs, Outputs(out), all_seen(60)).message
+    assert probes.check_tied_keys(inputs, Outputs(out), all_seen(60)).message
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.25, 3.0])
@@ -93,7 +93,7 @@ def test_a_factor_is_told_as_one(factor):
     problem = Problem(query=1, kv=60, head_dim=64, dtype="fp32")
     inputs = probes.inputs(probes.case("decode", problem))
     right = given(inputs, torch.ones(60), lse=False)
-    found = probes.PROBES["decode"].read(inputs, Outputs(right.out * factor), all_seen(60))
+    found = probes.check_tied_keys(inputs, Outputs(right.out * factor), all_seen(60))
     assert f"out is {factor:g} times what it should be" in found.message
 
 
@@ -101,7 +101,7 @@ def test_every_key_twice_shows_in_lse_alone():
     problem = Problem(query=1, kv=9, dtype="bf16")
     inputs = probes.inputs(probes.case("decode", problem))
     twice = torch.full((9,), 2.0)
-    read = probes.PROBES["decode"].read
+    read = probes.check_tied_keys
     assert read(inputs, given(inputs, twice, lse=False), all_seen(9)) is None
     found = read(inputs, given(inputs, twice), all_seen(9))
     assert found.tensor == "lse"
@@ -124,7 +124,7 @@ def test_a_kernel_that_divides_weights_first_is_right():
             output = problem.formats.output
             out = round_to(rounded @ v, output).to(output.torch_dtype)
             lse = torch.logsumexp(q @ k.mT * problem.scale, dim=-1).float()
-            found = probes.PROBES[name].read(inputs, Outputs(out, lse), all_seen(45))
+            found = probes.check_tied_keys(inputs, Outputs(out, lse), all_seen(45))
             assert found is None, (name, dtype)
 
 
@@ -135,11 +135,11 @@ def test_what_is_not_finite_is_wrong(bad):
     right = given(inputs, torch.ones(9))
     out = right.out.clone()
     out[0, 0, 1, 3] = bad
-    found = probes.PROBES["decode"].read(inputs, Outputs(out, right.lse), all_seen(9))
+    found = probes.check_tied_keys(inputs, Outputs(out, right.lse), all_seen(9))
     assert found.place[:3] == (0, 0, 1)
     lse = right.lse.clone()
     lse[0, 0, 1] = bad
-    found = probes.PROBES["decode"].read(inputs, Outputs(right.out, lse), all_seen(9))
+    found = probes.check_tied_keys(inputs, Outputs(right.out, lse), all_seen(9))
     assert (found.tensor, found.place[:3]) == ("lse", (0, 0, 1))
 
 
@@ -147,7 +147,7 @@ def test_one_unit_beyond_a_single_rounding_is_seen():
     problem = Problem(query=1, kv=64, dtype="bf16")
     inputs = probes.inputs(probes.case("mean", problem))
     right = given(inputs, torch.ones(64), lse=False)
-    read = functools.partial(probes.PROBES["mean"].read, errors=WeightErrors(divides=False))
+    read = functools.partial(probes.check_tied_keys, errors=WeightErrors(divides=False))
     assert read(inputs, right, all_seen(64)) is None
     for dim in range(64):
         bits = right.out.clone().view(torch.int16)

@@ -9,8 +9,8 @@ import torch
 from attncheck.core.errors import look_up
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Case, Parameters, Problem
-from attncheck.probes.probe_table import ALL_PROBES, Probe
-from attncheck.probes.tied_keys import Finding, VisibleKeys
+from attncheck.probes.probe_table import PROBES, Probe
+from attncheck.probes.tied_keys import Finding, VisibleKeys, check_tied_keys
 
 __all__ = [
     "PROBES",
@@ -20,11 +20,10 @@ __all__ = [
     "VisibleKeys",
     "case",
     "cases",
+    "check_tied_keys",
     "inputs",
     "probe_named",
 ]
-
-PROBES: dict[str, Probe] = {probe.name: probe for probe in ALL_PROBES}
 
 
 def probe_named(name: str) -> Probe:

@@ -13,7 +13,6 @@ import torch
 from attncheck.core.draws import Draws
 from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import NONE
-from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import (
     Allowed,
@@ -23,7 +22,6 @@ from attncheck.inputs.problem import (
     fits_all,
     no_parameters,
 )
-from attncheck.probes.margins import USUAL_WEIGHT_ERRORS, WeightErrors
 from attncheck.probes.probe_inputs import (
     amplitudes,
     boundary_keys,
@@ -38,7 +36,6 @@ from attncheck.probes.probe_inputs import (
     store_inputs,
     zero_query_and_keys,
 )
-from attncheck.probes.tied_keys import Finding, VisibleKeys, check_tied_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,17 +88,6 @@ class Probe:
         """Return the Inputs, on the CPU; raise ProblemError as ``check`` does."""
         self.check(problem, parameters)
         return self.fill(problem, parameters)
-
-    def read(
-        self,
-        inputs: Inputs,
-        outputs: Outputs,
-        visible: VisibleKeys,
-        *,
-        errors: WeightErrors = USUAL_WEIGHT_ERRORS,
-    ) -> Finding | None:
-        """Return a finding of the exact rule, or None; see ``check_tied_keys``."""
-        return check_tied_keys(inputs, outputs, visible, errors=errors)
 
 
 # ------------------------------------------------------------------ counts of keys
@@ -343,5 +329,8 @@ _MEAN = Probe(
     unable=partial(logit_out_of_range, logit=_OTHERS_BELOW),
 )
 
-ALL_PROBES = (_DECODE, _ONES, _RAMP, _NEGATIVE, _POSITIVE, _TWO_LEVEL, _ISOLATED, _MEAN)
+PROBES: dict[str, Probe] = {
+    probe.name: probe
+    for probe in (_DECODE, _ONES, _RAMP, _NEGATIVE, _POSITIVE, _TWO_LEVEL, _ISOLATED, _MEAN)
+}
 """All probes in the order in which they are run and listed."""

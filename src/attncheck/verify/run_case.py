@@ -17,7 +17,7 @@ from attncheck.core.tensor_names import TensorName
 from attncheck.inputs.problem import Case, Problem, head_arrangement
 from attncheck.judge.error_measures import ErrorMeasures, measure_errors
 from attncheck.oracles.mod_calls import Indices, call_mask
-from attncheck.probes import PROBES, VisibleKeys, probe_named
+from attncheck.probes import PROBES, VisibleKeys, check_tied_keys
 from attncheck.probes.margins import WeightErrors
 from attncheck.records.record import GradientErrors, LseErrors, OutErrors, Record, Status
 from attncheck.relations import RELATIONS
@@ -354,7 +354,7 @@ def _probe_judgement(execution: Execution, evidence: EvidenceBuilder, *, brief: 
     case, inputs = evidence.case, evidence.inputs
     seen = mask_rows(case.problem, inputs.device)
     errors = WeightErrors.of(execution.arithmetic)
-    finding = probe_named(case.question).read(inputs, execution.outputs, seen, errors=errors)
+    finding = check_tied_keys(inputs, execution.outputs, seen, errors=errors)
     structure = finding.message if finding else ""
     judgement = judge_outputs(execution, evidence, structure=structure, ideal=False, brief=brief)
     # Warnings are about the spread of rounding errors; exact answers have none.
