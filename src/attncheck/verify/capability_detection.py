@@ -260,12 +260,13 @@ class DetectedCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     exposes_lse: bool  # whether it returns LSE
     tried: tuple[TrialResult, ...]  # in the order of the trials
 
+    def of(self, aspect: str) -> list[TrialResult]:
+        """Return the results of the trials of one aspect."""
+        return [one for one in self.tried if one.aspect == aspect]
+
     def takes(self, aspect: str, what: str = "") -> bool:
         """Return whether it takes the value ``what`` of an aspect; if empty, any value."""
-        return any(
-            one.aspect == aspect and what in {"", one.what} and one.verdict == "takes"
-            for one in self.tried
-        )
+        return any(what in {"", one.what} and one.verdict == "takes" for one in self.of(aspect))
 
 
 def detect_capabilities(

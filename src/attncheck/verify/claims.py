@@ -277,15 +277,15 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
         table, _ = propose_table(detected, "")
         # Taking one key head for all heads may be mere broadcasting.
-        heads = [one for one in tried if one.aspect == "gqa"]
+        heads = detected.of("gqa")
         one_row = [one for one in heads if one.what.endswith(_ONE_ROW)]
         shared = all(one.verdict == "takes" for one in one_row or heads)
-        causal = [one for one in tried if one.aspect == "causal"]
+        causal = detected.of("causal")
         square = Override(when=When(mask=("causal", "causal_bottom_right")), rectangular=False)
         # One that takes any short length and refuses longer ones does not need multiples.
-        lengths = {int(o.what): o.verdict == "takes" for o in tried if o.aspect == "lengths"}
+        lengths = {int(one.what): one.verdict == "takes" for one in detected.of("lengths")}
         short = [n for n in (*lengths, base.query) if lengths.get(n, True)]
-        long_kv = any(o.what == "query < kv" and o.verdict == "takes" for o in tried)
+        long_kv = detected.takes("rectangular", "query < kv")
         if long_kv and max(short) < _ODD_LENGTH and all(lengths.get(n, True) for n in (1, 16, 32)):
             table = replace(table, length_multiple=None, max_query=max(short))
         square_only = causal and causal[-1].verdict != "takes" and table.rectangular is not False
@@ -416,7 +416,7 @@ def find_claims(
             right=right,
             tried=tuple(one for one in result.tried if one.aspect != "convention"),
         )
-    readings = tuple(one for one in detection.result().tried if one.aspect == "convention")
+    readings = tuple(detection.result().of("convention"))
     if base is not None and not claims.right and len(readings) > 1:
         claims = replace(claims, readings=readings)
     files = loaded_files()

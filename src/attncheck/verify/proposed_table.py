@@ -33,7 +33,7 @@ def propose_table(detection: DetectedCapabilities, entry: str) -> tuple[Capabili
     fields: dict[str, Any] = {"entry": entry, "convention": detection.convention or None}
     comments: Comments = {}
     for name in (*_LISTS, *_FLAGS):
-        tried = [one for one in detection.tried if one.aspect == name]
+        tried = detection.of(name)
         fields[name] = _list_values(name, tried) if name in _LISTS else _flag(tried)
         comments[name] = [
             *_fault_comments(tried),
@@ -45,10 +45,8 @@ def propose_table(detection: DetectedCapabilities, entry: str) -> tuple[Capabili
     fields["promises"], comments["promises"] = _promises(detection)
     elsewhere = [one for one in detection.tried if one.aspect in _ELSEWHERE]
     comments["convention"] = _fault_comments(elsewhere)
-    comments["causal"] = _fault_comments(one for one in detection.tried if one.aspect == "causal")
-    comments["empty_row"] = _fault_comments(
-        one for one in detection.tried if one.aspect == "empty_row"
-    )
+    for name in ("causal", "empty_row"):
+        comments[name] = _fault_comments(detection.of(name))
     return Capabilities(**fields), comments
 
 
@@ -84,7 +82,7 @@ def _mixed_comment(tried: Sequence[TrialResult]) -> list[str]:
 def _multiple(detection: DetectedCapabilities) -> int | None:
     """Return the smallest length whose multiples it takes; None if it takes any length."""
     assert detection.base is not None, "it takes something"
-    lengths = {int(one.what): _answers(one) for one in detection.tried if one.aspect == "lengths"}
+    lengths = {int(one.what): _answers(one) for one in detection.of("lengths")}
     # 77 is a multiple of no tile: a kernel that takes it takes any length.
     if lengths.get(77, True):
         return None
@@ -95,9 +93,8 @@ def _multiple(detection: DetectedCapabilities) -> int | None:
 
 def _overrides(detection: DetectedCapabilities, fields: Mapping[str, Any]) -> tuple[Override, ...]:
     """Return an override if the causal mask is taken for equal lengths only."""
-    tried = [one for one in detection.tried if one.aspect == "causal"]
     causal = tuple(name for name in _CAUSAL_MASKS if name in fields["masks"])
-    if not causal or not fields["rectangular"] or any(map(_answers, tried)):
+    if not causal or not fields["rectangular"] or any(map(_answers, detection.of("causal"))):
         return ()
     return (Override(when=When(mask=causal), rectangular=False),)
 
@@ -105,8 +102,7 @@ def _overrides(detection: DetectedCapabilities, fields: Mapping[str, Any]) -> tu
 def _convention_fields(detection: DetectedCapabilities) -> dict[str, Any]:
     """Return the fields of LSE, causal alignment and empty rows as detected."""
     options = detection.options
-    rows = [one for one in detection.tried if one.aspect == "empty_row"]
-    right = any(one.verdict == "takes" for one in rows)
+    right = detection.takes("empty_row")
     lse: bool | str = options.lse or True if detection.exposes_lse else False
     return {
         "lse": lse,
@@ -117,7 +113,7 @@ def _convention_fields(detection: DetectedCapabilities) -> dict[str, Any]:
 
 def _promises(detection: DetectedCapabilities) -> tuple[tuple[str, ...] | None, list[str]]:
     """Return the usual promises that it keeps, None for all of them, and comment lines."""
-    tried = [one for one in detection.tried if one.aspect == "promises"]
+    tried = detection.of("promises")
     broken = {one.what: one for one in tried if one.verdict != "takes"}
     intact = [name for name in dict.fromkeys(one.what for one in tried) if name not in broken]
     lines = [
