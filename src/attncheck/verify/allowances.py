@@ -335,20 +335,21 @@ def mod_error(
     # A key is unseen because the mask hides it, or because the mod makes its score −∞. Rounding may
     # undo only the latter, so its error counts. Evaluating the mask is costly: only if needed.
     if bool((errors.radius[~known.seen] > 0).any()):
-        by_mask = mask_visibility(evidence.case.problem, known.rows)
-        errors = ScoreModError(
-            radius=torch.where(by_mask, errors.radius, 0.0),
-            own=torch.where(by_mask, errors.own, 0.0),
-            jump=errors.jump & by_mask,
-        )
+        errors = _only_where(mask_visibility(evidence.case.problem, known.rows), errors)
     return errors
+
+
+def _only_where(shown: Tensor, errors: ScoreModError) -> ScoreModError:
+    """Return ``errors``, 0 where not ``shown``."""
+    radius, own = (torch.where(shown, x, 0.0) for x in (errors.radius, errors.own))
+    return ScoreModError(radius=radius, own=own, jump=errors.jump & shown)
 
 
 def _at(
     analysis: RunningError, evidence: Evidence, known: Conditions, scores: ScoreError
 ) -> ScoreModError:
     errors = on_keys(analysis, evidence, known, scores)
-    return _with_sink(errors, scores) if known.has_sink else errors
+    return _with_sink(errors, scores.radius[..., -1:]) if known.has_sink else errors
 
 
 def on_keys(
@@ -360,10 +361,10 @@ def on_keys(
     return analysis.at(products, radius, *indices)
 
 
-def _with_sink(mod: ScoreModError, scores: ScoreError) -> ScoreModError:
-    """Append the sink's score error; score mods do not apply to sinks."""
+def _with_sink(mod: ScoreModError, radius: Tensor) -> ScoreModError:
+    """Append the error ``radius`` of a sink; score mods do not apply to sinks."""
     return ScoreModError(
-        radius=torch.cat([mod.radius, scores.radius[..., -1:]], -1),
+        radius=torch.cat([mod.radius, radius], -1),
         own=torch.nn.functional.pad(mod.own, (0, 1)),
         jump=torch.nn.functional.pad(mod.jump, (0, 1), value=False),
     )
@@ -467,7 +468,7 @@ def captured_conditions(
             ReadConditions(
                 place=_read_place(read, at),
                 slope=torch.where(seen, slope, 0.0),
-                error=where_seen(on_keys(errors, evidence, known, scores), known),
+                error=_only_where(seen, on_keys(errors, evidence, known, scores)),
             )
         )
     return reads
@@ -507,13 +508,6 @@ def _score_arguments(evidence: Evidence, known: Conditions) -> tuple[Tensor, ...
         rows.query[None, :, None],
         keys,
     )
-
-
-def where_seen(error: ScoreModError, known: Conditions) -> ScoreModError:
-    """Return ``error``, which is without sinks, with 0 where a key is not seen."""
-    seen = known.seen[..., : error.radius.shape[-1]]
-    radius, own = (torch.where(seen, x, 0.0) for x in (error.radius, error.own))
-    return ScoreModError(radius=radius, own=own, jump=error.jump & seen)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -637,9 +631,6 @@ def _slope_error(
         # A key that is not seen gets no gradient whatever the derivative.
         unbounded = torch.where(known.seen, torch.inf, 0.0)
         return ScoreModError(radius=unbounded, own=unbounded, jump=torch.zeros_like(known.seen))
-    errors = on_keys(analysis, evidence, known, scores)
-    errors = where_seen(errors, known)
-    radius, own, jump = errors.radius, errors.own, errors.jump
-    if known.has_sink:
-        radius, own, jump = (torch.nn.functional.pad(x, (0, 1)) for x in (radius, own, jump))
-    return ScoreModError(radius=radius, own=own, jump=jump)
+    seen, sink = known.seen[..., : evidence.case.problem.kv], scores.radius[..., -1:]
+    errors = _only_where(seen, on_keys(analysis, evidence, known, scores))
+    return _with_sink(errors, torch.zeros_like(sink)) if known.has_sink else errors
