@@ -101,7 +101,7 @@ def accuracies(result: Execution, evidence: EvidenceBuilder) -> dict[TensorName,
         # Outputs that were not requested, such as gradients of a forward, have no exact values.
         if name not in exact:
             continue
-        measured = _measured_elements(name, evidence).expand_as(exact[name])
+        measured = evidence.touched(name).expand_as(exact[name])
         whole = measure_errors(values, exact[name], measured)
         if not whole.nonfinite:
             rows = [row_squares(one[name], exact[name], measured) for one in (tensors, *ensemble)]
@@ -145,12 +145,6 @@ def _ensemble(result: Execution, evidence: EvidenceBuilder) -> Iterator[Outputs]
             yield Ideal(tiling).run(evidence.inputs)
         else:
             yield evidence.ideal_outputs(tiling, truncates=result.arithmetic.truncates)
-
-
-def _measured_elements(name: TensorName, evidence: EvidenceBuilder) -> torch.Tensor:
-    if name == "lse":
-        return evidence.alive
-    return evidence.alive[..., None] if name == "out" else evidence.touched(name)
 
 
 def _worse(one: Record, other: Record) -> Record:

@@ -170,17 +170,19 @@ class EvidenceBuilder:
             for name, exact in self.truth.gradients().items()
         }
 
-    def touched(self, gradient: TensorName) -> Tensor:
-        """Return where ``gradient`` is not 0 by definition, bool, broadcastable to its shape.
+    def touched(self, tensor: TensorName) -> Tensor:
+        """Return where a tensor does not follow from the mask, bool, broadcastable to its shape.
 
-        These are for dq the rows that see a key, for dk and dv the keys that some row sees, and for
-        dcaptured the numbers that are read for a visible score.
+        These are for out, LSE and dq the rows that see a key, for dk and dv the keys that some row
+        sees, and for dcaptured the numbers that are read for a visible score.
         """
-        if gradient == "dcaptured":
+        if tensor == "lse":
+            return self.alive
+        if tensor == "dcaptured":
             return self._numbers_read
-        if gradient == "dsink":
+        if tensor == "dsink":
             return torch.ones((), dtype=torch.bool, device=self.inputs.device)
-        return (self.alive if gradient == "dq" else self._seen_keys)[..., None]
+        return (self.alive if tensor in {"out", "dq"} else self._seen_keys)[..., None]
 
     @cached_property
     def _numbers_read(self) -> Tensor:
