@@ -100,14 +100,15 @@ def _rests_on_truth(judgement: Judgement, truth: Outputs) -> bool:
 
 
 def _disagreement(judgement: Judgement, evidence: Evidence) -> str:
-    worst = (
-        judgement.worst if judgement.status == "fail" and judgement.rule != "precision" else None
-    )
+    of_element = judgement.status == "fail" and judgement.rule != "precision"
+    worst = judgement.worst if of_element else None
     # A failure of out or LSE depends on the forward alone, of which some rows are enough.
     forward = worst is not None and worst.tensor not in GRADIENTS
     if evidence.case.problem.backward and not forward:
         return _compare_gradients(evidence)
-    other = dataclasses.replace(evidence, truth=_empty_truth(evidence.truth))
+    exact = (evidence.truth.out, evidence.lse)
+    empty = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in exact)
+    other = dataclasses.replace(evidence, truth=Outputs(*empty))
     for rows in _compared_rows(None if worst is None else worst.at, evidence):
         difference = _compare_rows(evidence, other, rows)
         if difference:
@@ -134,17 +135,14 @@ def _compared_rows(worst: Place | None, evidence: Evidence) -> Iterator[Rows]:
 def _compare_rows(evidence: Evidence, other: Evidence, rows: Rows) -> str:
     """Compare rows by both oracles; write the second's into the truth of ``other``."""
     problem, inputs = evidence.case.problem, evidence.inputs
-    truth, second = evidence.truth, other.truth
-    assert truth.lse is not None, "the oracle always gives LSE"
-    assert second.lse is not None, "the oracle always gives LSE"
     for head in rows.heads:
         out, lse = _second_oracle(inputs, head, rows.query)
-        second.out.flatten(0, 1)[head, rows.query] = out
-        second.lse.flatten(0, 1)[head, rows.query] = lse
+        other.truth.out.flatten(0, 1)[head, rows.query] = out
+        other.lse.flatten(0, 1)[head, rows.query] = lse
     bounds = row_bounds(other, FP64_ORACLE, rows)
     sides: tuple[tuple[TensorName, Tensor, Tensor, Tensor], ...] = (
-        ("out", truth.out, second.out, bounds[0]),
-        ("lse", truth.lse, second.lse, bounds[1]),
+        ("out", evidence.truth.out, other.truth.out, bounds[0]),
+        ("lse", evidence.lse, other.lse, bounds[1]),
     )
     for name, first, value, bound in sides:
         index = _furthest_apart(at_rows(rows, first), at_rows(rows, value), bound)
@@ -215,14 +213,6 @@ def _describe(
         f"{element(name, place)} is {number(first, within)} by {ours} and {number(second, within)} "
         f"by {theirs}, but they should differ by {limit}"
     )
-
-
-def _empty_truth(truth: Outputs) -> Outputs:
-    assert truth.lse is not None, "the oracle always gives LSE"
-    out, lse = (
-        torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (truth.out, truth.lse)
-    )
-    return Outputs(out, lse)
 
 
 def _place(index: tuple[int, ...], rows: Rows, problem: Problem) -> Place:
