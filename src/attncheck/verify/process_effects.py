@@ -86,29 +86,18 @@ def _umask() -> int:
 _ONE, _TINY = 1.0, 1e-30  # Names, because Python folds an expression of literals only once.
 
 
-def _restore_deterministic(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-
-
+_MATMUL, _CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
 _BACKENDS = {
     f"torch.backends.{of}.{name}": _flag(owner, name)
-    for of, owner, names in (
-        (
-            "cuda.matmul",
-            torch.backends.cuda.matmul,
-            (
-                "allow_tf32",
-                "allow_fp16_reduced_precision_reduction",
-                "allow_bf16_reduced_precision_reduction",
-            ),
-        ),
-        (
-            "cudnn",
-            torch.backends.cudnn,
-            ("enabled", "benchmark", "deterministic", "allow_tf32"),
-        ),
+    for of, owner, name in (
+        ("cuda.matmul", _MATMUL, "allow_tf32"),
+        ("cuda.matmul", _MATMUL, "allow_fp16_reduced_precision_reduction"),
+        ("cuda.matmul", _MATMUL, "allow_bf16_reduced_precision_reduction"),
+        ("cudnn", _CUDNN, "enabled"),
+        ("cudnn", _CUDNN, "benchmark"),
+        ("cudnn", _CUDNN, "deterministic"),
+        ("cudnn", _CUDNN, "allow_tf32"),
     )
-    for name in names
 }
 _SDP = {
     f"torch.backends.cuda.{name}_sdp": _Part(
@@ -133,7 +122,7 @@ _ANYWHERE = {
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
-        _restore_deterministic,
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
     ),
     "grad mode": _Part(torch.is_grad_enabled, torch.set_grad_enabled),
     # Inference mode and autocast can only be left by who entered them: reported, not restored.
@@ -168,9 +157,7 @@ def _parts(device: torch.device) -> dict[str, _Part]:
     return _ANYWHERE | {
         "the CUDA random generator": _generator(torch.cuda.get_rng_state, torch.cuda.set_rng_state),
         "the current CUDA device": _Part(torch.cuda.current_device, torch.cuda.set_device),
-        "the current CUDA stream": _Part(
-            lambda: torch.cuda.current_stream().cuda_stream,
-        ),
+        "the current CUDA stream": _Part(lambda: torch.cuda.current_stream().cuda_stream),
     }
 
 
