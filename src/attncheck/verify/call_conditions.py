@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,7 +14,6 @@ from torch.utils.dlpack import from_dlpack
 
 from attncheck.core import strided_alloc
 from attncheck.core.outputs import Outputs
-from attncheck.core.tensor_names import TensorName
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Case
 from attncheck.probes import PROBES
@@ -22,6 +21,7 @@ from attncheck.subjects.capabilities.subject import Call, Subject
 from attncheck.subjects.conventions.function_subject import LEAVES_MODES, REUSED_TENSORS
 from attncheck.verify.further_calls import compare_bits, repeat_calls
 from attncheck.verify.memory_patterns import (
+    ALIGNED,
     BEYOND,
     Fill,
     GuardBands,
@@ -31,7 +31,7 @@ from attncheck.verify.memory_patterns import (
     count_bytes,
     gone,
     pattern,
-    primed,
+    round_up,
     weak_ref,
 )
 from attncheck.verify.process_effects import (
@@ -46,7 +46,6 @@ from attncheck.verify.process_effects import (
 Contents = Literal["numbers", "others", "nan", "huge"]
 
 _BAND = 1 << 16  # Bytes before and after an input: more than a tile of a small problem's rows.
-_ALIGNED = 4096  # Bytes: a page.
 _VECTOR = 16  # Bytes: the widest load of a GPU thread, and the unit of strides that TMA requires.
 _AXES = 4  # (batch, heads, length, dim)
 
@@ -107,9 +106,9 @@ def _place(tensor: torch.Tensor, contents: Contents, name: str, bands: list[Band
         return tensor.clone()
     if strided_alloc.has_far_rows(tensor):
         return strided_alloc.copy_far_rows(tensor)
-    band = max(_BAND, -(-size // _ALIGNED) * _ALIGNED)
-    memory = torch.empty(band + size + band + _ALIGNED, dtype=torch.uint8, device=tensor.device)
-    start = band + -(memory.data_ptr() + band) % _ALIGNED
+    band = max(_BAND, round_up(size))
+    memory = torch.empty(band + size + band + ALIGNED, dtype=torch.uint8, device=tensor.device)
+    start = band + -(memory.data_ptr() + band) % ALIGNED
     for part in (memory[start - band : start], memory[start : start + size + _BAND]):
         _fill(part[: len(part) // tensor.element_size() * tensor.element_size()], tensor, contents)
     before, after = memory[start - band : start], memory[start + size : start + size + _BAND]
@@ -234,16 +233,16 @@ class EarlierCalls:
 class ConditionedCall:
     """A call under conditions; the executor calls its methods in the order of the call's steps.
 
+    Args:
+        first: The state of the process before the first of all calls.
+        earlier: Earlier calls of the sequence.
+
     Attributes:
         notes: Observations so far.
     """
 
     def __init__(
-        self,
-        under: CallConditions,
-        device: torch.device,
-        first: State | None = None,
-        earlier: EarlierCalls | None = None,
+        self, under: CallConditions, device: torch.device, first: State, earlier: EarlierCalls
     ) -> None:
         self.notes, self._first = CallNotes(), first
         self._under, self._device = under, device
@@ -264,16 +263,16 @@ class ConditionedCall:
         with contextlib.ExitStack() as stack:
             if self._under.state:
                 stack.callback(restore_process, process_state(self._device), self._device)
-                if self._first is not None:  # Earlier calls may have set what this one sets.
-                    restore_process(self._first, self._device)
+                # Earlier calls may have set what this one sets.
+                restore_process(self._first, self._device)
                 self._before = process_state(self._device)
             if self._calls is not None:
                 stack.callback(REUSED_TENSORS.reset, REUSED_TENSORS.set(self._calls.passed))
             # A GPU's allocator has no fill flag: its free memory is filled instead.
             if self._device.type == "cpu":
                 self._allocator = stack.enter_context(allocator_filled(self._under.fill))
-            self._primed = primed(self._device, self._under.fill)
-            if self._primed is not None:
+            elif self._under.fill:
+                self._primed = Primed(self._device, self._under.fill)
                 stack.callback(self._primed.close)
             if self._guards is not None:
                 stack.enter_context(self._guards)
@@ -292,22 +291,21 @@ class ConditionedCall:
         if self._calls is not None:
             self._report("alias", self._calls.overwritten())
             self._calls.add(outputs)
-        if self._guards is None:
-            _remember(tensors)
-            self._check_bands()
-            return
-        unguarded: list[str] = []
-        unpoisoned: list[str] = []
-        for name, tensor in tensors.items():
-            placed = self._guards.place_of(name, tensor)
-            if placed is None or placed.late:
-                unguarded.append(name)
-                # A late copy holds what torch's own allocator filled the memory with.
-                is_filled = self._allocator if placed else self._was_filled(tensor)
-                unpoisoned += [] if is_filled else [name]
-        self.notes.unguarded = ", ".join(unguarded)
-        self.notes.unpoisoned = ", ".join(unpoisoned)
-        _remember(tensors)
+        if self._guards is not None:
+            unguarded: list[str] = []
+            unpoisoned: list[str] = []
+            for name, tensor in tensors.items():
+                placed = self._guards.place_of(name, tensor)
+                if placed is None or placed.late:
+                    unguarded.append(name)
+                    # A late copy holds what torch's own allocator filled the memory with.
+                    is_filled = self._allocator if placed else self._was_filled(tensor)
+                    unpoisoned += [] if is_filled else [name]
+            self.notes.unguarded = ", ".join(unguarded)
+            self.notes.unpoisoned = ", ".join(unpoisoned)
+        # Remembered for as long as the memory of these outputs exists.
+        _RETURNED.difference_update([each for each in _RETURNED if gone(each)])
+        _RETURNED.update(map(weak_ref, tensors.values()))
         self._check_bands()
 
     def again(self, subject: Subject, call: Call, inputs: Inputs, first: Outputs) -> Outputs:
@@ -319,15 +317,7 @@ class ConditionedCall:
             first: Outputs of the first call, in memory of their own.
         """
         under, notes, outputs = self._under, self.notes, first
-        for repeat in repeat_calls(
-            subject,
-            call,
-            inputs,
-            first,
-            calls=under.calls,
-            elsewhere=under.elsewhere,
-            late=under.late,
-        ):
+        for repeat in repeat_calls(subject, call, inputs, first, under):
             notes.further += 1
             notes.differing += repeat.forward
             notes.gradients_differing += repeat.gradients
@@ -397,26 +387,3 @@ class ConditionedCall:
         # Only the first fault is reported: later ones may follow from it.
         if message and not self.notes.wrong:
             self.notes.wrong, self.notes.rule = message, rule
-
-
-def _remember(tensors: Mapping[TensorName, torch.Tensor]) -> None:
-    """Remember the memory of these outputs for as long as it exists."""
-    _RETURNED.difference_update([each for each in _RETURNED if gone(each)])
-    _RETURNED.update(map(weak_ref, tensors.values()))
-
-
-@contextlib.contextmanager
-def under_conditions(
-    under: CallConditions,
-    device: torch.device,
-    first: State | None = None,
-    earlier: EarlierCalls | None = None,
-) -> Iterator[ConditionedCall]:
-    """Apply conditions to the calls made in this context, and yield the ConditionedCall.
-
-    Args:
-        first: The state of the process before the first of all calls; None for its present state.
-        earlier: Earlier calls of the sequence.
-    """
-    with ConditionedCall(under, device, first, earlier).on() as around:
-        yield around

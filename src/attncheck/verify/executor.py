@@ -11,19 +11,20 @@ import dataclasses
 import traceback
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
+from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import error_line, first_line
-from attncheck.subjects.capabilities.subject import ContractViolation, Refused
+from attncheck.subjects.capabilities.subject import ContractViolation, Refused, Tiling
 from attncheck.verify.call_conditions import (
     PLAIN_CALL,
     CallConditions,
     CallNotes,
+    ConditionedCall,
     EarlierCalls,
-    under_conditions,
 )
 from attncheck.verify.further_calls import synchronize
 from attncheck.verify.obligations import (
@@ -39,10 +40,9 @@ from attncheck.verify.timing import Clock, Stopwatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Case, Problem
-    from attncheck.subjects.capabilities.subject import Call, Subject, Tiling
+    from attncheck.subjects.capabilities.subject import Call, Subject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +118,9 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Execution:
-    """Outputs of a call, and the kernel's declarations about them."""
+class CallReport:
+    """The kernel's declarations about the outputs of a call, and observations around it."""
 
-    outputs: Outputs
     seconds: float | None  # median time of one call; None if it was not timed
     tiling: Tiling | None  # the declared tiles
     arithmetic: Arithmetic  # the declared arithmetic, or the one assumed
@@ -129,6 +128,13 @@ class Execution:
     # ``obligations.inputs_digest`` of the inputs after the call; empty if not requested.
     left: str = ""
     compiling: float = 0.0  # seconds that compilers took in its calls; 0 if not measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution(CallReport):
+    """Outputs of a call, with the report on it."""
+
+    outputs: Outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +204,7 @@ class KeepingExecutor(Executor, Protocol):
         ...
 
 
+_Answer = TypeVar("_Answer")
 _NO_CAPTURED = "it gives no gradients of the tensors that a score mod reads"
 
 
@@ -217,42 +224,28 @@ class InProcess:
 
     def absence(self, subject: Subject, device: str) -> str | None:
         """Return why ``subject`` can run nothing here; None if it can, or if asking raises."""
-        try:
-            return subject.absent(device)
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # noqa: BLE001  # foreign code may raise anything
-            return None
+        answer = _answer_of(lambda: subject.absent(device))
+        return None if isinstance(answer, Failure) else answer
 
     def concerns(self, subject: Subject, problem: Problem) -> bool:
         """Return whether to ask ``subject``; True if that raises, which ``refusal`` will report."""
-        try:
-            return subject.concerns(problem)
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # noqa: BLE001  # foreign code may raise anything
-            return True
+        answer = _answer_of(lambda: subject.concerns(problem))
+        return True if isinstance(answer, Failure) else answer
 
     def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
         """Return why ``subject`` does not take ``problem``; a Failure when even asking raises."""
-        try:
+
+        def ask() -> str | None:
             lacks = _NO_CAPTURED if problem.dcaptured and not subject.captured else None
             return subject.absent(device) or lacks or subject.unsupported(problem, device)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
-            return failure(error)
+
+        return _answer_of(ask)
 
     def launches(
         self, subject: Subject, problem: Problem, device: str
     ) -> Mapping[str, Subject] | Failure:
         """Return its other launches; a Failure if asking raises."""
-        try:
-            return subject.launches(problem, device)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
-            return failure(error)
+        return _answer_of(lambda: subject.launches(problem, device))
 
     def run(
         self,
@@ -285,13 +278,12 @@ class InProcess:
 
     def time(self, problem: Problem) -> Turn | Failure:
         """Time one more call of the kept call for ``problem``."""
-        try:
+
+        def ask() -> Turn:
             watch = self._watches[problem]
             return Turn(seconds=watch.seconds(), clock=watch.clock)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
-            return failure(error)
+
+        return _answer_of(ask)
 
     def forget(self) -> None:
         """Drop all kept calls, and the memory that they hold."""
@@ -313,7 +305,7 @@ class InProcess:
         try:
             with (
                 _show_warnings(),
-                under_conditions(under, device, first_state, self._earlier) as around,
+                ConditionedCall(under, device, first_state, self._earlier).on() as around,
             ):
                 copies = around.copied(inputs)
                 call = subject.prepare(copies)
@@ -343,6 +335,16 @@ class InProcess:
             notes=around.notes,
             left=inputs_digest(copies) if self._digests else "",
         )
+
+
+def _answer_of(ask: Callable[[], _Answer]) -> _Answer | Failure:
+    """Return what foreign code answers; a Failure if it raises."""
+    try:
+        return ask()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
+        return failure(error)
 
 
 def _output_failure(outputs: Outputs, inputs: Inputs, copies: Inputs) -> Failure | None:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.subjects.capabilities.subject import Call, Subject
 from attncheck.verify.memory_patterns import QuietMode, fill_free
+
+if TYPE_CHECKING:
+    from attncheck.verify.call_conditions import CallConditions
 
 _WAIT_CYCLES = 40_000_000  # GPU cycles of a wait, 13 ms or more: far longer than a launch.
 _SURELY_WAITING = 0.004  # Seconds since a wait was queued, within which it has surely not ended.
@@ -183,26 +186,20 @@ def repeat_calls(
     call: Call,
     inputs: Inputs,
     first: Outputs,
-    *,
-    calls: int,
-    elsewhere: bool = False,
-    late: bool = False,
+    under: CallConditions,
 ) -> Iterator[RepeatedCall]:
     """Yield each further call, compared with the first.
 
     Args:
         call: The call prepared for the first time.
         inputs: The inputs it was prepared on, or the originals of a copy.
-        calls: Number of calls, the first included.
-        elsewhere: Whether each is prepared again, on a copy at other addresses, with other work on
-            the GPU or another number of torch threads.
-        late: Whether each is on a stream of its own (``late_call``).
+        under: Its conditions, of which ``calls``, ``elsewhere`` and ``late`` are about these calls.
     """
     spacers = []  # Kept, so that no address is reused.
-    for turn in range(1, calls):
-        if late:
+    for turn in range(1, under.calls):
+        if under.late:
             outputs = late_call(subject, inputs, turn)
-        elif elsewhere:
+        elif under.elsewhere:
             spacers.append(torch.empty(turn * _SPACER, dtype=torch.uint8, device=inputs.device))
             copies = inputs.clone()
             with _other_work(inputs.device, turn):

@@ -16,14 +16,14 @@ repeated is the kernel's fault; one that is not is reported as ``flaky``.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Self
 
 from attncheck.core.errors import HostError
 from attncheck.subjects.load import Entry
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, judged_conditions
-from attncheck.verify.executor import Execution, Failure, Origin, Turn
+from attncheck.verify.executor import CallReport, Execution, Failure, Origin, Turn
 from attncheck.verify.kernel_messages import (
-    CallReport,
     RemoteError,
     pack_inputs,
     read,
@@ -220,7 +220,7 @@ class IsolatedExecutor:
             return _failure(remote_error(answer))
         report, digest = read(CallReport, answer.words.get("report")), inputs_digest(inputs)
         # Each process draws the inputs itself and only digests are sent: neither trusts the other.
-        if report.drawn != digest:
+        if answer.words.get("drawn") != digest:
             return Failure(kind="contract", message="in its process the Case has other inputs.")
         if report.left != digest:
             return Failure(kind="mutation", message="wrote to its inputs.")
@@ -229,15 +229,8 @@ class IsolatedExecutor:
         error = output_error(outputs, inputs) or arithmetic_error(report.arithmetic, inputs)
         if error:
             return Failure(kind="contract", message=error)
-        return Execution(
-            outputs=outputs,
-            seconds=report.seconds,
-            tiling=report.tiling,
-            arithmetic=report.arithmetic,
-            notes=report.notes,
-            left=digest,
-            compiling=report.compiling,
-        )
+        values = {each.name: getattr(report, each.name) for each in fields(report)}
+        return Execution(outputs=outputs, **values)
 
     def _ask(self, subject: Subject, what: str, problem: Problem | None, device: str) -> Any:
         if (key := (self._connection.pid, subject, what, problem)) in self._answers:

@@ -11,21 +11,19 @@ import functools
 import math
 import sys
 import types
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import torch
 
-from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.errors import HostError, UsageError
 from attncheck.core.formats import FORMATS, Format
 from attncheck.core.outputs import Outputs
 from attncheck.core.tensor_names import AXES
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
-from attncheck.subjects.capabilities.subject import Subject, Tiling
-from attncheck.verify.call_conditions import CallConditions, CallNotes
+from attncheck.subjects.capabilities.subject import Subject
+from attncheck.verify.call_conditions import CallConditions
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -211,19 +209,6 @@ def describe_subject(subject: Subject) -> dict[str, Any]:
     promises = sorted(str(promise) for promise in subject.promises)
     words = {"name": subject.name, "summary": subject.summary, "promises": promises}
     return {**words, "conventions": list(subject.conventions), **flags}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallReport:
-    """A kernel's process's report on a call, beside its outputs; fields as in ``Execution``."""
-
-    seconds: float | None
-    tiling: Tiling | None
-    arithmetic: Arithmetic
-    notes: CallNotes
-    compiling: float
-    drawn: str  # ``obligations.inputs_digest`` of the inputs before the call
-    left: str  # the digest of the inputs after the call
 
 
 def run_words(

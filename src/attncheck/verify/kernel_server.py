@@ -8,6 +8,7 @@ import sysconfig
 import time
 import warnings
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,16 @@ from attncheck.subjects.load import load_kernel
 from attncheck.subjects.terms import Terms, subject_on_terms
 from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.environment import prepare, require_device
-from attncheck.verify.executor import Execution, Failure, InProcess, Origin, failure, lost_gpu
-from attncheck.verify.kernel_messages import (
+from attncheck.verify.executor import (
     CallReport,
+    Execution,
+    Failure,
+    InProcess,
+    Origin,
+    failure,
+    lost_gpu,
+)
+from attncheck.verify.kernel_messages import (
     describe_subject,
     from_fields,
     pack_tensors,
@@ -289,21 +297,13 @@ def loaded_files() -> list[str]:
 
 
 def _success_frame(result: Execution, problem: Problem, *, drawn: str, compiling: float) -> Frame:
-    report = CallReport(
-        seconds=result.seconds,
-        tiling=result.tiling,
-        arithmetic=result.arithmetic,
-        notes=result.notes,
-        compiling=compiling,
-        drawn=drawn,
-        left=result.left,
-    )
+    values = {each.name: getattr(result, each.name) for each in fields(CallReport)}
     try:
-        words = to_fields(report)
+        report = to_fields(CallReport(**{**values, "compiling": compiling}))
     except UsageError as error:
         return _failure_frame(Failure(kind="contract", message=f"what it declares: {error}"))
     about, data = pack_tensors(requested_outputs(result.outputs, problem).tensors())
-    return Frame(kind="ran", words={"report": words, "outputs": about}, data=data)
+    return Frame(kind="ran", words={"drawn": drawn, "report": report, "outputs": about}, data=data)
 
 
 def _failure_frame(outcome: Failure) -> Frame:

@@ -7,7 +7,7 @@ import ctypes
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -219,12 +219,7 @@ class Primed:
         return list(torch.cuda.memory._snapshot()["device_traces"][number])
 
 
-def primed(device: torch.device, fill: Fill) -> Primed | None:
-    """Return free GPU memory primed with ``fill``; None on a CPU or without a fill."""
-    return Primed(device, fill) if fill and device.type == "cuda" else None
-
-
-_ALIGNED = 4096  # Bytes: a page, and a multiple of the 512 bytes of the GPU's allocator.
+ALIGNED = 4096  # Bytes: a page, and a multiple of the 512 bytes of the GPU's allocator.
 _NARROWEST, _WIDEST = 1 << 16, 1 << 22  # Bytes of a guard band.
 BEYOND = "out-of-bounds write"
 _MOST, _MOST_NARROW = 2 << 30, 1 << 28  # Bytes guarded at a time, with a fill and without.
@@ -419,9 +414,8 @@ class GuardBands(QuietMode):  # type: ignore[no-untyped-call]  # torch's
         size = tensor.untyped_storage().nbytes()
         if not size:
             return tensor.clone()
-        if strided_alloc.has_far_rows(
-            tensor
-        ):  # The gaps between its rows are gibibytes: too large to fill.
+        # The gaps between far rows are gibibytes: too large to fill.
+        if strided_alloc.has_far_rows(tensor):
             return strided_alloc.copy_far_rows(tensor)
         placed = self._place(size, f"its input {name}", tensor.device)
         self._inputs.append(placed)
@@ -432,12 +426,12 @@ class GuardBands(QuietMode):  # type: ignore[no-untyped-call]  # torch's
 
     def _place(self, size: int, label: str, device: torch.device) -> Placed:
         """Return new or reused memory for ``size`` bytes, its bands filled."""
-        band = min(max(_round_up(size), _NARROWEST), _WIDEST) if self._fill else _ALIGNED
-        whole = band + _round_up(size) + band
+        band = min(max(round_up(size), _NARROWEST), _WIDEST) if self._fill else ALIGNED
+        whole = band + round_up(size) + band
         placed = next((one for one in self._memory or () if one.place == size and one.free), None)
         if placed is None:
-            buffer = torch.empty(whole + _ALIGNED, dtype=torch.uint8, device=device)
-            first = -buffer.data_ptr() % _ALIGNED
+            buffer = torch.empty(whole + ALIGNED, dtype=torch.uint8, device=device)
+            first = -buffer.data_ptr() % ALIGNED
             placed = Placed(
                 buffer=buffer[first : first + whole],
                 start=band,
@@ -465,17 +459,15 @@ class GuardBands(QuietMode):  # type: ignore[no-untyped-call]  # torch's
         ]
 
     def _fault_in(self, placed: Placed) -> str:
-        before, after = self._bands(placed)
-        if not _equal(*before):
-            at = len(before[0]) - 1 - _first(before, lambda places: places[-1])
-            return (
-                f"{BEYOND}: {count_bytes(before)} before {placed.label}, the last {at} bytes ahead"
-            )
-        if not _equal(*after):
-            at = _first(after, lambda places: places[0])
-            return (
-                f"{BEYOND}: {count_bytes(after)} after {placed.label}, the first {at} bytes behind"
-            )
+        for side, band in zip(("before", "after"), self._bands(placed), strict=True):
+            if not _equal(*band):
+                changed = (band[0] != band[1]).nonzero().flatten()
+                distance = (
+                    f"the last {len(band[0]) - 1 - int(changed[-1])} bytes ahead"
+                    if side == "before"
+                    else f"the first {int(changed[0])} bytes behind"
+                )
+                return f"{BEYOND}: {count_bytes(band)} {side} {placed.label}, {distance}"
         if placed.original is not None and not _equal(placed.inside, placed.original):
             count = count_bytes((placed.inside, placed.original))
             return f"wrote {count} between elements of {placed.label}"
@@ -507,14 +499,9 @@ def _tensor(placed: Placed, like: torch.Tensor) -> torch.Tensor:
     return inner.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
 
 
-def _round_up(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
-
-
-def _first(
-    band: tuple[torch.Tensor, torch.Tensor], which: Callable[[torch.Tensor], torch.Tensor]
-) -> int:
-    return int(which((band[0] != band[1]).nonzero().flatten()))
+def round_up(size: int) -> int:
+    """Return ``size`` in whole pages."""
+    return -(-size // ALIGNED) * ALIGNED
 
 
 def count_bytes(band: tuple[torch.Tensor, torch.Tensor]) -> str:
