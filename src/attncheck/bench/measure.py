@@ -22,8 +22,8 @@ from attncheck.records.bench_report import BenchCell, BenchRow, Times, Work
 from attncheck.records.record import FAILED_STATUSES, Record
 from attncheck.relations.excerpt import Excerpt, can_excerpt
 from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.executor import Execution, Failure, KeepingExecutor
-from attncheck.verify.kernel_hosts import executor_of
+from attncheck.verify.executor import Execution, Failure
+from attncheck.verify.kernel_hosts import KeepingExecutor, executor_of
 from attncheck.verify.run_case import mask_rows, new_record, run_on_evidence, without_outputs
 from attncheck.verify.verify import applicable_subjects, case_subjects, own_arithmetics
 

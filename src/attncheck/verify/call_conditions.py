@@ -19,7 +19,7 @@ from attncheck.inputs.problem import Case
 from attncheck.probes import PROBES
 from attncheck.subjects.capabilities.subject import Call, Subject
 from attncheck.subjects.conventions.function_subject import LEAVES_MODES, REUSED_TENSORS
-from attncheck.verify.further_calls import compare_bits, repeat_calls
+from attncheck.verify.further_calls import compare_bits, copy_outputs, repeat_calls
 from attncheck.verify.memory_patterns import (
     ALIGNED,
     BEYOND,
@@ -226,8 +226,7 @@ class EarlierCalls:
 
     def add(self, outputs: Outputs) -> None:
         """Keep the outputs of one more call, and a copy."""
-        tensors = {name: tensor.clone() for name, tensor in outputs.tensors().items()}
-        self.returned.append((outputs, type(outputs)(**tensors)))
+        self.returned.append((outputs, copy_outputs(outputs)))
 
 
 class ConditionedCall:

@@ -13,7 +13,6 @@ from attncheck.records.record import FAILED_STATUSES, Record, Status
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.call_checks import judge_call
 from attncheck.verify.executor import Failure
-from attncheck.verify.isolated import IsolatedExecutor
 from attncheck.verify.kernel_messages import RemoteError
 from attncheck.verify.remote_kernel import RemoteSubject
 from attncheck.verify.run_case import blank_record
@@ -76,8 +75,7 @@ def _find_wild_write(
     # On a GPU there is no heap to corrupt, and other signals and exits do not suggest it.
     if subject.connection.device != "cpu" or not any(each in record.reason for each in _SIGNALS):
         return None
-    if isinstance(subject.executor, IsolatedExecutor):
-        subject.executor.expect(subject, None)  # A call ahead would have no guard bands.
+    subject.executor.expect(subject, None)  # A call ahead would have no guard bands.
     own_problem = Case.from_json(record.case).problem
     for problem in dict.fromkeys((own_problem, *problems[:_MOST_GUARDED])):
         case = Case(problem=problem, question="guards")

@@ -26,7 +26,7 @@ from attncheck.verify.call_conditions import (
     ConditionedCall,
     EarlierCalls,
 )
-from attncheck.verify.further_calls import synchronize
+from attncheck.verify.further_calls import copy_outputs, synchronize
 from attncheck.verify.obligations import (
     aliased_input,
     arithmetic_error,
@@ -184,26 +184,6 @@ class Executor(Protocol):
         ...
 
 
-class KeepingExecutor(Executor, Protocol):
-    """An executor that keeps calls, so that those of several kernels can take turns."""
-
-    def keep(self, subject: Subject, inputs: Inputs, *, graph: bool) -> Execution | Failure:
-        """Run as ``run``, and keep the call for ``time`` until ``forget``.
-
-        Args:
-            graph: Whether it is timed in a CUDA graph, if it can be captured.
-        """
-        ...
-
-    def time(self, problem: Problem) -> Turn | Failure:
-        """Time one more call of the kept call for ``problem``."""
-        ...
-
-    def forget(self) -> None:
-        """Drop all kept calls, and the memory that they hold."""
-        ...
-
-
 _Answer = TypeVar("_Answer")
 _NO_CAPTURED = "it gives no gradients of the tensors that a score mod reads"
 
@@ -268,7 +248,11 @@ class InProcess:
         return self._run(subject, inputs, under, time)
 
     def keep(self, subject: Subject, inputs: Inputs, *, graph: bool) -> Execution | Failure:
-        """Run as ``run``, and keep the call for ``time`` until ``forget``."""
+        """Run as ``run``, and keep the call for ``time`` until ``forget``.
+
+        Args:
+            graph: Whether it is timed in a CUDA graph, if it can be captured.
+        """
 
         def keep_watch(call: Call) -> None:
             watch = Stopwatch(call, inputs.device, graph=graph)
@@ -315,9 +299,7 @@ class InProcess:
                 if not broken:
                     around.returned(outputs)
                     # Copied, because further calls may reuse the memory that the kernel returned.
-                    tensors = outputs.tensors().items()
-                    outputs = Outputs(**{name: tensor.clone() for name, tensor in tensors})
-                    outputs = around.again(subject, call, inputs, outputs)
+                    outputs = around.again(subject, call, inputs, copy_outputs(outputs))
                 seconds = None if broken else time(call)
                 tiling = subject.tiling(inputs.problem, device.type)
                 arithmetic = subject.arithmetic(inputs.problem, device.type)

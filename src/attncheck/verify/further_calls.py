@@ -58,9 +58,14 @@ def late_call(subject: Subject, inputs: Inputs, turn: int) -> Outputs:
         with delay:
             outputs = call()
         with _disable_current_modes():
-            tensors = {name: tensor.clone() for name, tensor in outputs.tensors().items()}
+            outputs = copy_outputs(outputs)
     torch.cuda.synchronize(device)
-    return type(outputs)(**tensors)
+    return outputs
+
+
+def copy_outputs(outputs: Outputs) -> Outputs:
+    """Return a copy of a call's outputs, which further calls do not overwrite."""
+    return Outputs(**{name: tensor.clone() for name, tensor in outputs.tensors().items()})
 
 
 class _Late(QuietMode):
@@ -78,17 +83,17 @@ class _Late(QuietMode):
         self._stream, self._others = stream, others
         self._since: dict[int, float] = {}
         self._waits = 0
-        self._observation = contextlib.ExitStack()
+        self._set_stream = torch.cuda.set_stream
 
     def __enter__(self) -> Any:
-        """Also observe switches of the stream."""
-        self._observation.enter_context(self._observe_switches())
+        """Also wrap ``torch.cuda.set_stream``, which ``torch.cuda.stream`` calls."""
+        torch.cuda.set_stream = self._switch
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
 
     def __exit__(self, *about: Any) -> None:
-        """Stop observing."""
+        """Restore ``torch.cuda.set_stream``."""
         super().__exit__(*about)  # type: ignore[no-untyped-call]  # torch's
-        self._observation.close()
+        torch.cuda.set_stream = self._set_stream
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the operator's result; its stream waits first, if it is to be delayed."""
@@ -109,20 +114,9 @@ class _Late(QuietMode):
             self._waits += 1
             _wait()
 
-    @contextlib.contextmanager
-    def _observe_switches(self) -> Iterator[None]:
-        """Wrap ``torch.cuda.set_stream``, which ``torch.cuda.stream`` calls, in the context."""
-        before = torch.cuda.set_stream
-
-        def set_stream(stream: torch.cuda.Stream) -> None:
-            before(stream)
-            self.wait()
-
-        torch.cuda.set_stream = set_stream
-        try:
-            yield
-        finally:
-            torch.cuda.set_stream = before
+    def _switch(self, stream: torch.cuda.Stream) -> None:
+        self._set_stream(stream)
+        self.wait()
 
 
 def _stream(device: torch.device, turn: int) -> torch.cuda.Stream:

@@ -107,7 +107,8 @@ class IsolatedExecutor:
         Without an origin the tensors are sent, each contiguous. Raise HostError if no process can
         be started.
         """
-        words, new = _run_words(subject, origin, under, timed=timed), self._connection.new
+        words = run_words(origin, under, timed=timed, launch=_remote(subject).launch)
+        new = self._connection.new
         calls = under.calls + under.window + timed
         result = self._run(subject, inputs, dict(words), calls=calls)
         if isinstance(result, Failure):
@@ -122,7 +123,8 @@ class IsolatedExecutor:
 
     def keep(self, subject: Subject, inputs: Inputs, *, graph: bool) -> Execution | Failure:
         """Run without an origin, and keep the call; its process is not replaced while it does."""
-        words = _run_words(subject, None, PLAIN_CALL) | {"kept": True, "graph": graph}
+        words = run_words(None, PLAIN_CALL, launch=_remote(subject).launch)
+        words |= {"kept": True, "graph": graph}
         return self._run(subject, inputs, words, calls=2)
 
     def time(self, problem: Problem) -> Turn | Failure:
@@ -195,7 +197,8 @@ class IsolatedExecutor:
             if answer not in (True, None):
                 return
         self._connection.problems[case.problem] = None
-        words = _run_words(subject, Origin(case=case), judged_conditions(case))
+        launch = _remote(subject).launch
+        words = run_words(Origin(case=case), judged_conditions(case), launch=launch)
         self._connection.send("run", words, seconds=self._connection.deadlines.call)
 
     def _seconds(self, subject: Subject, inputs: Inputs, calls: int) -> tuple[float, str]:
@@ -278,12 +281,6 @@ class IsolatedKernel(KernelConnection):
 
 def _failure(error: Died | RemoteError, more: str = "") -> Failure:
     return Failure(kind=error.kind, message=f"{error}{more}", trace=error.trace)
-
-
-def _run_words(
-    subject: Subject, origin: Origin | None, under: CallConditions, *, timed: bool = False
-) -> dict[str, Any]:
-    return run_words(origin, under, timed=timed, launch=_remote(subject).launch)
 
 
 def _remote(subject: Subject) -> RemoteSubject:

@@ -8,14 +8,14 @@ a kernel that loses the GPU would invalidate all later answers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from attncheck.core.errors import UsageError
 from attncheck.subjects.capabilities.named_kernels import BUILTIN
 from attncheck.subjects.load import Entry, load_kernel
 from attncheck.subjects.terms import Terms, subject_on_terms
-from attncheck.verify.executor import Executor, InProcess, KeepingExecutor
-from attncheck.verify.isolated import IsolatedKernel
+from attncheck.verify.executor import Executor, InProcess
+from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
 from attncheck.verify.remote_kernel import Deadlines, RemoteSubject, load_mods
 from attncheck.workers.process import Died, Worker
 from attncheck.workers.transport import Frame
@@ -26,30 +26,12 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
 
 
-class KernelHost(Protocol):
-    """A kernel, and how to call it."""
-
-    subject: Subject  # the kernel; replaced when it is put on other terms
-
-    @property
-    def executor(self) -> Executor:
-        """Return the executor that calls it."""
-        ...
-
-    def entry(self) -> Entry:
-        """Return the facts about the kernel before any trial."""
-        ...
-
-    def close(self) -> None:
-        """End its process, if it has one of its own."""
-
-
-class _LocalKernel:
+class LocalKernel:
     """A kernel in this process, where a debugger can stop in it, and where it may do damage."""
 
     def __init__(self, kernel: str, convention: str, executor: Executor | None) -> None:
         self._candidate, self.subject = load_kernel(kernel, convention or None)
-        self.executor = executor or InProcess()
+        self.executor: Executor = executor or InProcess()
 
     def entry(self) -> Entry:
         """Return the facts about the kernel before any trial."""
@@ -57,6 +39,13 @@ class _LocalKernel:
 
     def close(self) -> None:
         """Do nothing: there is no process to end."""
+
+
+KeepingExecutor = InProcess | IsolatedExecutor
+"""An executor that keeps calls, so that those of several kernels can take turns."""
+
+KernelHost = LocalKernel | IsolatedKernel
+"""A kernel, how to call it, and the process to ``close``; its ``subject`` may be replaced."""
 
 
 def open_kernel(
@@ -96,7 +85,7 @@ def open_kernel(
         )
     if worker is not None:
         worker.kill(Deadlines().close)
-    return _LocalKernel(kernel, convention, here)
+    return LocalKernel(kernel, convention, here)
 
 
 def on_terms(subject: Subject, terms: Terms) -> Subject:

@@ -73,19 +73,16 @@ class Compiling:
         """Listen to the compilers imported by now; call it again after further imports."""
         if "triton" in sys.modules and not self._triton:
             self._triton = True
-            self._listen_to_triton()
+            from triton import knobs
+
+            self._previous_listener = knobs.compilation.listener
+            knobs.compilation.listener = self._add_triton
         if "torch._dynamo" in sys.modules and not self._torch:
             self._torch = True
             from torch._dynamo.callback import callback_handler
 
             callback_handler.register_start_callback(self._torch_starts)
             callback_handler.register_end_callback(self._torch_ends)
-
-    def _listen_to_triton(self) -> None:
-        from triton import knobs
-
-        self._previous_listener = knobs.compilation.listener
-        knobs.compilation.listener = self._add_triton
 
     def _add_triton(self, *, times: Any, **more: Any) -> None:
         if self._since is None:  # Otherwise torch.compile's clock includes it.
@@ -192,12 +189,10 @@ class KernelServer:
             return Frame(kind="usage", words={"message": str(error)[:_LONGEST]})
         return Frame(kind="described", words=describe_subject(self._subject))
 
-    def _read_entry(self) -> Any:
-        assert self._candidate is not None
-        return msgspec.to_builtins(self._candidate.facts())
-
     def _ask(self, words: dict[str, Any]) -> Frame:
         kernel, device = self._kernel_of(words["launch"]), words["device"]
+        assert self._candidate is not None
+        entry = self._candidate.facts
         problem = words["problem"] and Problem.from_json(words["problem"])
         answers: dict[str, Callable[[], Any]] = {
             "absence": lambda: self._executor.absence(kernel, device),
@@ -209,7 +204,7 @@ class KernelServer:
             "tiling": lambda: to_fields(kernel.tiling(problem, device)),
             "arithmetic": lambda: to_fields(kernel.arithmetic(problem, device)),
             "files": loaded_files,
-            "entry": self._read_entry,
+            "entry": lambda: msgspec.to_builtins(entry()),
             "written_call": lambda: to_fields(kernel.written_call(problem)),
             "launches": lambda: {
                 name: describe_subject(each)

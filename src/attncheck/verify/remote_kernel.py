@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.subjects.terms import Terms
-    from attncheck.verify.executor import KeepingExecutor
+    from attncheck.verify.isolated import IsolatedExecutor
 
 _MOST_CASES = 500  # Calls per process; then it is replaced, because a kernel's leftovers add up.
 _MOST_GROWTH = 4 << 30  # Bytes of memory that a process may hold beyond its first measurement.
@@ -134,11 +135,17 @@ class KernelConnection:
         self._mods = mods or {}
         self.device, self.deadlines = device, deadlines or Deadlines()
         self._words = {"kernel": kernel, "convention": convention, "device": device}
-        self._environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
-        self._folder, self._paths = folder, paths
+        self._new_worker = partial(
+            Worker,
+            KERNEL_SERVER,
+            environment={"CUDA_VISIBLE_DEVICES": gpu} if gpu else {},
+            folder=folder,
+            paths=paths,
+            echo=worker is not None and worker.echoes,
+        )
         self._worker: Worker | None = None
         self._terms: dict[str, Any] | None = None
-        self._ahead, self._echo = worker, worker is not None and worker.echoes
+        self._ahead = worker
         self._sent: tuple[Worker, str, dict[str, Any]] | None = None
         self.started, self._cases, self._memory_at_first = 0, 0, 0
         self.problems: dict[Problem, None] = {}
@@ -242,13 +249,7 @@ class KernelConnection:
         import torch
 
         ahead, self._ahead = self._ahead, None
-        self._worker = ahead or Worker(
-            KERNEL_SERVER,
-            environment=self._environment,
-            folder=self._folder,
-            paths=self._paths,
-            echo=self._echo,
-        )
+        self._worker = ahead or self._new_worker()
         self.started, self._cases, self.problems = self.started + 1, 0, {}
         try:
             self._exchange("start", {}, self.deadlines.start)
@@ -258,7 +259,6 @@ class KernelConnection:
         self._memory_at_first = self._worker.memory
         # As many threads as here, because sums on a CPU depend on their number.
         words = {**self._words, "threads": torch.get_num_threads()}
-        answer = Frame(kind="described", words={})
         if self._mods:
             try:
                 load_mods(self._worker, self._mods, self.device, self.deadlines.load)
@@ -334,7 +334,7 @@ class RemoteSubject(Subject):
         self,
         connection: KernelConnection,
         words: dict[str, Any],
-        executor: KeepingExecutor,
+        executor: IsolatedExecutor,
         launch: tuple[str, Problem] | None = None,
     ) -> None:
         self.connection, self.executor = connection, executor
