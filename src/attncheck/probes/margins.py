@@ -105,14 +105,6 @@ def error_before_rounding(
     return torch.expm1((weights + sums + ends) * errors.unit) + errors.cut
 
 
-def relative_error(
-    problem: Problem, top: torch.Tensor, errors: WeightErrors = USUAL_WEIGHT_ERRORS
-) -> torch.Tensor:
-    """Return the largest relative error of out, its rounding included."""
-    before = error_before_rounding(problem, top, errors)
-    return before + (1.0 + before) * problem.formats.output.unit_roundoff
-
-
 def is_countable(
     problem: Problem,
     sizes: torch.Tensor,
@@ -133,7 +125,8 @@ def is_countable(
         others: Contribution of the keys below them, in units of V.
         exact: Where sums of values are exact.
     """
-    error, added = relative_error(problem, top, errors), errors.addition(problem)
+    before, added = error_before_rounding(problem, top, errors), errors.addition(problem)
+    error = before + (1.0 + before) * problem.formats.output.unit_roundoff
     countable = sizes * (error + torch.where(torch.as_tensor(exact), 0.0, added)) + others < QUARTER
     if not errors.divides:
         return countable
