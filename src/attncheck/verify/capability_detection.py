@@ -352,9 +352,9 @@ class Detection:
         answers: list[tuple[str, Problem]] = []
         for convention in conventions:
             self._load(convention, self._options)
-            self.base, verdict = self._first_taken_problem(convention)
+            self.base = self._first_taken_problem(convention)
             # Only a right answer decides: a wrong one may be right by another convention.
-            if self.base is not None and verdict == "takes":
+            if self.base is not None and self._results[-1].verdict == "takes":
                 return self.base
             if self.base is not None:
                 answers.append((convention, self.base))
@@ -381,8 +381,8 @@ class Detection:
                 return count
         return len(_WIDE)
 
-    def _first_taken_problem(self, convention: str) -> tuple[Problem | None, Verdict]:
-        """Return the first right Problem, else the first wrong one or None, and the verdict."""
+    def _first_taken_problem(self, convention: str) -> Problem | None:
+        """Return the first right Problem, else the first wrong one or None; store the result."""
         first: TrialResult | None = None
         assert self._subject is not None, "a convention comes first"
         candidates = [
@@ -397,7 +397,7 @@ class Detection:
             answer = self._refusal(convention, problem) or self._first_answer(convention, problem)
             if answer.verdict == "takes":
                 self._results.append(answer)
-                return problem, answer.verdict
+                return problem
             if answer.verdict == "wrong" and wrong is None:
                 wrong = problem, answer
             if answer.fatal:  # Each further call may take as long, or another process.
@@ -406,7 +406,7 @@ class Detection:
             first = first or answer
         assert first is not None, "there are Problems to begin with"
         self._results.append(wrong[1] if wrong else first)
-        return wrong[0] if wrong else None, self._results[-1].verdict
+        return wrong[0] if wrong else None
 
     def other_conventions(self, conventions: Sequence[str]) -> tuple[str, ...]:
         """Return those of the other ``conventions`` by which it is right on the base too."""
