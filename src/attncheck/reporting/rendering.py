@@ -9,24 +9,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 from attncheck.core.errors import UsageError, require_known
 from attncheck.core.files import check_names, write_texts
 from attncheck.core.sanitize_text import one_line
+from attncheck.records import fault_scores, survey_reports
 from attncheck.records.bench_report import BenchReport
-from attncheck.records.fault_scores import (
-    FaultReport,
-    MutantReport,
-    OwnTestsReport,
-    SensitivityReport,
-)
 from attncheck.records.json_reports import report_json
 from attncheck.records.model_report import ModelReport
 from attncheck.records.record import Report
 from attncheck.records.run_reports import BaselineComparison, GateReport, PropertyReport
-from attncheck.records.survey_reports import (
-    BlockReport,
-    CertificateReport,
-    FingerprintReport,
-    ModReport,
-    OracleReport,
-)
 from attncheck.reporting import ci_formats, score_documents, survey_documents
 from attncheck.reporting.bench_document import bench_document
 from attncheck.reporting.csv_text import document_csv, gate_csv, report_csv
@@ -58,17 +46,17 @@ _DOCUMENTS: dict[type, Callable[[Any], Document]] = {
     Report: measurement_document,
     BenchReport: bench_document,
     GateReport: gate_document,
-    FaultReport: score_documents.fault_document,
-    MutantReport: mutant_document,
-    OwnTestsReport: score_documents.own_tests_document,
-    SensitivityReport: score_documents.sensitivity_document,
+    fault_scores.FaultReport: score_documents.fault_document,
+    fault_scores.MutantReport: mutant_document,
+    fault_scores.OwnTestsReport: score_documents.own_tests_document,
+    fault_scores.SensitivityReport: score_documents.sensitivity_document,
     PropertyReport: score_documents.property_document,
     BaselineComparison: score_documents.baseline_document,
-    OracleReport: survey_documents.oracle_document,
-    CertificateReport: survey_documents.certificate_document,
-    ModReport: survey_documents.mod_document,
-    BlockReport: survey_documents.block_document,
-    FingerprintReport: survey_documents.fingerprint_document,
+    survey_reports.OracleReport: survey_documents.oracle_document,
+    survey_reports.CertificateReport: survey_documents.certificate_document,
+    survey_reports.ModReport: survey_documents.mod_document,
+    survey_reports.BlockReport: survey_documents.block_document,
+    survey_reports.FingerprintReport: survey_documents.fingerprint_document,
     ModelReport: model_document,
 }
 _GATE_FILES = {
