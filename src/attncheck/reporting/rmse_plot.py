@@ -150,10 +150,9 @@ def plot_of(report: Report) -> Plot:
         words = (problem.dtype, shape, problem.distribution, f"seed {problem.seed}")
         title = " · ".join(map(one_line, words))
         reach = places[_key(record, usual)][record.kernel]
-        mark = Mark(record.kernel, problem.operation, reach, "error")
-        if out is not None:
-            numbers = out.rmse, out.floor_rmse, out.ideal_rmse
-            mark = Mark(record.kernel, problem.operation, reach, record.status, *numbers)
+        numbers = (out.rmse, out.floor_rmse, out.ideal_rmse) if out else ()
+        status = record.status if out else "error"
+        mark = Mark(record.kernel, problem.operation, reach, status, *numbers)
         panels.setdefault(title, Panel(title)).marks.append(mark)
     return Plot(
         columns=columns,
@@ -241,16 +240,21 @@ def figure(report: Report) -> Any:
 
     plot = plot_of(report)
     tilted = sum(len(column.variants) for column in plot.columns) > _MOST_LEVEL
-    frame = _Frame(len(plot.panels), _TILTED if tilted else _LEVEL)
-    fig = Figure(figsize=(_WIDTH, frame.height))
-    widths = [ends[1] - ends[0] for ends in (column.ends for column in plot.columns)]
-    rows = fig.subplots(
-        frame.panels,
-        len(plot.columns),
-        sharex="col",
-        squeeze=False,
-        gridspec_kw={**frame.grid(), "wspace": _COLUMN_GAP, "width_ratios": widths},
-    )
+    # The page grows if its panels would get too small.
+    bottom, count = _TILTED if tilted else _LEVEL, len(plot.panels)
+    margins = _TOP + bottom + (count - 1) * _BETWEEN
+    height = max(_LEAST_HEIGHT, margins + count * _PANEL)
+    grid = {
+        "left": _LEFT / _WIDTH,
+        "right": 1 - _RIGHT / _WIDTH,
+        "top": 1 - _TOP / height,
+        "bottom": bottom / height,
+        "hspace": _BETWEEN / ((height - margins) / count),
+        "wspace": _COLUMN_GAP,
+        "width_ratios": [column.ends[1] - column.ends[0] for column in plot.columns],
+    }
+    fig = Figure(figsize=(_WIDTH, height))
+    rows = fig.subplots(count, len(plot.columns), sharex="col", squeeze=False, gridspec_kw=grid)
     looks = kernel_looks(plot.kernels)
     for row, panel in zip(rows, plot.panels, strict=True):
         row[0].set_title(panel.title, loc="left", fontsize=10, fontweight="bold", pad=4)
@@ -262,29 +266,9 @@ def figure(report: Report) -> Any:
             ax.yaxis.tick_right()
     for ax, column in zip(rows[-1], plot.columns, strict=True):
         _draw_variants(ax, column, tilted=tilted)
-    _draw_titles(fig, report, frame.height)
-    _draw_legend(fig, plot, looks, frame.height)
+    _draw_titles(fig, report, height)
+    _draw_legend(fig, plot, looks, height)
     return fig
-
-
-class _Frame:
-    """Sizes of the figure's parts in inches; the page grows if its panels would get too small."""
-
-    def __init__(self, panels: int, bottom: float) -> None:
-        self.panels, self.bottom = panels, bottom
-        between = (panels - 1) * _BETWEEN
-        self.height = max(_LEAST_HEIGHT, _TOP + bottom + between + panels * _PANEL)
-        self.panel = (self.height - _TOP - bottom - between) / panels
-
-    def grid(self) -> dict[str, float]:
-        """Return the margins for matplotlib, as fractions of the figure."""
-        return {
-            "left": _LEFT / _WIDTH,
-            "right": 1 - _RIGHT / _WIDTH,
-            "top": 1 - _TOP / self.height,
-            "bottom": self.bottom / self.height,
-            "hspace": _BETWEEN / self.panel,
-        }
 
 
 def _draw_panel(ax: Any, marks: list[Mark], column: PlotColumn, looks: Looks) -> None:
@@ -296,19 +280,8 @@ def _draw_panel(ax: Any, marks: list[Mark], column: PlotColumn, looks: Looks) ->
     _draw_yardsticks(ax, marks, column)
     for kernel, (colour, shape) in looks.items():
         _draw_kernel(ax, [m for m in marks if m.kernel == kernel], colour, shape)
-    failed = [m for m in marks if m.status == "fail"]
-    if failed:
-        ax.scatter(
-            [m.middle for m in failed],
-            [_height(ax, m) for m in failed],
-            s=110,
-            facecolors="none",
-            edgecolors=_FAILED,
-            linewidths=1.6,
-            zorder=6,
-            clip_on=False,
-            gid="failed",
-        )
+    failed = [(m.middle, _height(ax, m)) for m in marks if m.status == "fail"]
+    draw_rings(ax, failed, s=110, linewidths=1.6, zorder=6, clip_on=False, gid="failed")
 
 
 def _draw_scale(ax: Any, marks: list[Mark]) -> None:
@@ -435,6 +408,12 @@ def _draw_titles(fig: Any, report: Report, height: float) -> None:
     for y, line in ((height - 0.55, lines[0] if lines else ""), (0.15, report.command)):
         text = cut_line(line, _LINE)
         fig.text(_LEFT / _WIDTH, y / height, text, fontsize=8, color="#555555", va="center")
+
+
+def draw_rings(ax: Any, places: Sequence[tuple[float, float]], **look: Any) -> None:
+    """Draw a ring around each of ``places``, at which something is wrong."""
+    if places:
+        ax.scatter(*zip(*places, strict=True), facecolors="none", edgecolors=_FAILED, **look)
 
 
 def draw_outside_legend(fig: Any) -> None:
