@@ -26,7 +26,6 @@ from attncheck.reporting.gate_verdict import (
     DOUBTFUL,
     FailureGroup,
     failing_changes,
-    failing_statuses,
     failure_groups,
     gate_exit_code,
     gate_verdict,
@@ -81,11 +80,10 @@ def junit_text(report: GateReport) -> str:
 
 def _suites(report: GateReport) -> dict[str, list[ET.Element]]:
     suites: dict[str, list[ET.Element]] = {}
-    answers = questions(report)
-    failing = failing_statuses(answers, policy_of(report))
+    failing, _ = status_sides(report)
     smallest = {(a.record.kernel, a.smallest_of): a for a in report.answers if a.smallest_of}
     # Questions that passed are test cases too, since dashboards count them.
-    for answer in answers:
+    for answer in questions(report):
         record = answer.record
         group = FailureGroup(answer=answer, smallest=smallest.get((record.kernel, record.case_id)))
         case = _question_case(report, group, failing)
@@ -180,7 +178,7 @@ _NOWHERE = "pyproject.toml"
 def sarif_text(report: GateReport) -> str:
     """Return ``report`` as SARIF 2.1.0: a result for each failing or odd answer, and its rules."""
     rules: dict[str, dict[str, Any]] = {}
-    failing = failing_statuses(questions(report), policy_of(report))
+    failing, _ = status_sides(report)
     answers = [a for a in questions(report) if a.record.status not in {"pass", "unsupported"}]
     answers.sort(key=lambda answer: answer.record.status not in failing)
     results = []

@@ -179,22 +179,15 @@ class Series:
     lines: tuple[tuple[Point, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """A logarithmic axis: the place and text of each label."""
-
-    ticks: tuple[tuple[float, str], ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
     """Curves on two logarithmic axes."""
 
     title: str
     description: str  # text for screen readers, with the largest value
-    # x, y: axes.
-    x: Axis
-    y: Axis
+    # x_ticks, y_ticks: place and text of each label of an axis.
+    x_ticks: tuple[tuple[float, str], ...]
+    y_ticks: tuple[tuple[float, str], ...]
     x_name: str  # the quantity on the x axis
     limit: tuple[float, str]  # y of a line drawn across the chart, and its label
     series: tuple[Series, ...]  # one for each colour

@@ -212,8 +212,8 @@ def _chart(
         description=f"{title} against the number of keys, {lengths[0]:,} to {lengths[-1]:,}, both "
         f"logarithmic; the largest is {share_text(max(values))}"
         f"{left_out if len(drawn_lines) < len(lines) else ''}",
-        x=document.Axis(tuple((x(kv), f"{kv:,}") for kv in labelled)),
-        y=document.Axis(y.ticks),
+        x_ticks=tuple((x(kv), f"{kv:,}") for kv in labelled),
+        y_ticks=y.ticks,
         x_name="keys",
         limit=(y(1.0), limit),
         series=series,

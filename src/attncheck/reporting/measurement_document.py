@@ -16,6 +16,7 @@ from attncheck.records.problem_summary import ProblemSummary, problem_of
 from attncheck.records.record import GradientErrors, OutErrors, Record, Report
 from attncheck.reporting import number_text, record_text
 from attncheck.reporting.document import (
+    DASH,
     Cell,
     Column,
     Document,
@@ -88,7 +89,6 @@ _LEAST = {
     "at b,h,q,d": 12,
 }
 """Least width in characters of the columns of rows shown one by one, by heading."""
-_NO_NUMBER = Cell(number_text.NOTHING, "dim")
 
 
 def measurement_document(report: Report) -> Document:
@@ -273,7 +273,7 @@ def _section(  # notes and letters are shared by all sections of a page
                 continue
             cells = {"verdict": status, "environment": Cell(letters[record.environment], "dim")}
             cells |= _cells(record)
-            numbers = tuple(cells.get(key, _NO_NUMBER) for key, _ in shown)
+            numbers = tuple(cells.get(key, DASH) for key, _ in shown)
             remarks = (*_remarks(record), *record_text.verdict_remarks(record.judgement))
             rows.append(Row((kernel, *numbers), remarks, group))
     kernel_column = Column("kernel", words=True, cut=True, most=_LONGEST_KERNEL)
@@ -319,7 +319,7 @@ def _out_cells(out: OutErrors) -> dict[str, Cell]:
 def share_cell(share: float | None) -> Cell:
     """Return the cell of an error ÷ its bound; it looks bad above 1."""
     if share is None:
-        return _NO_NUMBER
+        return DASH
     return Cell(share_text(share), "plain" if share <= 1 else "bad")
 
 
