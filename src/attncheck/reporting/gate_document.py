@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from attncheck.core.grouping import group_by
 from attncheck.core.judgement import share_text
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.failure_causes import without_numbers
@@ -217,15 +218,13 @@ def _environment_lines(report: GateReport) -> Iterator[str]:
 
 def _stage_counts(report: GateReport) -> dict[tuple[str, Stage], list[Answer]]:
     """Return answers by kernel and stage, in the order of the report's kernels and of STAGES."""
-    groups: dict[tuple[str, Stage], list[Answer]] = {}
     order = {name: i for i, name in enumerate(report.kernels)}
 
     def place(answer: Answer) -> tuple[int, int]:
         return order.get(answer.record.kernel, len(order)), STAGES.index(answer.stage)
 
-    for answer in sorted(questions(report), key=place):
-        groups.setdefault((answer.record.kernel, answer.stage), []).append(answer)
-    return groups
+    ordered = sorted(questions(report), key=place)
+    return group_by(ordered, lambda answer: (answer.record.kernel, answer.stage))
 
 
 def _sum(status: Counter[Status], statuses: Iterable[Status]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace as replace_struct
 
+from attncheck.core.grouping import group_by
 from attncheck.core.judgement import share_text
 from attncheck.core.tensor_names import GRADIENTS, TensorName
 from attncheck.records.problem_summary import ProblemSummary, problem_of
@@ -240,13 +241,13 @@ def _shown_columns(report: Report) -> tuple[tuple[str, Column], ...]:
 
 def _group_records(report: Report) -> dict[str, dict[tuple[str, str], list[Record]]]:
     """Return records by section and block, in order of first appearance, which is the plan's."""
-    groups: dict[str, dict[tuple[str, str], list[Record]]] = {}
-    for record in report.records:
-        problem = problem_of(record)
-        blocks = groups.setdefault(_title(problem), {})
-        heads = f"{record.heads} {problem.head_counts}" if record.heads else ""
-        blocks.setdefault((record.variant, heads), []).append(record)
-    return groups
+    sections = group_by(report.records, lambda record: _title(problem_of(record)))
+    return {title: group_by(records, _block) for title, records in sections.items()}
+
+
+def _block(record: Record) -> tuple[str, str]:
+    heads = f"{record.heads} {problem_of(record).head_counts}" if record.heads else ""
+    return record.variant, heads
 
 
 def _title(problem: ProblemSummary) -> str:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median
 
+from attncheck.core.grouping import group_by
 from attncheck.records.fault_scores import MutantReport, MutantScore, NameWorth
 from attncheck.reporting import number_text
 from attncheck.reporting.document import (
@@ -34,17 +35,16 @@ def mutant_document(report: MutantReport) -> Document:
         _totals("By operator", "operator", scores, rules, lambda score: score.operator),
         _curve(report),
     ]
-    alike = [score for score in scores if score.outcome == "missed" and score.identical]
-    different = [score for score in scores if score.outcome == "missed" and not score.identical]
-    wrong = [score for score in scores if score.named == "wrong"]
+    outcomes = group_by(scores, lambda score: score.outcome)
+    missed = group_by(outcomes.get("missed", []), lambda score: score.identical)
+    same = "Missed, with the same bits on all of a reference set: presumed equivalent"
     for title, mutants in (
-        ("Missed", different),
-        ("Missed, with the same bits on all of a reference set: presumed equivalent", alike),
-        ("Named wrongly, with certainty", wrong),
+        ("Missed", missed.get(False)),
+        (same, missed.get(True)),
+        ("Named wrongly, with certainty", [score for score in scores if score.named == "wrong"]),
+        ("Equivalent, with the reason", outcomes.get("equivalent")),
+        ("Unscored", outcomes.get("harness")),
     ):
-        sections += [_mutant_list(title, mutants)] if mutants else []
-    for title, outcome in (("Equivalent, with the reason", "equivalent"), ("Unscored", "harness")):
-        mutants = [score for score in scores if score.outcome == outcome]
         sections += [_mutant_list(title, mutants)] if mutants else []
     notes = [
         (
@@ -78,11 +78,8 @@ def _totals(
     rules: Sequence[str],
     key: Callable[[MutantScore], str],
 ) -> Section:
-    rows = [
-        _total(name, [score for score in scores if key(score) == name], rules)
-        for name in dict.fromkeys(map(key, scores))
-    ]
-    rows.append(_total("all", scores, rules))
+    groups = (*group_by(scores, key).items(), ("all", scores))
+    rows = tuple(_total(name, each, rules) for name, each in groups)
     rare = ("same bits", "equivalent", "stillborn")
     headings = (
         *columns([what], ("mutants", "caught", "missed"), cut=1),
@@ -93,7 +90,7 @@ def _totals(
         Column("proven", spare=1),
         *map(Column, ("family", "wrong")),
     )
-    return Section(title, (Table(headings, tuple(rows)),))
+    return Section(title, (Table(headings, rows),))
 
 
 def _total(name: str, scores: Sequence[MutantScore], rules: Sequence[str]) -> Row:

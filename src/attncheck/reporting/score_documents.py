@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from attncheck.core.grouping import group_by
 from attncheck.records import fault_scores
 from attncheck.records.fault_scores import ATTNCHECK_RULE, SCORED
 from attncheck.records.record import FAILED_STATUSES
@@ -47,16 +48,16 @@ _SHORT_RULES = {"allclose(1e-2)": "allclose", "1.1× mean": "mean"}
 def fault_document(report: fault_scores.FaultReport) -> Document:
     """Return the page of a fault report: by host, category and fault; then controls."""
     sections = []
-    for host in dict.fromkeys(score.host for score in report.scores if score.host):
+    hosts = group_by(report.scores, lambda score: score.host)
+    nowhere = hosts.pop("", [])
+    for host, scores in hosts.items():
         sections.append(_totals(host, [total for total in report.totals if total.host == host]))
-        scores = [score for score in report.scores if score.host == host]
         # A fault that leaves every bit unchanged cannot be caught, so these are listed apart.
         sections.append(_fault_by_fault(host, [s for s in scores if s.outcome != "equivalent"]))
         if equivalent := [score for score in scores if score.outcome == "equivalent"]:
             sections.append(_reasons(f"{host}: no fault in this host", equivalent))
     sections += [_controls(report.controls)] if report.controls else []
-    if nowhere := [score for score in report.scores if not score.host]:
-        sections.append(_reasons("Planted nowhere", nowhere))
+    sections += [_reasons("Planted nowhere", nowhere)] if nowhere else []
     notes = []
     if any(score.peers for score in report.scores):
         notes.append(
@@ -213,12 +214,9 @@ _TEST_LOOKS: dict[str, Look] = {"caught": "good", "missed": "bad", "not scored":
 
 def own_tests_document(report: fault_scores.OwnTestsReport) -> Document:
     """Return the page of the scores of a user's own tests on the planted faults."""
-    categories = dict.fromkeys(score.category for score in report.scores)
-    totals = [
-        *(_by_status(one, [s for s in report.scores if s.category == one]) for one in categories),
-        # Last, below the categories that it adds up.
-        _by_status("all", report.scores),
-    ]
+    categories = group_by(report.scores, lambda score: score.category)
+    # Last the total, below the categories that it adds up.
+    totals = [_by_status(*one) for one in (*categories.items(), ("all", report.scores))]
     statuses = ("caught", "missed", "not shown", "not reached", "not scored")
     rows = tuple(
         row(
@@ -275,8 +273,7 @@ def _by_status(name: str, scores: Sequence[fault_scores.OwnTestsScore]) -> Row:
 def sensitivity_document(report: fault_scores.SensitivityReport) -> Document:
     """Return a page of the smallest size of each fault that is seen, by dtype and rule."""
     sections = []
-    for dtype in dict.fromkeys(one.dtype for one in report.seen):
-        faults = [one for one in report.seen if one.dtype == dtype]
+    for dtype, faults in group_by(report.seen, lambda one: one.dtype).items():
         rules = list(dict.fromkeys(rule for one in faults for rule in one.rules))
         headings = columns(["smallest fault seen", "in"], [*rules, "s"], cut=1)
         rows = tuple(_sensitivity(one, rules) for one in faults)
@@ -386,11 +383,8 @@ def _counted_by(
     report: PropertyReport, name: str, key: Callable[[PropertyOutcome], str]
 ) -> Section:
     numbers = ("tests", "problems", *_STATUSES, "known", "failed", "skipped", "work")
-    groups: dict[str, list[PropertyOutcome]] = {}
-    for outcome in report.outcomes:
-        groups.setdefault(key(outcome), []).append(outcome)
     rows = []
-    for group, outcomes in groups.items():
+    for group, outcomes in group_by(report.outcomes, key).items():
         work = total(outcomes)
         kinds = Counter(one.outcome for one in outcomes)
         statuses = [
@@ -406,10 +400,8 @@ def _counted_by(
 
 def _failures_of(title: str, outcomes: list[PropertyOutcome]) -> Section:
     """Return a section with a row of dtypes and families for each kernel, test and reason."""
-    groups: dict[tuple[str, str, str], list[PropertyOutcome]] = {}
-    for one in outcomes:
-        # A broken kernel fails in the same way in every dtype, which makes one row, not forty.
-        groups.setdefault((one.kernel, one.test, one.reason), []).append(one)
+    # A broken kernel fails in the same way in every dtype, which makes one row, not forty.
+    groups = group_by(outcomes, lambda one: (one.kernel, one.test, one.reason))
     rows = []
     for (kernel, test, reason), several in groups.items():
         dtypes = ", ".join(dict.fromkeys(one.dtype for one in several))
@@ -422,10 +414,8 @@ def _failures_of(title: str, outcomes: list[PropertyOutcome]) -> Section:
 def _unsupported_lines(report: PropertyReport) -> Iterator[str]:
     """Yield a line for each kernel, such as ``mine does not support fp64: …``."""
     for kernel, dtypes in report.untaken.items():
-        reasons: dict[str, list[str]] = {}
-        for dtype, reason in dtypes.items():
-            # Grouped by reason, since a kernel mostly lacks several dtypes for the same one.
-            reasons.setdefault(reason, []).append(dtype)
+        # Grouped by reason, since a kernel mostly lacks several dtypes for the same one.
+        reasons = group_by(dtypes, dtypes.__getitem__)
         causes = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
         yield f"{kernel} does not support {causes}"
 
@@ -446,11 +436,10 @@ _MOST = 50  # cases shown of a standing that needs no action; the JSON has all
 def baseline_document(report: BaselineComparison) -> Document:
     """Return the page of each case's change since the baseline, the worst standings first."""
     sections = []
-    for standing in _STANDING_LOOKS:
-        changes = [change for change in report.changes if change.standing == standing]
-        # Identical cases are counted in the facts above and have nothing else to show.
-        if not changes or standing == "identical":
-            continue
+    alike = group_by(report.changes, lambda change: change.standing)
+    alike.pop("identical", None)  # counted in the facts above, with nothing else to show
+    for standing in (one for one in _STANDING_LOOKS if one in alike):
+        changes = alike[standing]
         # Every worse or better case is shown, but only the first of thousands of new ones.
         most = len(changes) if standing in {"worse", "better"} else _MOST
         more = f" (the first {most} of {len(changes):,})" if most < len(changes) else ""

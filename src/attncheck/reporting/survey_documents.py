@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+from attncheck.core.grouping import group_by
 from attncheck.records import survey_reports
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.survey_reports import EMPTY, FIELDS, FULL, PARTIAL, TRUTH
@@ -35,11 +36,8 @@ _LONGEST_BACKEND = 28
 
 def _by_case(records: Iterable[C]) -> dict[str, dict[str, list[C]]]:
     """Return records by variant and shape, and within these by Case, in the order of the plan."""
-    groups: dict[str, dict[str, list[C]]] = {}
-    for record in records:
-        cases = groups.setdefault(f"{record.variant} · {problem_of(record).line}", {})
-        cases.setdefault(record.case_id, []).append(record)
-    return groups
+    alike = group_by(records, lambda record: f"{record.variant} · {problem_of(record).line}")
+    return {title: group_by(each, lambda record: record.case_id) for title, each in alike.items()}
 
 
 # Distances of the float64 oracles from a result in many digits

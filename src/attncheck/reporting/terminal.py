@@ -12,6 +12,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
+from attncheck.core.grouping import group_by
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.reporting.document import (
     STYLES,
@@ -300,10 +301,8 @@ def _with_columns(table: Table, places: list[int]) -> Table:
 
 def _layouts(tables: Sequence[Table], width: int) -> dict[tuple[object, ...], _Layout]:
     """Return one layout for all tables with the same columns, so that these are aligned."""
-    by_columns: dict[tuple[object, ...], list[Table]] = {}
-    for table in tables:
-        by_columns.setdefault((table.columns, table.groups), []).append(table)
-    return {key: _Layout(several, width) for key, several in by_columns.items()}
+    alike = group_by(tables, lambda table: (table.columns, table.groups))
+    return {key: _Layout(several, width) for key, several in alike.items()}
 
 
 def _table_lines(table: Table, layout: _Layout, width: int, *, headings: bool) -> Iterator[Text]:
