@@ -297,16 +297,12 @@ def _common_text(forms: list[Explanation]) -> str:
 
 def _plain_cause(record: Record) -> tuple[str, bool]:
     """Return a text for a failure that no model explains, and whether it is the actual cause."""
-    judgement = record.judgement
+    judgement, is_failure = record.judgement, record.status in FAILED_STATUSES
     if judgement is None:
-        is_failure = record.status in FAILED_STATUSES
-        prefix = (
-            "it raises " if record.status == "error" else "" if is_failure else f"{record.status}, "
-        )
+        prefix = "" if is_failure else f"{record.status}, "
+        prefix = "it raises " if record.status == "error" else prefix
         return f"{prefix}{record.reason or record.status}", is_failure
     if judgement.rule in _CALL_RULES:
-        return judgement.reason, record.status in FAILED_STATUSES
+        return judgement.reason, is_failure
     _, rule, what = symptom(record)
-    return " of ".join(
-        part for part in (f"rule {rule}" if rule else record.status, what) if part
-    ), False
+    return " of ".join(filter(None, (f"rule {rule}" if rule else record.status, what))), False
