@@ -43,7 +43,7 @@ from attncheck.reporting.record_text import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 _COLUMNS = (
@@ -267,29 +267,29 @@ def _blind(report: Report) -> str:
 
 def explanation(record: Record) -> Document:
     """Return one Record in full: its worst element, the allowance there, and its parts."""
-    look = STATUS_LOOKS[record.status]
-    reason = footnote(record)
-    blocks: list[Note | Facts] = [
-        Note(f"{record.status}: {reason}" if reason else record.status, look)
-    ]
-    blocks += [Note(f"└ {one.text}", one.look) for one in verdict_remarks(record.judgement)]
+    return Document(title=_record_title(record), sections=tuple(_sections_of(record)))
+
+
+def _sections_of(record: Record) -> Iterator[Section]:
+    judgement, reason = record.judgement, footnote(record)
+    status = f"{record.status}: {reason}" if reason else record.status
+    blocks: list[Note | Facts] = [Note(status, STATUS_LOOKS[record.status])]
+    blocks += [Note(f"└ {one.text}", one.look) for one in verdict_remarks(judgement)]
     likely = tuple(explanation_facts(record.diagnosis))
     blocks += [Facts(likely)] if likely else []
-    sections = [Section(_record_title(record), tuple(blocks))]
-    judgement = record.judgement
-    notes: list[Note] = []
-    if judgement is not None:
-        sections += [_worst(judgement, judgement.worst)] if judgement.worst else []
-        sections += _budget(judgement.worst) if judgement.worst else []
-        if judgement.arithmetic:  # a relation has no bounds, and so no arithmetic
-            sections.append(_shares(judgement))
-            sections += _gradients(record)
-            sections += [_precision(judgement.precision)] if judgement.precision else []
-            faults = visible_faults([record])
-            notes = [Note(f"judged as {judgement.arithmetic}"), *([Note(faults)] if faults else [])]
-            if notes:
-                sections.append(Section("", tuple(notes)))
-    return Document(title=_record_title(record), sections=tuple(sections))
+    yield Section(_record_title(record), tuple(blocks))
+    if judgement is None:
+        return
+    if judgement.worst:
+        yield _worst(judgement, judgement.worst)
+        yield from _budget(judgement.worst)
+    if judgement.arithmetic:  # a relation has no bounds, and so no arithmetic
+        yield _shares(judgement)
+        yield from _gradients(record)
+        if judgement.precision:
+            yield _precision(judgement.precision)
+        lines = [f"judged as {judgement.arithmetic}", visible_faults([record])]
+        yield Section("", tuple(Note(line) for line in lines if line))
 
 
 def _record_title(record: Record) -> str:

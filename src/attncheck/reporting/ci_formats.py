@@ -90,7 +90,7 @@ def _suites(report: GateReport) -> dict[str, list[ET.Element]]:
         suites.setdefault(f"{record.kernel} · {answer.stage}", []).append(case)
     worse = failing_changes(report, policy_of(report))
     for change in report.changes:
-        case = _case(change.kernel, f"{change.case_id} compared with {report.baseline}", 0.0)
+        case = _case(change.kernel, f"{change.case_id} compared with {report.baseline}")
         text = _xml(shortened(change.reason))
         if change in worse:
             ET.SubElement(case, "failure", {"type": "regression", "message": text}).text = text
@@ -98,15 +98,13 @@ def _suites(report: GateReport) -> dict[str, list[ET.Element]]:
             ET.SubElement(case, "system-out").text = _xml(f"{change.standing}: {text}")
         suites.setdefault(f"{change.kernel} · baseline", []).append(case)
     # Errors that are no kernel's fault, but leave the gate without an answer.
-    for i, line in enumerate(report.harness, 1):
-        case = _case("attncheck", f"the gate itself {i}", 0.0)
-        about = {"type": "harness", "message": _xml(shortened(line))}
-        ET.SubElement(case, "error", about)
-        suites.setdefault("attncheck", []).append(case)
+    errors = [(f"the gate itself {i}", "harness", line) for i, line in enumerate(report.harness, 1)]
     if report.unfinished:
         why = f"{report.unfinished} questions were not asked: {report.unfinished_because}"
-        case = _case("attncheck", "every question is asked", 0.0)
-        ET.SubElement(case, "error", {"type": "unfinished", "message": _xml(shortened(why))})
+        errors.append(("every question is asked", "unfinished", why))
+    for name, kind, line in errors:
+        case = _case("attncheck", name)
+        ET.SubElement(case, "error", {"type": kind, "message": _xml(shortened(line))})
         suites.setdefault("attncheck", []).append(case)
     return suites
 
@@ -157,7 +155,7 @@ def _properties(report: GateReport, answer: Answer) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def _case(classname: str, name: str, seconds: float) -> ET.Element:
+def _case(classname: str, name: str, seconds: float = 0.0) -> ET.Element:
     about = {"classname": _xml(classname), "name": _xml(shortened(name))}
     return ET.Element("testcase", about | {"time": f"{seconds:.6f}"})
 

@@ -89,26 +89,12 @@ def render(
     if fmt == "json":
         return report_json(report)
     if isinstance(report, GateReport):
-        return _render_gate(report, fmt)
+        return _GATE_WRITERS[fmt](report)
     # Unlike the page's cells, a report's CSV has every number in full, each under its own name.
     if fmt == "csv" and isinstance(report, Report):
         return report_csv(report)
     writers = {"table": plain_text, "md": markdown_text, "csv": document_csv, "html": html_text}
     return writers[fmt](_document(report, document))
-
-
-def _render_gate(report: GateReport, fmt: str) -> str:
-    # A page has room for drawings and scripts; a terminal for the worst five.
-    if fmt in {"table", "html"}:
-        return plain_text(gate_document(report)) if fmt == "table" else html_text(gate_page(report))
-    writers: dict[str, Callable[[GateReport], str]] = {
-        "md": gate_markdown,
-        "csv": gate_csv,
-        "junit": ci_formats.junit_text,
-        "sarif": ci_formats.sarif_text,
-        "github": ci_formats.github_text,
-    }
-    return writers[fmt](report)
 
 
 def gate_markdown(report: GateReport, *, largest: int = LARGEST_SUMMARY) -> str:
@@ -121,6 +107,18 @@ def gate_markdown(report: GateReport, *, largest: int = LARGEST_SUMMARY) -> str:
             return text
     # With hundreds of kernels not even the head fits.
     return cut_markdown(text, largest, f"cut after {largest:,} bytes: gate.json has everything.")
+
+
+_GATE_WRITERS: dict[str, Callable[[GateReport], str]] = {
+    # A page has room for drawings and scripts; a terminal for the worst five.
+    "table": lambda report: plain_text(gate_document(report)),
+    "html": lambda report: html_text(gate_page(report)),
+    "md": gate_markdown,
+    "csv": gate_csv,
+    "junit": ci_formats.junit_text,
+    "sarif": ci_formats.sarif_text,
+    "github": ci_formats.github_text,
+}
 
 
 def show(
