@@ -129,10 +129,8 @@ def cell_table(
         low, high = cell.clocks
         moved = Note(f"the SM clock moved: {low:,}–{high:,} MHz", "notable")
         rows[-1] = replace(rows[-1], remarks=(moved,))
-    title = f"{cell.table} · {problem.dtype} · {cell.heads} {problem.head_counts} · "
-    title += f"D{problem.head_dim}"
-    if problem.value_dim != problem.head_dim:
-        title += f"/{problem.value_dim}"
+    heads = f"{cell.heads} {problem.head_counts}"
+    title = " · ".join([cell.table, problem.dtype, heads, problem.dims])
     return title, Table(tuple(columns), tuple(rows), groups=("variant", "batch × length"))
 
 

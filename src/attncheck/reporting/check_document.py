@@ -28,6 +28,7 @@ from attncheck.reporting.document import (
     Verdict,
     columns,
     row,
+    table_section,
 )
 from attncheck.reporting.measurement_document import environment_lines, profiles, share_cell
 from attncheck.reporting.record_text import (
@@ -327,7 +328,7 @@ def _budget(worst: Worst) -> list[Section]:
     if not worst.budget:
         return []
     total = sum(worst.budget.values())
-    rows = tuple(
+    rows = (
         row(
             name,
             number_text.scientific(part),
@@ -337,7 +338,7 @@ def _budget(worst: Worst) -> list[Section]:
         for name, part in sorted(worst.budget.items(), key=lambda item: -item[1])
     )
     title = f"what is allowed there, {number_text.scientific(worst.allowance)}"
-    return [Section(title, (Table((*columns(["part"], ["size", "of all"]), _WHAT), rows),))]
+    return [table_section(title, (*columns(["part"], ["size", "of all"]), _WHAT), rows)]
 
 
 def _percent_text(share: float) -> str:
@@ -355,8 +356,8 @@ def _shares(judgement: Judgement) -> Section:
             judgement.lse_over_probable,
         ),
     }
-    table = tuple(row(name, *map(share_cell, pair)) for name, pair in shares.items())
-    return Section("largest error ÷", (Table(columns([""], ["out", "LSE"]), table),))
+    table = (row(name, *map(share_cell, pair)) for name, pair in shares.items())
+    return table_section("largest error ÷", columns([""], ["out", "LSE"]), table)
 
 
 def _gradients(record: Record) -> list[Section]:
@@ -372,7 +373,7 @@ def _gradients(record: Record) -> list[Section]:
             number_text.place(errors.max_at, name),
         )
         rows.append(row(name, share_cell(shares.get(name)), *texts))
-    return [Section("gradients", (Table(headings, tuple(rows)),))] if rows else []
+    return [table_section("gradients", headings, rows)] if rows else []
 
 
 def _precision(precision: Precision) -> Section:
@@ -398,4 +399,4 @@ def _precision(precision: Precision) -> Section:
         if name == "residual" and allowed is not msgspec.UNSET:
             text = f"{text}, {allowed:.2g}"
         rows.append(row(name, text, Cell(meaning, "dim")))
-    return Section("precision", (Table((*columns(["", ""]), _WHAT), tuple(rows)),))
+    return table_section("precision", (*columns(["", ""]), _WHAT), rows)

@@ -225,6 +225,11 @@ class Section:
     facets: FacetValues = field(default_factory=dict)  # see Row
 
 
+def table_section(title: str, headings: Iterable[Column], rows: Iterable[Row]) -> Section:
+    """Return a section of one table."""
+    return Section(title, (Table(tuple(headings), tuple(rows)),))
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The verdict: a word such as ``FAIL``, and the rest of the sentence."""

@@ -16,10 +16,10 @@ from attncheck.reporting.document import (
     Note,
     Row,
     Section,
-    Table,
     columns,
     count_cell,
     row,
+    table_section,
 )
 from attncheck.reporting.score_documents import run_facts
 
@@ -79,7 +79,7 @@ def _totals(
     key: Callable[[MutantScore], str],
 ) -> Section:
     groups = (*group_by(scores, key).items(), ("all", scores))
-    rows = tuple(_total(name, each, rules) for name, each in groups)
+    rows = (_total(name, each, rules) for name, each in groups)
     rare = ("same bits", "equivalent", "stillborn")
     headings = (
         *columns([what], ("mutants", "caught", "missed"), cut=1),
@@ -90,7 +90,7 @@ def _totals(
         Column("proven", spare=1),
         *map(Column, ("family", "wrong")),
     )
-    return Section(title, (Table(headings, rows),))
+    return table_section(title, headings, rows)
 
 
 def _total(name: str, scores: Sequence[MutantScore], rules: Sequence[str]) -> Row:
@@ -127,25 +127,24 @@ def _judged_count(named: Counter[NameWorth]) -> int:
 def _curve(report: MutantReport) -> Section:
     scored = sum(score.outcome in {"caught", "missed"} for score in report.scores)
     steps = [step for step in _STEPS if step < len(report.curve)] + [len(report.curve)]
-    rows = tuple(
+    rows = (
         row(str(step), f"{report.curve[step - 1]}/{scored}")
         for step in steps
         if step and report.curve
     )
-    headings = columns((), ("within the first questions", "caught"))
-    return Section("How soon", (Table(headings, rows),))
+    return table_section("How soon", columns((), ("within the first questions", "caught")), rows)
 
 
 def _mutant_list(title: str, scores: Sequence[MutantScore]) -> Section:
     headings = (Column("mutant", words=True), Column("says", words=True, cut=True))
-    rows = tuple(
+    rows = (
         Row(
             (Cell(score.mutant, code=True), Cell(_mutant_text(score))),
             tuple(Note(line, "notable", whole=True) for line in score.diff.splitlines()),
         )
         for score in scores
     )
-    return Section(title, (Table(headings, rows),))
+    return table_section(title, headings, rows)
 
 
 def _mutant_text(score: MutantScore) -> str:

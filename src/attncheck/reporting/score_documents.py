@@ -27,10 +27,10 @@ from attncheck.reporting.document import (
     Note,
     Row,
     Section,
-    Table,
     columns,
     count_cell,
     row,
+    table_section,
 )
 from attncheck.reporting.record_text import environment_facts
 
@@ -109,8 +109,7 @@ def _totals(host: str, totals: Sequence[fault_scores.Total]) -> Section:
             *(f"{number}/{one.diagnosed}" if one.diagnosed else None for number in named_counts),
         )
         rows.append(row(*cells, remarks=[unscored]))
-    table = Table(columns(["category"], numbers, cut=1), tuple(rows))
-    return Section(f"{host}: score by category", (table,))
+    return table_section(f"{host}: score by category", columns(["category"], numbers, cut=1), rows)
 
 
 def _fault_by_fault(host: str, scores: Sequence[fault_scores.FaultScore]) -> Section:
@@ -121,8 +120,8 @@ def _fault_by_fault(host: str, scores: Sequence[fault_scores.FaultScore]) -> Sec
         Column("category", words=True, spare=1),
         *columns(["outcome", "by", "smallest"], numbers, cut=3),
     )
-    rows = tuple(_fault(score, rules) for score in scores)
-    return Section(f"{host}: fault by fault", (Table(headings, rows),))
+    rows = (_fault(score, rules) for score in scores)
+    return table_section(f"{host}: fault by fault", headings, rows)
 
 
 def _fault(score: fault_scores.FaultScore, rules: list[str]) -> Row:
@@ -172,8 +171,8 @@ def _peer(verdict: fault_scores.PeerVerdict | None) -> Cell:
 
 
 def _reasons(title: str, scores: Sequence[fault_scores.FaultScore]) -> Section:
-    rows = tuple(row(score.fault, Cell(score.reason, "dim")) for score in scores)
-    return Section(title, (Table(columns(["fault", "why"], (), cut=2), rows),))
+    rows = (row(score.fault, Cell(score.reason, "dim")) for score in scores)
+    return table_section(title, columns(["fault", "why"], cut=2), rows)
 
 
 def _controls(controls: Sequence[fault_scores.ControlScore]) -> Section:
@@ -188,8 +187,7 @@ def _controls(controls: Sequence[fault_scores.ControlScore]) -> Section:
         remarks = (score.reason, *flagged)
         rows.append(row(score.control, score.host, outcome, *cost, remarks=remarks))
     headings = columns(["control", "host", "outcome"], ["problems", "s"], cut=1)
-    title = "Controls: changes that leave a kernel right"
-    return Section(title, (Table(headings, tuple(rows)),))
+    return table_section("Controls: changes that leave a kernel right", headings, rows)
 
 
 def _score_sentence(report: fault_scores.FaultReport) -> str:
@@ -218,7 +216,7 @@ def own_tests_document(report: fault_scores.OwnTestsReport) -> Document:
     # Last the total, below the categories that it adds up.
     totals = [_by_status(*one) for one in (*categories.items(), ("all", report.scores))]
     statuses = ("caught", "missed", "not shown", "not reached", "not scored")
-    rows = tuple(
+    rows = (
         row(
             score.fault,
             Cell(score.category, "dim"),
@@ -246,11 +244,8 @@ def own_tests_document(report: fault_scores.OwnTestsReport) -> Document:
         command=report.command,
         facts=(f"pytest {report.pytest}, {report.replace} replaced",),
         sections=(
-            Section(
-                "Score by category",
-                (Table(columns(["category"], statuses, cut=1), tuple(totals)),),
-            ),
-            Section("Fault by fault", (Table(headings, rows),)),
+            table_section("Score by category", columns(["category"], statuses, cut=1), totals),
+            table_section("Fault by fault", headings, rows),
         ),
         notes=tuple(map(Note, notes)),
         closing=(Note(sentence, "plain"),),
@@ -276,8 +271,8 @@ def sensitivity_document(report: fault_scores.SensitivityReport) -> Document:
     for dtype, faults in group_by(report.seen, lambda one: one.dtype).items():
         rules = list(dict.fromkeys(rule for one in faults for rule in one.rules))
         headings = columns(["smallest fault seen", "in"], [*rules, "s"], cut=1)
-        rows = tuple(_sensitivity(one, rules) for one in faults)
-        sections.append(Section(dtype, (Table(headings, rows),)))
+        rows = [_sensitivity(one, rules) for one in faults]
+        sections.append(table_section(dtype, headings, rows))
     notes = [
         (
             "ε: the smallest error seen, in steps of a quarter of an octave. bits: the most that "
@@ -395,7 +390,7 @@ def _counted_by(
         cells = map(count_cell, [len(outcomes), work.total, *statuses, *ends])
         took = number_text.duration(work.seconds)
         rows.append(row(group or number_text.NOTHING, *cells, took))
-    return Section(f"by {name}", (Table(columns([name], numbers, cut=1), tuple(rows)),))
+    return table_section(f"by {name}", columns([name], numbers, cut=1), rows)
 
 
 def _failures_of(title: str, outcomes: list[PropertyOutcome]) -> Section:
@@ -408,7 +403,7 @@ def _failures_of(title: str, outcomes: list[PropertyOutcome]) -> Section:
         families = ", ".join(dict.fromkeys(one.family for one in several))
         rows.append(row(kernel, test, dtypes, families, remarks=[reason]))
     headings = columns(["kernel", "test", "dtypes", "mask families"], cut=4)
-    return Section(title, (Table(headings, tuple(rows)),))
+    return table_section(title, headings, rows)
 
 
 def _unsupported_lines(report: PropertyReport) -> Iterator[str]:
@@ -445,8 +440,8 @@ def baseline_document(report: BaselineComparison) -> Document:
         more = f" (the first {most} of {len(changes):,})" if most < len(changes) else ""
         words = ["kernel", "case", "problem", "standing"]
         headings = columns(words, ["RMSE before", "now", "now ÷ before"], cut=3)
-        rows = tuple(_change(change, report) for change in changes[:most])
-        sections.append(Section(f"{standing}{more}", (Table(headings, rows),)))
+        rows = [_change(change, report) for change in changes[:most]]
+        sections.append(table_section(f"{standing}{more}", headings, rows))
     notes = (
         (
             "identical: the same bits. within rounding: other bits, and errors no larger than "
