@@ -54,7 +54,7 @@ def test_a_panel_for_each_dtype_and_seed(make):
         for seed in (0, 1)
     ]
     report = make.report(*records)
-    assert [panel.title for panel in plot_of(report).panels] == [
+    assert list(plot_of(report).panels) == [
         f"{dtype} · B1 Q128 K96 D64 · normal · seed {seed}"
         for dtype in ("bf16", "fp16", "e4m3")
         for seed in (0, 1)
@@ -68,8 +68,8 @@ def test_the_marks_of_a_slot_stand_side_by_side_in_the_order_of_the_report(make)
     kernels = dict.fromkeys(("third", "first", "second"), "")
     records = [make.record(name) for name in sorted(kernels)]
     shown = plot_of(make.report(*records, kernels=kernels))
-    (panel,) = shown.panels
-    order = sorted(panel.marks, key=lambda mark: mark.middle)
+    (marks,) = shown.panels.values()
+    order = sorted(marks, key=lambda mark: mark.middle)
     assert [mark.kernel for mark in order] == list(kernels) == list(shown.kernels)
     for left, right in pairwise(order):
         assert left.reach[1] == pytest.approx(right.reach[0])

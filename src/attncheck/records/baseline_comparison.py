@@ -260,21 +260,20 @@ def compare_answers(
     before: Iterable[Answer],
     after: Iterable[Answer],
     environments: Mapping[str, Environment],
-    *,
-    complete: bool = True,
 ) -> tuple[Change, ...]:
     """Compare two versions of kernels case by case, both measured in this run.
+
+    Cases that only the earlier kernels were asked are left out.
 
     Args:
         before: Answers of the earlier kernels, under the names of the later ones.
         after: Answers of the later kernels.
         environments: Environments of both, by the ids in their Records.
-        complete: See ``compare_runs``.
     """
     old = comparable_entries(measurements(before), environments)
     new = comparable_entries(measurements(after), environments)
     by_id = {one.id: one for one in environments.values()}
-    return _compare_entries({k: e for k, (e, _) in old.items()}, new, by_id, complete=complete)
+    return _compare_entries({k: e for k, (e, _) in old.items()}, new, by_id, complete=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, Status
 from attncheck.records.run_reports import Answer, GateReport
 from attncheck.reporting.diagnosis_text import failure_heading
+from attncheck.reporting.document import card_text
 from attncheck.reporting.gate_document import failure_card, not_covered
 from attncheck.reporting.gate_verdict import (
     DOUBTFUL,
@@ -42,7 +43,6 @@ from attncheck.reporting.record_text import (
     rule_id,
     rule_text,
 )
-from attncheck.reporting.terminal import card_text
 
 
 def _failure_lines(report: GateReport, group: FailureGroup) -> list[str]:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
+from attncheck.core.sanitize_text import one_line
+
 Look = Literal["plain", "dim", "good", "notable", "bad"]
 
 FacetValues: TypeAlias = Mapping[str, tuple[str, ...]]  # values by facet: ``{"dtype": ("bf16",)}``
@@ -22,6 +24,9 @@ STYLES: dict[Look, str] = {
     "bad": "red",
 }
 """rich's style for each look, on a terminal."""
+
+LABEL = 11
+"""Columns of the labels of facts, in text."""
 
 # Defined here, since the code that places points and the code that draws axes must agree on them.
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 352.0, 12.0, 208.0
@@ -209,6 +214,12 @@ class Card:
     others: str = ""  # ids of failures with the same cause
     other_count: int = 0  # number of those failures
     facets: FacetValues = field(default_factory=dict)  # see Row
+
+
+def card_text(card: Card) -> list[str]:
+    """Return the facts of a failure, a line each, and the command that reproduces it."""
+    lines = [f"  {name:<{LABEL}}{one_line(text)}" for name, text in card.facts]
+    return [*lines, f"Reproduce: {one_line(card.command)}"] if card.command else lines
 
 
 Block: TypeAlias = Note | Facts | Table | Picture | Card | Chart

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from attncheck.core.errors import UsageError
@@ -63,14 +63,6 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
-    """All marks of one dtype, distribution and seed, under a title."""
-
-    title: str
-    marks: list[Mark] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
 class PlotColumn:
     """The x axis of one operation, shared by all panels: its slots from left to right.
 
@@ -103,7 +95,7 @@ class Plot:
     """Panels one below the other, and the x axes and kernels that they share."""
 
     columns: tuple[PlotColumn, ...]  # the x axes, one for each operation
-    panels: tuple[Panel, ...]  # in the report's order
+    panels: dict[str, list[Mark]]  # title, with dtype, distribution and seed → its marks
     kernels: tuple[str, ...]  # every kernel with a mark, in the report's order
     unsupported: int  # number of cells without a mark because the kernel does not support them
 
@@ -143,7 +135,7 @@ def plot_of(report: Report) -> Plot:
     order = {name: i for i, name in enumerate(names)}
     columns = tuple(_column(name, records, usual, order) for name in usual)
     places = {(slot.label, slot.heads): slot.places() for c in columns for slot in c.slots}
-    panels: dict[str, Panel] = {}
+    panels: dict[str, list[Mark]] = {}
     for record in records:
         problem, out = problem_of(record), record.out
         shape = usual.get("attention", usual.get(problem.operation, ""))
@@ -153,10 +145,10 @@ def plot_of(report: Report) -> Plot:
         numbers = (out.rmse, out.floor_rmse, out.ideal_rmse) if out else ()
         status = record.status if out else "error"
         mark = Mark(record.kernel, problem.operation, reach, status, *numbers)
-        panels.setdefault(title, Panel(title)).marks.append(mark)
+        panels.setdefault(title, []).append(mark)
     return Plot(
         columns=columns,
-        panels=tuple(panels.values()),
+        panels=panels,
         kernels=tuple(sorted({record.kernel for record in records}, key=order.__getitem__)),
         unsupported=sum(record.status == "unsupported" for record in report.records),
     )
@@ -256,11 +248,11 @@ def figure(report: Report) -> Any:
     fig = Figure(figsize=(_WIDTH, height))
     rows = fig.subplots(count, len(plot.columns), sharex="col", squeeze=False, gridspec_kw=grid)
     looks = kernel_looks(plot.kernels)
-    for row, panel in zip(rows, plot.panels, strict=True):
-        row[0].set_title(panel.title, loc="left", fontsize=10, fontweight="bold", pad=4)
+    for row, (title, of_panel) in zip(rows, plot.panels.items(), strict=True):
+        row[0].set_title(title, loc="left", fontsize=10, fontweight="bold", pad=4)
         row[0].set_ylabel("RMSE of out")
         for ax, column in zip(row, plot.columns, strict=True):
-            marks = [mark for mark in panel.marks if mark.operation == column.operation]
+            marks = [mark for mark in of_panel if mark.operation == column.operation]
             _draw_panel(ax, marks, column, looks)
         for ax in row[1:]:
             ax.yaxis.tick_right()
@@ -435,7 +427,7 @@ def _draw_legend(fig: Any, plot: Plot, looks: Looks, height: float) -> None:
         cut_line(kernel, _LONGEST) or "?": sign(marker=shape, color=colour, markersize=6)
         for kernel, (colour, shape) in looks.items()
     }
-    statuses = {mark.status for panel in plot.panels for mark in panel.marks}
+    statuses = {mark.status for marks in plot.panels.values() for mark in marks}
     entries["rounding floor"] = sign(linestyle="solid", color=_FLOOR, linewidth=1.4)
     entries["ideal kernel"] = sign(linestyle=(0, (2, 1)), color=_IDEAL, linewidth=1.2)
     hollow = {"color": "#555555", "markerfacecolor": "white"}
