@@ -13,7 +13,13 @@ from attncheck.core.judgement import RULE_ORDER, Judgement, Precision, Worst, sh
 from attncheck.core.tensor_names import AXES
 from attncheck.records.failure_causes import group_by_cause, unclaimed_findings
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES, Record, Report
+from attncheck.records.record import (
+    FAILED_STATUSES,
+    UNTRUSTED_STATUSES,
+    Record,
+    Report,
+    gradients_of,
+)
 from attncheck.reporting import number_text
 from attncheck.reporting.diagnosis_text import TERMS, causes_title, explanation_facts
 from attncheck.reporting.document import (
@@ -36,7 +42,6 @@ from attncheck.reporting.record_text import (
     STATUS_LOOKS,
     footnote,
     gradient_shares,
-    gradients_of,
     missed_faults,
     refusal_lines,
     verdict_remarks,

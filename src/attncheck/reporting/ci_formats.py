@@ -18,7 +18,7 @@ import msgspec
 
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import FAILED_STATUSES, Status
+from attncheck.records.record import FAILED_STATUSES, Status, gradients_of
 from attncheck.records.run_reports import Answer, GateReport
 from attncheck.reporting.diagnosis_text import failure_heading
 from attncheck.reporting.document import card_text
@@ -39,7 +39,6 @@ from attncheck.reporting.record_text import (
     RULES,
     STATUSES,
     footnote,
-    gradients_of,
     rule_id,
     rule_text,
 )

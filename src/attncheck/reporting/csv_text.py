@@ -21,6 +21,7 @@ from attncheck.records.record import (
     OutErrors,
     Record,
     Report,
+    gradients_of,
     reason_of,
 )
 from attncheck.records.run_reports import GateReport
@@ -85,7 +86,7 @@ def _record_rows(
     """Yield the headings, then the values of each record."""
     records = list(records)
     # Gradients take many columns, which a forward's CSV leaves out.
-    backward = any(isinstance(record.gradients, dict) and record.gradients for record in records)
+    backward = any(map(gradients_of, records))
     yield [name for name, _ in _fields(None, None, backward=backward)]
     for record in records:
         environment = environments[record.environment]
@@ -104,7 +105,7 @@ def _fields(
     yield from (*_flat(OutErrors, out, "out_"), *_ratios("out", out))
     yield from _flat(LseErrors, record.lse if record else None, "lse_")
     if backward:
-        gradients = record.gradients if record and isinstance(record.gradients, dict) else {}
+        gradients = gradients_of(record) if record else {}
         for tensor in GRADIENTS:
             errors = gradients.get(tensor)
             yield from (*_flat(GradientErrors, errors, f"{tensor}_"), *_ratios(tensor, errors))

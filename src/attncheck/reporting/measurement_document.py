@@ -14,7 +14,7 @@ from attncheck.core.grouping import group_by
 from attncheck.core.judgement import share_text
 from attncheck.core.tensor_names import GRADIENTS, TensorName
 from attncheck.records.problem_summary import ProblemSummary, problem_of
-from attncheck.records.record import GradientErrors, OutErrors, Record, Report
+from attncheck.records.record import GradientErrors, OutErrors, Record, Report, gradients_of
 from attncheck.reporting import number_text, record_text
 from attncheck.reporting.document import (
     DASH,
@@ -226,7 +226,7 @@ def profiles(records: Iterable[Record]) -> Iterator[str]:
 
 def _shown_columns(report: Report) -> tuple[tuple[str, Column], ...]:
     """Return the keys and columns that the records have data for."""
-    tensors = {name for record in report.records for name in record_text.gradients_of(record)}
+    tensors = {name for record in report.records for name in gradients_of(record)}
     used = {f"{name}_{part}" for name in tensors for part in ("share", "rmse", "ideal")}
     hidden = (_SHARES.keys() | _ERRORS.keys()) - used
     hidden |= {"environment"} if len(report.environments) <= 1 else set()
@@ -297,7 +297,7 @@ def _cells(record: Record) -> dict[str, Cell]:
         cells["lse_share"] = share_cell(judgement.lse_over_bound)
     for name, share in record_text.gradient_shares(record).items():
         cells[f"{name}_share"] = share_cell(share)
-    for name, errors in record_text.gradients_of(record).items():
+    for name, errors in gradients_of(record).items():
         if errors.elements:
             cells[f"{name}_rmse"] = _error(errors.rmse)
             cells[f"{name}_ideal"] = _over_ideal(errors)
@@ -359,7 +359,7 @@ def _remarks(record: Record) -> Iterator[Note]:
     broken += [f"LSE of {lse.nonfinite} rows"] if lse and lse.nonfinite else []
     broken += [
         f"{errors.nonfinite} of {errors.elements} elements of {name}"
-        for name, errors in record_text.gradients_of(record).items()
+        for name, errors in gradients_of(record).items()
         if errors.nonfinite
     ]
     if broken:
@@ -376,7 +376,7 @@ def _remarks(record: Record) -> Iterator[Note]:
 def _reading(report: Report) -> Iterator[str]:
     measured = [record for record in report.records if record.status in record_text.JUDGED]
     yield from HOW_TO_READ
-    if any(map(record_text.gradients_of, measured)):
+    if any(map(gradients_of, measured)):
         yield from _OF_GRADIENTS
     if any(problem_of(record).dtype == "tf32" for record in measured):
         yield _TF32

@@ -14,9 +14,9 @@ from typing import Any
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import cut_line, one_line
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import FAILED_STATUSES, Record, Report, Status
+from attncheck.records.record import FAILED_STATUSES, Record, Report, Status, gradients_of
 from attncheck.reporting.measurement_document import environment_lines
-from attncheck.reporting.record_text import JUDGED, gradients_of
+from attncheck.reporting.record_text import JUDGED
 
 GAP = 0.3  # space between variants; a slot is 1 wide
 _MARKS_WIDTH = 0.84  # part of a slot's width over which its marks spread

@@ -6,17 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from attncheck.core.grouping import group_by
-from attncheck.records import fault_scores
+from attncheck.records import fault_scores, run_reports
 from attncheck.records.fault_scores import ATTNCHECK_RULE, SCORED
 from attncheck.records.record import FAILED_STATUSES
-from attncheck.records.run_reports import (
-    BaselineComparison,
-    BaselineStanding,
-    Change,
-    PropertyOutcome,
-    PropertyReport,
-    Tally,
-)
 from attncheck.reporting import number_text
 from attncheck.reporting.document import (
     DASH,
@@ -316,7 +308,7 @@ _STATUSES = ("warn", "inconclusive", "fail", "error")
 _COUNTED = {"error": FAILED_STATUSES - {"fail"}}  # headings that count several statuses
 
 
-def property_document(report: PropertyReport) -> Document:
+def property_document(report: run_reports.PropertyReport) -> Document:
     """Return a page of the property suite's results by kernel, dtype, mask family and file."""
     sections = [
         _counted_by(report, "kernel", lambda one: one.kernel),
@@ -356,15 +348,15 @@ def property_document(report: PropertyReport) -> Document:
     )
 
 
-def total(outcomes: Iterable[PropertyOutcome]) -> Tally:
+def total(outcomes: Iterable[run_reports.PropertyOutcome]) -> run_reports.Tally:
     """Return the sum of the tallies of ``outcomes``."""
-    tally = Tally()
+    tally = run_reports.Tally()
     for outcome in outcomes:
         tally.add(outcome.tally)
     return tally
 
 
-def rate(tally: Tally, seconds: float) -> str:
+def rate(tally: run_reports.Tally, seconds: float) -> str:
     """Return ``2,345 problems in 61 s (38 a second), 12 % of the work compiling``."""
     speed = f" ({tally.total / seconds:.3g} a second)" if seconds > 0 and tally.total else ""
     share = (
@@ -375,7 +367,7 @@ def rate(tally: Tally, seconds: float) -> str:
 
 
 def _counted_by(
-    report: PropertyReport, name: str, key: Callable[[PropertyOutcome], str]
+    report: run_reports.PropertyReport, name: str, key: Callable[[run_reports.PropertyOutcome], str]
 ) -> Section:
     numbers = ("tests", "problems", *_STATUSES, "known", "failed", "skipped", "work")
     rows = []
@@ -393,7 +385,7 @@ def _counted_by(
     return table_section(f"by {name}", columns([name], numbers, cut=1), rows)
 
 
-def _failures_of(title: str, outcomes: list[PropertyOutcome]) -> Section:
+def _failures_of(title: str, outcomes: list[run_reports.PropertyOutcome]) -> Section:
     """Return a section with a row of dtypes and families for each kernel, test and reason."""
     # A broken kernel fails in the same way in every dtype, which makes one row, not forty.
     groups = group_by(outcomes, lambda one: (one.kernel, one.test, one.reason))
@@ -406,7 +398,7 @@ def _failures_of(title: str, outcomes: list[PropertyOutcome]) -> Section:
     return table_section(title, headings, rows)
 
 
-def _unsupported_lines(report: PropertyReport) -> Iterator[str]:
+def _unsupported_lines(report: run_reports.PropertyReport) -> Iterator[str]:
     """Yield a line for each kernel, such as ``mine does not support fp64: …``."""
     for kernel, dtypes in report.untaken.items():
         # Grouped by reason, since a kernel mostly lacks several dtypes for the same one.
@@ -417,7 +409,7 @@ def _unsupported_lines(report: PropertyReport) -> Iterator[str]:
 
 # Cases compared with their baseline
 
-_STANDING_LOOKS: dict[BaselineStanding, Look] = {
+_STANDING_LOOKS: dict[run_reports.BaselineStanding, Look] = {
     "worse": "bad",
     "better": "good",
     "gone": "notable",
@@ -428,7 +420,7 @@ _STANDING_LOOKS: dict[BaselineStanding, Look] = {
 _MOST = 50  # cases shown of a standing that needs no action; the JSON has all
 
 
-def baseline_document(report: BaselineComparison) -> Document:
+def baseline_document(report: run_reports.BaselineComparison) -> Document:
     """Return the page of each case's change since the baseline, the worst standings first."""
     sections = []
     alike = group_by(report.changes, lambda change: change.standing)
@@ -458,14 +450,14 @@ def baseline_document(report: BaselineComparison) -> Document:
     )
 
 
-def tally(changes: Iterable[Change]) -> str:
+def tally(changes: Iterable[run_reports.Change]) -> str:
     """Return ``1 worse, 2 better, 31 identical``, without standings that no case has."""
     counts = Counter(change.standing for change in changes)
     parts = [f"{counts[standing]:,} {standing}" for standing in _STANDING_LOOKS if counts[standing]]
     return ", ".join(parts) or "nothing to compare"
 
 
-def _change(change: Change, report: BaselineComparison) -> Row:
+def _change(change: run_reports.Change, report: run_reports.BaselineComparison) -> Row:
     numbers = (
         None if value is None else number_text.scientific(value)
         for value in (change.before, change.after)
