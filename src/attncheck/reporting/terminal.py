@@ -162,8 +162,9 @@ def _block_lines(
             yield from _table_lines(block, layout, width, headings=headings)
         case Picture():
             yield from _picture_lines(block, width)
-        case Card():
-            yield from _card_lines(block, width)
+        case Card():  # facts are never wrapped, since a map of characters may be among them
+            yield from _wrap(block.heading, width, style=f"bold {STYLES['bad']}")
+            yield from map(Text, card_text(block))
         case Chart():
             return
 
@@ -181,12 +182,6 @@ def _fact_lines(pairs: Iterable[tuple[str, str]], width: int) -> Iterator[Text]:
     for name, text in pairs:
         first = f"{_INDENT}{one_line(name):<{label}}"
         yield from _hanging_lines(first, one_line(text), width)
-
-
-def _card_lines(card: Card, width: int) -> Iterator[Text]:
-    """Yield a failure; its facts are never wrapped, since a map of characters may be among them."""
-    yield from _wrap(card.heading, width, style=f"bold {STYLES['bad']}")
-    yield from map(Text, card_text(card))
 
 
 def _picture_lines(picture: Picture, width: int) -> Iterator[Text]:
