@@ -13,6 +13,7 @@ from tests.reporting import samples as made
 
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.records.json_reports import load_report
+from attncheck.records.record import Diagnosis, Explanation
 from attncheck.records.survey_reports import Distance, ModAnswer, Rows
 from attncheck.reporting.exit_codes import exit_code
 from attncheck.reporting.rendering import FORMATS, GATE_FORMATS, render, show
@@ -81,6 +82,15 @@ def test_numbers_that_json_lacks_come_back_of_a_model():
     drifts = (replace(first.drifts[0], error=inf, most=-inf), *first.drifts[1:])
     broken = replace(first, calls=calls, drifts=drifts, gradient_norm=inf)
     report = replace(report, records=(broken, *rest))
+    assert load_report(render(report, "json"), type(report)) == report
+
+
+def test_numbers_that_json_lacks_come_back_of_a_diagnosis(make):
+    named = Explanation(
+        model="nan", sentence="inf", share=inf, explains_all=False, parameters={"tensor": "nan"}
+    )
+    diagnosis = Diagnosis(ranked=(named,), tied=1, tried=3)
+    report = make.report(make.record("nan", diagnosis=diagnosis))
     assert load_report(render(report, "json"), type(report)) == report
 
 

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from attncheck.records.record import Diagnosis, ErrorMap, TileMap
-from attncheck.reporting.image_files import error_image, is_mapped, write_error_plots
+from attncheck.reporting.image_files import image, is_mapped, write_plots
 
 pytest.importorskip("matplotlib", reason="plots need the extra plot")
 
@@ -115,11 +115,11 @@ def test_of_what_is_right_there_is_no_picture(make, failed):
 def test_foreign_names_are_shown_as_they_are_in_one_line(failed):
     said = words(error_figure(failed(), kernel="$\\frac{\n\x1b[31m"))
     assert "$\\frac{" in said
-    assert error_image(failed(), ".svg", kernel="$\\frac{")
+    assert image(failed(), ".svg", kernel="$\\frac{")
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_the_same_record_gives_the_same_bytes(failed, suffix, tmp_path):
-    write_error_plots(failed(), [str(tmp_path / f"a{suffix}")], kernel=KERNEL)
-    again = error_image(failed(), suffix, kernel=KERNEL)
+    write_plots(failed(), [str(tmp_path / f"a{suffix}")], kernel=KERNEL)
+    again = image(failed(), suffix, kernel=KERNEL)
     assert (tmp_path / f"a{suffix}").read_bytes() == again

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from attncheck.core.errors import UsageError
 from attncheck.records.json_reports import load_report
 from attncheck.records.model_report import ModelFault, ModelReport
-from attncheck.reporting.image_files import report_image
+from attncheck.reporting.image_files import image
 
 pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
 from attncheck.reporting.model_plot import model_figure
@@ -60,7 +60,7 @@ def test_a_drift_far_away_is_within_its_panel():
     wide = replace(REPORT, records=(replace(first, drifts=far), *REPORT.records[1:]))
     assert all(ax.get_ylim()[1] > 100 for ax in panels(wide).values() if ax.get_lines())
     nan = tuple(replace(one, error=float("nan")) for one in first.drifts)
-    assert report_image(replace(REPORT, records=(replace(first, drifts=nan),)), ".svg")
+    assert image(replace(REPORT, records=(replace(first, drifts=nan),)), ".svg")
 
 
 def test_without_a_model_that_ran_there_is_nothing_to_draw():

@@ -7,7 +7,7 @@ import pytest
 from tests.messages import one_line
 
 from attncheck.core.errors import UsageError
-from attncheck.reporting.image_files import check_plots, report_image, write_plots
+from attncheck.reporting.image_files import check_plots, image, write_plots
 from attncheck.reporting.rmse_plot import plot_of
 
 pytest.importorskip("matplotlib", reason="plots need the extra plot")
@@ -54,7 +54,7 @@ def test_a_panel_for_each_dtype_and_seed(make):
         for seed in (0, 1)
     ]
     report = make.report(*records)
-    assert [panel.title for panel in plot_of(report).panels] == [
+    assert list(plot_of(report).panels) == [
         f"{dtype} · B1 Q128 K96 D64 · normal · seed {seed}"
         for dtype in ("bf16", "fp16", "e4m3")
         for seed in (0, 1)
@@ -68,8 +68,8 @@ def test_the_marks_of_a_slot_stand_side_by_side_in_the_order_of_the_report(make)
     kernels = dict.fromkeys(("third", "first", "second"), "")
     records = [make.record(name) for name in sorted(kernels)]
     shown = plot_of(make.report(*records, kernels=kernels))
-    (panel,) = shown.panels
-    order = sorted(panel.marks, key=lambda mark: mark.middle)
+    (marks,) = shown.panels.values()
+    order = sorted(marks, key=lambda mark: mark.middle)
     assert [mark.kernel for mark in order] == list(kernels) == list(shown.kernels)
     for left, right in pairwise(order):
         assert left.reach[1] == pytest.approx(right.reach[0])
@@ -154,12 +154,12 @@ def test_foreign_names_are_shown_as_they_are_in_one_line(make):
     texts = words(report)
     for name in ("_hidden", "$x^2$", "a b", "n" * 23 + "…", "?"):
         assert name in texts
-    assert report_image(report, ".svg")  # mathematics that is none raises nothing
+    assert image(report, ".svg")  # mathematics that is none raises nothing
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_the_same_report_gives_the_same_bytes(sample, suffix):
-    assert report_image(sample, suffix) == report_image(sample, suffix)
+    assert image(sample, suffix) == image(sample, suffix)
 
 
 def test_files_are_images_of_their_kind(sample, tmp_path):
@@ -176,9 +176,9 @@ def test_files_are_images_of_their_kind(sample, tmp_path):
 def test_a_users_settings_change_no_image(sample):
     import matplotlib as mpl
 
-    before = report_image(sample, ".svg")
+    before = image(sample, ".svg")
     with mpl.rc_context({"font.size": 30, "axes.facecolor": "black"}):
-        assert report_image(sample, ".svg") == before
+        assert image(sample, ".svg") == before
         assert mpl.rcParams["font.size"] == 30
 
 

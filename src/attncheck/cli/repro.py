@@ -204,10 +204,10 @@ def _draw(record: Record, plots: tuple[str, ...], *, kernel: str) -> None:
     """Draw the places of the error; print a line if these are not known."""
     if not plots:
         return
-    from attncheck.reporting.image_files import is_mapped, write_error_plots
+    from attncheck.reporting.image_files import is_mapped, write_plots
 
     if is_mapped(record):
-        write_error_plots(record, plots, kernel=kernel)
+        write_plots(record, plots, kernel=kernel)
     else:
         click.echo("attncheck: nothing is known of where an error is: no plot is drawn.", err=True)
 

@@ -199,9 +199,8 @@ def _changes_since_commit(
             names.update({answer.record.kernel: here for answer in done.answers})
             missing.update({here: str(done.facts["missing"])} if "missing" in done.facts else {})
     after = [answer for answer in answers if answer.unit in compared]
-    changes = baseline_comparison.compare_answers(
-        rename_kernels(before, names), after, environments, complete=False
-    )
+    renamed = rename_kernels(before, names)
+    changes = baseline_comparison.compare_answers(renamed, after, environments)
     return tuple(
         replace(change, reason=missing[change.kernel])
         if change.standing == "new" and change.kernel in missing

@@ -260,21 +260,20 @@ def compare_answers(
     before: Iterable[Answer],
     after: Iterable[Answer],
     environments: Mapping[str, Environment],
-    *,
-    complete: bool = True,
 ) -> tuple[Change, ...]:
     """Compare two versions of kernels case by case, both measured in this run.
+
+    Cases that only the earlier kernels were asked are left out.
 
     Args:
         before: Answers of the earlier kernels, under the names of the later ones.
         after: Answers of the later kernels.
         environments: Environments of both, by the ids in their Records.
-        complete: See ``compare_runs``.
     """
     old = comparable_entries(measurements(before), environments)
     new = comparable_entries(measurements(after), environments)
     by_id = {one.id: one for one in environments.values()}
-    return _compare_entries({k: e for k, (e, _) in old.items()}, new, by_id, complete=complete)
+    return _compare_entries({k: e for k, (e, _) in old.items()}, new, by_id, complete=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,18 +290,15 @@ class _Case:
         for name, old in self.before.tensors.items():
             new = self.after.tensors.get(name)
             if new is not None and old.relative and new.relative:
-                pairs[name] = _pair(old, new, _smallest_error(new, independent=self.independent))
+                smallest = _smallest_error(new, independent=self.independent)
+                pairs[name] = ErrorPair(
+                    before=max(old.relative, smallest),
+                    after=max(new.relative, smallest),
+                    freedom_before=old.freedom,
+                    freedom_after=new.freedom,
+                    ensemble=new.ensemble if all(new.ensemble) else (),
+                )
         return pairs
-
-
-def _pair(old: BaselineTensor, new: BaselineTensor, smallest: float) -> ErrorPair:
-    return ErrorPair(
-        before=max(old.relative, smallest),
-        after=max(new.relative, smallest),
-        freedom_before=old.freedom,
-        freedom_after=new.freedom,
-        ensemble=new.ensemble if all(new.ensemble) else (),
-    )
 
 
 def _smallest_error(tensor: BaselineTensor, *, independent: bool) -> float:
@@ -342,13 +338,13 @@ def _missing_changes(before: Mapping[Key, Entry], after: Mapping[Key, object]) -
     """Yield the cases that were not asked; they count as worse if their kernel was not asked."""
     measured = {before[key].kernel for key in after if key in before}
     for key, entry in before.items():
-        if key not in after:
-            # Otherwise a kernel that was not asked at all would pass.
-            absent = entry.kernel not in measured
-            reason = (
-                "of all that the baseline has of this kernel nothing was asked" if absent else ""
-            )
-            yield _change(entry, None, "worse" if absent else "gone", reason)
+        if key in after:
+            continue
+        if entry.kernel in measured:
+            yield _change(entry, None, "gone", "")
+        else:  # otherwise a kernel that was not asked at all would pass
+            reason = "of all that the baseline has of this kernel nothing was asked"
+            yield _change(entry, None, "worse", reason)
 
 
 def _standings(common: Mapping[Key, _Case]) -> dict[Key, tuple[BaselineStanding, str]]:
@@ -456,11 +452,8 @@ def _judge_together(
     for standing, changes in directions.items():
         if log_probability(changes) >= limit:
             continue
-        sentence = (
-            _describe_growth(pairs)
-            if standing == "worse"
-            else f"{mean_ratio(pairs):.3g} × what it was"
-        )
+        worse = standing == "worse"
+        sentence = _describe_growth(pairs) if worse else f"{mean_ratio(pairs):.3g} × what it was"
         for key, pair in zip(rest, changes, strict=True):
             # Only the cases that moved in this direction are reported.
             if pair.after > pair.before:

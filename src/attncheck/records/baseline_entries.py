@@ -21,7 +21,7 @@ from attncheck.core import json_numbers
 from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.core.tensor_names import TensorName
-from attncheck.records.record import Environment, Record, Status
+from attncheck.records.record import Environment, Record, Status, gradients_of
 
 _SCHEMA = 1
 
@@ -190,8 +190,7 @@ def _entry(record: Record, environment: Environment) -> Entry:
 def _baseline_tensors(record: Record) -> dict[TensorName, BaselineTensor]:
     if not isinstance(record.accuracy, dict):
         return {}
-    gradients = record.gradients if isinstance(record.gradients, dict) else {}
-    errors: dict[TensorName, Any] = {"out": record.out, **gradients}
+    errors: dict[TensorName, Any] = {"out": record.out, **gradients_of(record)}
     tensors = {}
     for name, one in record.accuracy.items():
         measured = errors.get(name)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 from msgspec.structs import replace
 
+from attncheck.core.grouping import group_by
 from attncheck.core.judgement import Rule
 from attncheck.core.tensor_names import GRADIENTS
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record
@@ -154,9 +155,7 @@ def group_by_cause(
         smaller: The smaller Cases that a failure was shrunk to, by its index: a model has to
             explain these as well.
     """
-    kernels: dict[str, list[int]] = {}
-    for i, record in enumerate(failures):
-        kernels.setdefault(record.kernel, []).append(i)
+    kernels = group_by(range(len(failures)), lambda i: failures[i].kernel)
     return tuple(
         group
         for places in kernels.values()
@@ -191,9 +190,7 @@ def _groups_of_kernel(
 
 def _groups_of_symptoms(failures: Sequence[Record], indices: list[int]) -> Iterator[CauseGroup]:
     """Yield groups of failures that no confirmed model explains."""
-    alike: dict[Key, list[int]] = {}
-    for i in indices:
-        alike.setdefault(symptom(failures[i]), []).append(i)
+    alike = group_by(indices, lambda i: symptom(failures[i]))
     symptoms = [key for key in alike if key[-1] != _BEYOND]
     shared = {n: _shared_doubts([failures[i] for i in alike[k]]) for n, k in enumerate(symptoms)}
     for numbers, key, cause in _fewest_causes(shared):
@@ -300,16 +297,12 @@ def _common_text(forms: list[Explanation]) -> str:
 
 def _plain_cause(record: Record) -> tuple[str, bool]:
     """Return a text for a failure that no model explains, and whether it is the actual cause."""
-    judgement = record.judgement
+    judgement, is_failure = record.judgement, record.status in FAILED_STATUSES
     if judgement is None:
-        is_failure = record.status in FAILED_STATUSES
-        prefix = (
-            "it raises " if record.status == "error" else "" if is_failure else f"{record.status}, "
-        )
+        prefix = "" if is_failure else f"{record.status}, "
+        prefix = "it raises " if record.status == "error" else prefix
         return f"{prefix}{record.reason or record.status}", is_failure
     if judgement.rule in _CALL_RULES:
-        return judgement.reason, record.status in FAILED_STATUSES
+        return judgement.reason, is_failure
     _, rule, what = symptom(record)
-    return " of ".join(
-        part for part in (f"rule {rule}" if rule else record.status, what) if part
-    ), False
+    return " of ".join(filter(None, (f"rule {rule}" if rule else record.status, what))), False

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +130,8 @@ def find_reproduction(
     named = [one for one in candidates if one.kernel == kernel]
     # The Case may also be asked of a kernel that never failed it, for comparison.
     if kernel:
-        return (
-            named[0]
-            if named
-            else Reproduction(case=candidates[0].case, source=candidates[0].source)
-        )
+        first = candidates[0]
+        return named[0] if named else Reproduction(case=first.case, source=first.source)
     kernels = list(dict.fromkeys(one.kernel for one in candidates))
     if len(kernels) > 1:
         several = ", ".join(map(one_line, kernels))
@@ -240,7 +238,7 @@ def _option(typed: str, name: str) -> str:
     # Unbalanced quotes, since a file may have been edited by hand.
     except ValueError:
         return ""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         option, equals, value = word.partition("=")
         if option == name:
             return value if equals else following

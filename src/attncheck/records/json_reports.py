@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
 
 from attncheck.core import json_numbers
 from attncheck.core.errors import UsageError, require_known
+from attncheck.records import fault_scores, run_reports, survey_reports
 from attncheck.records.bench_report import BenchReport
-from attncheck.records.fault_scores import (
-    FaultReport,
-    MutantReport,
-    OwnTestsReport,
-    SensitivityReport,
-)
 from attncheck.records.model_report import ModelReport
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Report
-from attncheck.records.run_reports import BaselineComparison, GateReport, PropertyReport
-from attncheck.records.survey_reports import (
-    BlockReport,
-    CertificateReport,
-    FingerprintReport,
-    ModReport,
-    OracleReport,
-)
+from attncheck.records.run_reports import GateReport
+from attncheck.records.survey_reports import CertificateReport, OracleReport
 
 LARGEST_REPORT = 2**26  # Bytes of the largest report that is read: some 40,000 records.
 
@@ -48,17 +39,17 @@ REPORTS: dict[str, type[msgspec.Struct]] = {
     "rmse": Report,
     "bench": BenchReport,
     "gate": GateReport,
-    "properties": PropertyReport,
-    "baseline": BaselineComparison,
-    "faults": FaultReport,
-    "mutants": MutantReport,
-    "own-tests": OwnTestsReport,
-    "sensitivity": SensitivityReport,
+    "properties": run_reports.PropertyReport,
+    "baseline": run_reports.BaselineComparison,
+    "faults": fault_scores.FaultReport,
+    "mutants": fault_scores.MutantReport,
+    "own-tests": fault_scores.OwnTestsReport,
+    "sensitivity": fault_scores.SensitivityReport,
     "oracles": OracleReport,
     "certificates": CertificateReport,
-    "mods": ModReport,
-    "blocks": BlockReport,
-    "fingerprint": FingerprintReport,
+    "mods": survey_reports.ModReport,
+    "blocks": survey_reports.BlockReport,
+    "fingerprint": survey_reports.FingerprintReport,
     "model": ModelReport,
 }
 """Report types by the command, or part of it, that makes them."""
@@ -164,48 +155,30 @@ def load_report(source: Path | str, kind: type[R]) -> R:
     return report
 
 
-def _with_numbers(data: dict[str, Any], kind: type) -> dict[str, Any]:
-    """Return ``data`` with strings such as ``"nan"`` converted to floats in numeric fields."""
-    # Only in numeric fields: a kernel called "nan" keeps its name.
-    changes: dict[type, dict[str, Callable[[Any], Any]]] = {
-        Report: {"records": json_numbers.words_to_record_numbers},
-        GateReport: {"answers": _answer, "changes": _change},
-        BenchReport: {"cells": _cell},
-        ModelReport: {"records": _model},
-    }
-    converted = {
-        name: [convert(one) for one in data[name]]
-        for name, convert in changes.get(kind, {}).items()
-        if isinstance(data.get(name), list)
-    }
-    return data | converted
+def _with_numbers(data: Any, annotation: Any) -> Any:
+    """Return ``data`` with floats for strings such as ``"nan"`` where ``annotation`` has a float.
+
+    Other strings stay, since a kernel may be called "nan"; a Case may have numbers anywhere.
+    """
+    if annotation is float or annotation is Any:
+        return json_numbers.words_to_numbers(data)
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if isinstance(data, dict):
+        if origin is dict:
+            return {name: _with_numbers(one, parts[1]) for name, one in data.items()}
+        if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+            fields = _numeric_fields(annotation).items()
+            return data | {name: _with_numbers(data[name], t) for name, t in fields if name in data}
+    if isinstance(data, list) and origin is tuple:
+        return [_with_numbers(one, parts[0]) for one in data]
+    if origin is UnionType and str not in parts:
+        for part in parts:
+            data = _with_numbers(data, part)
+    return data
 
 
-def _answer(answer: Any) -> Any:
-    if not isinstance(answer, dict):
-        return answer
-    return answer | {"record": json_numbers.words_to_record_numbers(answer.get("record"))}
-
-
-def _cell(cell: Any) -> Any:
-    if not (isinstance(cell, dict) and isinstance(cell.get("rows"), list)):
-        return cell
-    return cell | {"rows": [_answer(row) for row in cell["rows"]]}
-
-
-def _change(change: Any) -> Any:
-    return _numbers_at(change, "before", "after")
-
-
-def _model(record: Any) -> Any:
-    record = _numbers_at(record, "chance", "gradient_norm", "exact_norm", "drifts")
-    if not (isinstance(record, dict) and isinstance(record.get("calls"), list)):
-        return record
-    return record | {"calls": [_numbers_at(call, "over_bound") for call in record["calls"]]}
-
-
-def _numbers_at(data: Any, *names: str) -> Any:
-    if not isinstance(data, dict):
-        return data
-    numbers = {name: data[name] for name in names if name in data}
-    return data | json_numbers.words_to_numbers(numbers)
+@cache
+def _numeric_fields(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the types of a Struct's fields, without those that hold no float."""
+    types = {field.name: field.type for field in msgspec.structs.fields(struct)}
+    return {name: t for name, t in types.items() if t not in {str, int, bool}}

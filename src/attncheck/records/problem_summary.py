@@ -49,10 +49,13 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.operation == "softmax":
             return f"B{self.batch} H{self.heads} R{self.query} C{self.kv}"
-        dims = str(self.head_dim)
-        if self.value_dim != self.head_dim:
-            dims += f"/{self.value_dim}"
-        return f"B{self.batch} Q{self.query} K{self.kv} D{dims}"
+        return f"B{self.batch} Q{self.query} K{self.kv} {self.dims}"
+
+    @property
+    def dims(self) -> str:
+        """``D64``, or ``D64/32`` with another value_dim."""
+        values = "" if self.value_dim == self.head_dim else f"/{self.value_dim}"
+        return f"D{self.head_dim}{values}"
 
     @property
     def size(self) -> int:

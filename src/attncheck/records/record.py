@@ -253,6 +253,11 @@ def reason_of(record: Record) -> str:
     return record.reason or (record.judgement.reason if record.judgement else "")
 
 
+def gradients_of(record: Record) -> dict[TensorName, GradientErrors]:
+    """Return the errors of gradients; none without a backward or without a measurement."""
+    return record.gradients if isinstance(record.gradients, dict) else {}
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Records of a run, with the data that they share."""
 

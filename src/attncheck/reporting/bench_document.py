@@ -24,8 +24,6 @@ from attncheck.reporting.document import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from attncheck.records.bench_report import BenchCell, BenchReport, BenchRow, Finding, Times
 
 _READING = (
@@ -107,7 +105,9 @@ def cell_table(
 ) -> tuple[str, Table]:
     """Return a cell's section title and table; reasons are numbered in ``notes``."""
     problem = problem_of(cell)
-    both = any(row.both for row in report_rows(report, cell))
+    kind = (cell.table, cell.work.decoding)
+    alike = (one for one in report.cells if (one.table, one.work.decoding) == kind)
+    both = any(row.both for each in (cell, *alike) for row in each.rows)
     base_row = next((row for row in cell.rows if row.record.kernel == report.baseline), None)
     columns = [
         Column("kernel", words=True, cut=True, most=28, least=12),
@@ -125,12 +125,12 @@ def cell_table(
     rows = [
         Row(_cells(report, cell, row, base_row, notes, both=both), group=group) for row in cell.rows
     ]
-    if rows and (moved := _clock_change(cell)):
-        rows[-1] = replace(rows[-1], remarks=(Note(moved, "notable"),))
-    title = f"{cell.table} · {problem.dtype} · {cell.heads} {problem.head_counts} · "
-    title += f"D{problem.head_dim}"
-    if problem.value_dim != problem.head_dim:
-        title += f"/{problem.value_dim}"
+    if rows and cell.clocks and _moved(*cell.clocks):
+        low, high = cell.clocks
+        moved = Note(f"the SM clock moved: {low:,}–{high:,} MHz", "notable")
+        rows[-1] = replace(rows[-1], remarks=(moved,))
+    heads = f"{cell.heads} {problem.head_counts}"
+    title = " · ".join([cell.table, problem.dtype, heads, problem.dims])
     return title, Table(tuple(columns), tuple(rows), groups=("variant", "batch × length"))
 
 
@@ -138,21 +138,12 @@ def _number(heading: str, spare: int) -> Column:
     return Column(heading, spare=spare, least=7)
 
 
-def report_rows(report: BenchReport, cell: BenchCell) -> Iterator[BenchRow]:
-    """Yield the rows of ``cell`` and of all cells of its table and kind of work."""
-    yield from cell.rows
-    for other in report.cells:
-        if (other.table, other.work.decoding) == (cell.table, cell.work.decoding):
-            yield from other.rows
-
-
 def rate(cell: BenchCell, times: Times | None, *, both: bool = False) -> float | None:
     """Return operations a second of a forward, or of ``both``; for decoding bytes a second."""
     if times is None:
         return None
-    return (
-        cell.work.cache_bytes if cell.work.decoding else cell.work.flops(backward=both)
-    ) / times.median
+    work = cell.work
+    return (work.cache_bytes if work.decoding else work.flops(backward=both)) / times.median
 
 
 def _cells(
@@ -204,13 +195,8 @@ def _speedup(times: Times | None, other: Times | None) -> str:
     return number_text.ratio(other.median, times.median)
 
 
-def _clock_change(cell: BenchCell) -> str:
-    if cell.clocks is None:
-        return ""
-    low, high = cell.clocks
-    if high - low <= _MOVED * high:
-        return ""
-    return f"the SM clock moved: {low:,}–{high:,} MHz"
+def _moved(low: int, high: int) -> bool:
+    return high - low > _MOVED * high
 
 
 def bench_closing(report: BenchReport, notes: dict[tuple[str, str], int]) -> Document:
@@ -243,7 +229,7 @@ def bench_closing(report: BenchReport, notes: dict[tuple[str, str], int]) -> Doc
 
 def _clocks_text(cell_clocks: list[tuple[int, int]]) -> str:
     low, high = min(one for one, _ in cell_clocks), max(one for _, one in cell_clocks)
-    moved = " (they moved)" if high - low > _MOVED * high else ""
+    moved = " (they moved)" if _moved(low, high) else ""
     return f"SM clocks while timed: {low:,}–{high:,} MHz{moved}"
 
 
@@ -252,9 +238,7 @@ def _changes(report: BenchReport) -> Section:
     for change in report.changes:
         cell = report.cells[change.cell]
         problem = problem_of(cell)
-        interval = number_text.NOTHING
-        if change.interval is not None:
-            interval = "–".join(f"{end:.3f}" for end in change.interval)
+        interval = "–".join(f"{end:.3f}" for end in change.interval or ())
         rows.append(
             row(
                 Cell(change.kernel, code=True),
@@ -262,7 +246,7 @@ def _changes(report: BenchReport) -> Section:
                 change.timed,
                 Cell(change.finding, _LOOKS[change.finding]),
                 f"{change.ratio:.3f}",
-                interval,
+                interval or number_text.NOTHING,
             )
         )
     words = ("kernel", "problem", "timed", "finding")

@@ -9,7 +9,7 @@ from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.records.problem_summary import problem_of
 from attncheck.reporting.bench_document import bench_facts
-from attncheck.reporting.rmse_plot import draw_outside_legend, kernel_looks
+from attncheck.reporting.rmse_plot import draw_outside_legend, draw_rings, kernel_looks
 
 if TYPE_CHECKING:
     from attncheck.records.bench_report import BenchCell, BenchReport, BenchRow
@@ -54,16 +54,7 @@ def bench_figure(report: BenchReport) -> Any:
             xs, ys = [x for x, _, _ in values], [y for _, y, _ in values]
             ax.scatter(xs, ys, s=26, c=colour, marker=shape, label=one_line(name), zorder=3)
             wrong = [(x, y) for x, y, is_wrong in values if is_wrong]
-            if wrong:
-                ax.scatter(
-                    *zip(*wrong, strict=True),
-                    s=120,
-                    facecolors="none",
-                    edgecolors="#C00000",
-                    linewidths=1.6,
-                    zorder=4,
-                    gid="wrong",
-                )
+            draw_rings(ax, wrong, s=120, linewidths=1.6, zorder=4, gid="wrong")
     draw_outside_legend(fig)
     fig.suptitle("\n".join(bench_facts(report)), x=0.01, ha="left", fontsize=8)
     return fig

@@ -13,7 +13,13 @@ from attncheck.core.judgement import RULE_ORDER, Judgement, Precision, Worst, sh
 from attncheck.core.tensor_names import AXES
 from attncheck.records.failure_causes import group_by_cause, unclaimed_findings
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES, Record, Report
+from attncheck.records.record import (
+    FAILED_STATUSES,
+    UNTRUSTED_STATUSES,
+    Record,
+    Report,
+    gradients_of,
+)
 from attncheck.reporting import number_text
 from attncheck.reporting.diagnosis_text import TERMS, causes_title, explanation_facts
 from attncheck.reporting.document import (
@@ -28,6 +34,7 @@ from attncheck.reporting.document import (
     Verdict,
     columns,
     row,
+    table_section,
 )
 from attncheck.reporting.measurement_document import environment_lines, profiles, share_cell
 from attncheck.reporting.record_text import (
@@ -35,7 +42,6 @@ from attncheck.reporting.record_text import (
     STATUS_LOOKS,
     footnote,
     gradient_shares,
-    gradients_of,
     missed_faults,
     refusal_lines,
     verdict_remarks,
@@ -43,7 +49,7 @@ from attncheck.reporting.record_text import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 _COLUMNS = (
@@ -267,29 +273,29 @@ def _blind(report: Report) -> str:
 
 def explanation(record: Record) -> Document:
     """Return one Record in full: its worst element, the allowance there, and its parts."""
-    look = STATUS_LOOKS[record.status]
-    reason = footnote(record)
-    blocks: list[Note | Facts] = [
-        Note(f"{record.status}: {reason}" if reason else record.status, look)
-    ]
-    blocks += [Note(f"└ {one.text}", one.look) for one in verdict_remarks(record.judgement)]
+    return Document(title=_record_title(record), sections=tuple(_sections_of(record)))
+
+
+def _sections_of(record: Record) -> Iterator[Section]:
+    judgement, reason = record.judgement, footnote(record)
+    status = f"{record.status}: {reason}" if reason else record.status
+    blocks: list[Note | Facts] = [Note(status, STATUS_LOOKS[record.status])]
+    blocks += [Note(f"└ {one.text}", one.look) for one in verdict_remarks(judgement)]
     likely = tuple(explanation_facts(record.diagnosis))
     blocks += [Facts(likely)] if likely else []
-    sections = [Section(_record_title(record), tuple(blocks))]
-    judgement = record.judgement
-    notes: list[Note] = []
-    if judgement is not None:
-        sections += [_worst(judgement, judgement.worst)] if judgement.worst else []
-        sections += _budget(judgement.worst) if judgement.worst else []
-        if judgement.arithmetic:  # a relation has no bounds, and so no arithmetic
-            sections.append(_shares(judgement))
-            sections += _gradients(record)
-            sections += [_precision(judgement.precision)] if judgement.precision else []
-            faults = visible_faults([record])
-            notes = [Note(f"judged as {judgement.arithmetic}"), *([Note(faults)] if faults else [])]
-            if notes:
-                sections.append(Section("", tuple(notes)))
-    return Document(title=_record_title(record), sections=tuple(sections))
+    yield Section(_record_title(record), tuple(blocks))
+    if judgement is None:
+        return
+    if judgement.worst:
+        yield _worst(judgement, judgement.worst)
+        yield from _budget(judgement.worst)
+    if judgement.arithmetic:  # a relation has no bounds, and so no arithmetic
+        yield _shares(judgement)
+        yield from _gradients(record)
+        if judgement.precision:
+            yield _precision(judgement.precision)
+        lines = [f"judged as {judgement.arithmetic}", visible_faults([record])]
+        yield Section("", tuple(Note(line) for line in lines if line))
 
 
 def _record_title(record: Record) -> str:
@@ -327,7 +333,7 @@ def _budget(worst: Worst) -> list[Section]:
     if not worst.budget:
         return []
     total = sum(worst.budget.values())
-    rows = tuple(
+    rows = (
         row(
             name,
             number_text.scientific(part),
@@ -337,7 +343,7 @@ def _budget(worst: Worst) -> list[Section]:
         for name, part in sorted(worst.budget.items(), key=lambda item: -item[1])
     )
     title = f"what is allowed there, {number_text.scientific(worst.allowance)}"
-    return [Section(title, (Table((*columns(["part"], ["size", "of all"]), _WHAT), rows),))]
+    return [table_section(title, (*columns(["part"], ["size", "of all"]), _WHAT), rows)]
 
 
 def _percent_text(share: float) -> str:
@@ -355,8 +361,8 @@ def _shares(judgement: Judgement) -> Section:
             judgement.lse_over_probable,
         ),
     }
-    table = tuple(row(name, *map(share_cell, pair)) for name, pair in shares.items())
-    return Section("largest error ÷", (Table(columns([""], ["out", "LSE"]), table),))
+    table = (row(name, *map(share_cell, pair)) for name, pair in shares.items())
+    return table_section("largest error ÷", columns([""], ["out", "LSE"]), table)
 
 
 def _gradients(record: Record) -> list[Section]:
@@ -372,7 +378,7 @@ def _gradients(record: Record) -> list[Section]:
             number_text.place(errors.max_at, name),
         )
         rows.append(row(name, share_cell(shares.get(name)), *texts))
-    return [Section("gradients", (Table(headings, tuple(rows)),))] if rows else []
+    return [table_section("gradients", headings, rows)] if rows else []
 
 
 def _precision(precision: Precision) -> Section:
@@ -398,4 +404,4 @@ def _precision(precision: Precision) -> Section:
         if name == "residual" and allowed is not msgspec.UNSET:
             text = f"{text}, {allowed:.2g}"
         rows.append(row(name, text, Cell(meaning, "dim")))
-    return Section("precision", (Table((*columns(["", ""]), _WHAT), tuple(rows)),))
+    return table_section("precision", (*columns(["", ""]), _WHAT), rows)

@@ -18,15 +18,15 @@ import msgspec
 
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import FAILED_STATUSES, Status
+from attncheck.records.record import FAILED_STATUSES, Status, gradients_of
 from attncheck.records.run_reports import Answer, GateReport
 from attncheck.reporting.diagnosis_text import failure_heading
+from attncheck.reporting.document import card_text
 from attncheck.reporting.gate_document import failure_card, not_covered
 from attncheck.reporting.gate_verdict import (
     DOUBTFUL,
     FailureGroup,
     failing_changes,
-    failing_statuses,
     failure_groups,
     gate_exit_code,
     gate_verdict,
@@ -39,11 +39,9 @@ from attncheck.reporting.record_text import (
     RULES,
     STATUSES,
     footnote,
-    gradients_of,
     rule_id,
     rule_text,
 )
-from attncheck.reporting.terminal import card_text
 
 
 def _failure_lines(report: GateReport, group: FailureGroup) -> list[str]:
@@ -81,18 +79,17 @@ def junit_text(report: GateReport) -> str:
 
 def _suites(report: GateReport) -> dict[str, list[ET.Element]]:
     suites: dict[str, list[ET.Element]] = {}
-    answers = questions(report)
-    failing = failing_statuses(answers, policy_of(report))
+    failing, _ = status_sides(report)
     smallest = {(a.record.kernel, a.smallest_of): a for a in report.answers if a.smallest_of}
     # Questions that passed are test cases too, since dashboards count them.
-    for answer in answers:
+    for answer in questions(report):
         record = answer.record
         group = FailureGroup(answer=answer, smallest=smallest.get((record.kernel, record.case_id)))
         case = _question_case(report, group, failing)
         suites.setdefault(f"{record.kernel} · {answer.stage}", []).append(case)
     worse = failing_changes(report, policy_of(report))
     for change in report.changes:
-        case = _case(change.kernel, f"{change.case_id} compared with {report.baseline}", 0.0)
+        case = _case(change.kernel, f"{change.case_id} compared with {report.baseline}")
         text = _xml(shortened(change.reason))
         if change in worse:
             ET.SubElement(case, "failure", {"type": "regression", "message": text}).text = text
@@ -100,15 +97,13 @@ def _suites(report: GateReport) -> dict[str, list[ET.Element]]:
             ET.SubElement(case, "system-out").text = _xml(f"{change.standing}: {text}")
         suites.setdefault(f"{change.kernel} · baseline", []).append(case)
     # Errors that are no kernel's fault, but leave the gate without an answer.
-    for i, line in enumerate(report.harness, 1):
-        case = _case("attncheck", f"the gate itself {i}", 0.0)
-        about = {"type": "harness", "message": _xml(shortened(line))}
-        ET.SubElement(case, "error", about)
-        suites.setdefault("attncheck", []).append(case)
+    errors = [(f"the gate itself {i}", "harness", line) for i, line in enumerate(report.harness, 1)]
     if report.unfinished:
         why = f"{report.unfinished} questions were not asked: {report.unfinished_because}"
-        case = _case("attncheck", "every question is asked", 0.0)
-        ET.SubElement(case, "error", {"type": "unfinished", "message": _xml(shortened(why))})
+        errors.append(("every question is asked", "unfinished", why))
+    for name, kind, line in errors:
+        case = _case("attncheck", name)
+        ET.SubElement(case, "error", {"type": kind, "message": _xml(shortened(line))})
         suites.setdefault("attncheck", []).append(case)
     return suites
 
@@ -159,7 +154,7 @@ def _properties(report: GateReport, answer: Answer) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def _case(classname: str, name: str, seconds: float) -> ET.Element:
+def _case(classname: str, name: str, seconds: float = 0.0) -> ET.Element:
     about = {"classname": _xml(classname), "name": _xml(shortened(name))}
     return ET.Element("testcase", about | {"time": f"{seconds:.6f}"})
 
@@ -180,7 +175,7 @@ _NOWHERE = "pyproject.toml"
 def sarif_text(report: GateReport) -> str:
     """Return ``report`` as SARIF 2.1.0: a result for each failing or odd answer, and its rules."""
     rules: dict[str, dict[str, Any]] = {}
-    failing = failing_statuses(questions(report), policy_of(report))
+    failing, _ = status_sides(report)
     answers = [a for a in questions(report) if a.record.status not in {"pass", "unsupported"}]
     answers.sort(key=lambda answer: answer.record.status not in failing)
     results = []

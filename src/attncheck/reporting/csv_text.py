@@ -21,14 +21,19 @@ from attncheck.records.record import (
     OutErrors,
     Record,
     Report,
+    gradients_of,
     reason_of,
 )
 from attncheck.records.run_reports import GateReport
 from attncheck.reporting.document import Document, Table
 from attncheck.reporting.number_text import quotient
 
-_RECORD_COLUMNS = ("case_id", "kernel", "variant", "head_arrangement", "status", "reason")
-_ANSWER_COLUMNS = ("unit", "stage", "test", "attempts", "smallest_of", "failure", "work_seconds")
+_ANSWER_FIELDS = (
+    *("unit", "stage", "test", "attempts", "smallest_of", "failure"),
+    *("seconds", "compiling"),
+)
+# Fields with another name in a CSV, where an answer's seconds would be taken for its record's.
+_HEADINGS = {"heads": "head_arrangement", "seconds": "work_seconds"}
 # Fields whose structs are flattened into columns, since a CSV has no nesting.
 _NESTED: dict[str, type[msgspec.Struct]] = {
     "max_at": Place,
@@ -53,12 +58,9 @@ def gate_csv(report: GateReport) -> str:
     """Return ``report`` as CSV, a row for each answer: the gate's columns, then a report's."""
     rows = _record_rows([answer.record for answer in report.answers], report.environments)
     # The first row of a report's CSV has the headings.
-    head = [*_ANSWER_COLUMNS, "compiling", *next(rows)]
-    lines = [head]
+    lines = [[*(_HEADINGS.get(name, name) for name in _ANSWER_FIELDS), *next(rows)]]
     for answer, row in zip(report.answers, rows, strict=True):
-        gate_values = [answer.unit, answer.stage, answer.test, answer.attempts]
-        gate_values += [answer.smallest_of, answer.failure, answer.seconds, answer.compiling]
-        lines.append([*gate_values, *row])
+        lines.append([*(getattr(answer, name) for name in _ANSWER_FIELDS), *row])
     return _csv_text(lines)
 
 
@@ -84,7 +86,7 @@ def _record_rows(
     """Yield the headings, then the values of each record."""
     records = list(records)
     # Gradients take many columns, which a forward's CSV leaves out.
-    backward = any(isinstance(record.gradients, dict) and record.gradients for record in records)
+    backward = any(map(gradients_of, records))
     yield [name for name, _ in _fields(None, None, backward=backward)]
     for record in records:
         environment = environments[record.environment]
@@ -95,13 +97,15 @@ def _fields(
     record: Record | None, environment: Environment | None, *, backward: bool
 ) -> Iterator[Field]:
     """Yield all columns of ``record`` in reading order; for None only their names."""
-    yield from zip(_RECORD_COLUMNS, _record_values(record), strict=True)
+    for name in ("case_id", "kernel", "variant", "heads", "status"):
+        yield _HEADINGS.get(name, name), getattr(record, name, None)
+    yield "reason", reason_of(record) if record else None
     yield from _flat(ProblemSummary, None if record is None else problem_of(record))
     out = record.out if record else None
     yield from (*_flat(OutErrors, out, "out_"), *_ratios("out", out))
     yield from _flat(LseErrors, record.lse if record else None, "lse_")
     if backward:
-        gradients = record.gradients if record and isinstance(record.gradients, dict) else {}
+        gradients = gradients_of(record) if record else {}
         for tensor in GRADIENTS:
             errors = gradients.get(tensor)
             yield from (*_flat(GradientErrors, errors, f"{tensor}_"), *_ratios(tensor, errors))
@@ -111,13 +115,6 @@ def _fields(
     for name in ("seconds", "interpreted", "tiling", "environment"):
         yield name, getattr(record, name, None)
     yield from _flat(Environment, environment)
-
-
-def _record_values(record: Record | None) -> tuple[str, ...]:
-    if record is None:
-        return ("",) * len(_RECORD_COLUMNS)
-    named = record.case_id, record.kernel, record.variant, record.heads
-    return *named, record.status, reason_of(record)
 
 
 def _flat(kind: type[msgspec.Struct], struct: Any, prefix: str = "") -> Iterator[Field]:

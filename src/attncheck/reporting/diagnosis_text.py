@@ -14,7 +14,7 @@ from attncheck.records.failures import StoredFailure
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Diagnosis, ErrorMap, Explanation, Record, Status, TileMap
 from attncheck.reporting import number_text
-from attncheck.reporting.document import Facts, Section
+from attncheck.reporting.document import Card, Facts, Section, card_text
 from attncheck.reporting.number_text import plural
 from attncheck.reporting.record_text import verdict_remarks
 
@@ -50,7 +50,6 @@ _HEADS: dict[Status, str] = {
     "oom": "OUT OF MEMORY",
     "unsupported": "NOT SUPPORTED",
 }  # other statuses are written in capitals
-_LABEL = 11  # width in characters of the labels on the left
 _LEAST_SHARE = 1e-3  # share of an allowance below which a part is not listed
 _LONGEST = 500  # characters of a line, which may hold a message of the kernel's code
 
@@ -97,10 +96,9 @@ def diagnosis_text(  # the arguments are facts that a Record does not hold
     facts = failure_facts(
         record, kernel=kernel, device=device, question_summary=question_summary, test=test
     )
-    lines = [failure_heading(record)]
-    lines += [f"  {name:<{_LABEL}}{text}" for name, text in facts]
-    lines += [f"Reproduce: {_cut(reproduce)}"] if reproduce else []
-    return "\n".join(lines)
+    heading = failure_heading(record)
+    card = Card(kernel=kernel, heading=heading, facts=tuple(facts), command=_cut(reproduce))
+    return "\n".join([heading, *card_text(card)])
 
 
 def failure_heading(record: Record) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
+from attncheck.core.sanitize_text import one_line
+
 Look = Literal["plain", "dim", "good", "notable", "bad"]
 
 FacetValues: TypeAlias = Mapping[str, tuple[str, ...]]  # values by facet: ``{"dtype": ("bf16",)}``
@@ -22,6 +24,9 @@ STYLES: dict[Look, str] = {
     "bad": "red",
 }
 """rich's style for each look, on a terminal."""
+
+LABEL = 11
+"""Columns of the labels of facts, in text."""
 
 # Defined here, since the code that places points and the code that draws axes must agree on them.
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 352.0, 12.0, 208.0
@@ -179,22 +184,15 @@ class Series:
     lines: tuple[tuple[Point, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """A logarithmic axis: the place and text of each label."""
-
-    ticks: tuple[tuple[float, str], ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
     """Curves on two logarithmic axes."""
 
     title: str
     description: str  # text for screen readers, with the largest value
-    # x, y: axes.
-    x: Axis
-    y: Axis
+    # x_ticks, y_ticks: place and text of each label of an axis.
+    x_ticks: tuple[tuple[float, str], ...]
+    y_ticks: tuple[tuple[float, str], ...]
     x_name: str  # the quantity on the x axis
     limit: tuple[float, str]  # y of a line drawn across the chart, and its label
     series: tuple[Series, ...]  # one for each colour
@@ -218,6 +216,12 @@ class Card:
     facets: FacetValues = field(default_factory=dict)  # see Row
 
 
+def card_text(card: Card) -> list[str]:
+    """Return the facts of a failure, a line each, and the command that reproduces it."""
+    lines = [f"  {name:<{LABEL}}{one_line(text)}" for name, text in card.facts]
+    return [*lines, f"Reproduce: {one_line(card.command)}"] if card.command else lines
+
+
 Block: TypeAlias = Note | Facts | Table | Picture | Card | Chart
 
 
@@ -230,6 +234,11 @@ class Section:
     name: str = ""  # its entry in a page's list of sections
     folded: bool = False  # whether a page of HTML shows only the title until it is opened
     facets: FacetValues = field(default_factory=dict)  # see Row
+
+
+def table_section(title: str, headings: Iterable[Column], rows: Iterable[Row]) -> Section:
+    """Return a section of one table."""
+    return Section(title, (Table(tuple(headings), tuple(rows)),))
 
 
 @dataclass(frozen=True, slots=True)

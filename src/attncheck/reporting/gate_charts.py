@@ -212,8 +212,8 @@ def _chart(
         description=f"{title} against the number of keys, {lengths[0]:,} to {lengths[-1]:,}, both "
         f"logarithmic; the largest is {share_text(max(values))}"
         f"{left_out if len(drawn_lines) < len(lines) else ''}",
-        x=document.Axis(tuple((x(kv), f"{kv:,}") for kv in labelled)),
-        y=document.Axis(y.ticks),
+        x_ticks=tuple((x(kv), f"{kv:,}") for kv in labelled),
+        y_ticks=y.ticks,
         x_name="keys",
         limit=(y(1.0), limit),
         series=series,
@@ -223,11 +223,8 @@ def _chart(
 def _line_name(record: Record) -> str:
     """Return the name of a record's line, such as ``causal softcap D64 large_logits decode``."""
     problem = problem_of(record)
-    dims = f"D{problem.head_dim}"
-    if problem.value_dim != problem.head_dim:
-        dims += f"/{problem.value_dim}"
     question = str(record.case.get("question", ""))
-    parts = [*problem.mod_names, dims, problem.distribution, question]
+    parts = [*problem.mod_names, problem.dims, problem.distribution, question]
     return " ".join(part for part in parts if part not in {"compare", "normal"})
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from attncheck.core.grouping import group_by
 from attncheck.core.judgement import share_text
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.failure_causes import without_numbers
@@ -16,7 +17,6 @@ from attncheck.records.run_reports import (
     STANDINGS,
     Answer,
     BaselineStanding,
-    Change,
     GateReport,
     Stage,
 )
@@ -189,11 +189,6 @@ def not_covered(report: GateReport, *, refusals: bool = True) -> Iterator[str]:
         yield from record_text.refusal_lines(answer.record for answer in questions(report))
 
 
-def _refusals(report: GateReport) -> Counter[tuple[str, str]]:
-    """Return the numbers of unsupported questions by kernel and reason."""
-    return record_text.refusal_counts(answer.record for answer in questions(report))
-
-
 def _run_facts(report: GateReport) -> Iterator[str]:
     """Yield a line of the tier, date, duration and speed of the run; then its environments."""
     parts = [f"tier {report.tier}", report.started, number_text.duration(report.seconds).strip()]
@@ -223,12 +218,13 @@ def _environment_lines(report: GateReport) -> Iterator[str]:
 
 def _stage_counts(report: GateReport) -> dict[tuple[str, Stage], list[Answer]]:
     """Return answers by kernel and stage, in the order of the report's kernels and of STAGES."""
-    groups: dict[tuple[str, Stage], list[Answer]] = {}
-    for answer in questions(report):
-        groups.setdefault((answer.record.kernel, answer.stage), []).append(answer)
     order = {name: i for i, name in enumerate(report.kernels)}
-    keys = sorted(groups, key=lambda key: (order.get(key[0], len(order)), STAGES.index(key[1])))
-    return {key: groups[key] for key in keys}
+
+    def place(answer: Answer) -> tuple[int, int]:
+        return order.get(answer.record.kernel, len(order)), STAGES.index(answer.stage)
+
+    ordered = sorted(questions(report), key=place)
+    return group_by(ordered, lambda answer: (answer.record.kernel, answer.stage))
 
 
 def _sum(status: Counter[Status], statuses: Iterable[Status]) -> int:
@@ -313,16 +309,14 @@ def _baseline(report: GateReport) -> list[Section]:
     # Cases of other standings need no action and are only counted.
     shown = group_changes(c for s in ("worse", "better") for c in report.changes if c.standing == s)
     blocks: list[Block] = [Table(columns(["kernel"], STANDINGS, cut=1), tuple(rows))]
-    blocks += [_change(change, cases) for change, cases in shown[:_MOST_CHANGES]]
+    blocks += [
+        Note(f"{one.standing}: {cases}: {one.reason}", _STANDING_LOOKS[one.standing])
+        for one, cases in shown[:_MOST_CHANGES]
+    ]
     more = len(shown) - _MOST_CHANGES
     blocks += [Note(f"and {more:,} more")] if more > 0 else []
     title = f"compared with the baseline {report.baseline}"
     return [Section(title, tuple(blocks), name="Baseline")]
-
-
-def _change(change: Change, cases: str) -> Note:
-    look: Look = "bad" if change.standing == "worse" else "notable"
-    return Note(f"{change.standing}: {cases}: {change.reason}", look)
 
 
 def _causes(report: GateReport) -> list[Section]:
@@ -364,13 +358,13 @@ def _not_covered(report: GateReport, *, refusals: bool = True) -> list[Section]:
 
 def _unsupported_section(report: GateReport) -> list[Section]:
     """Return the unsupported questions, folded since the list is long and shows no failure."""
-    reasons = _refusals(report).most_common()
+    refusals = record_text.refusal_counts(answer.record for answer in questions(report))
     rows = tuple(
         row(reason, f"{count:,}", kernel, facets={"kernel": (kernel,)})
-        for (kernel, reason), count in reasons[:_MOST_ROWS]
+        for (kernel, reason), count in refusals.most_common(_MOST_ROWS)
     )
     headings = (*columns(["reason"], ["questions"]), *columns(["kernel"]))
-    title = f"not supported: {number_text.plural(_refusals(report).total(), 'question')}"
+    title = f"not supported: {number_text.plural(refusals.total(), 'question')}"
     section = Section(title, (Table(headings, rows),), name="Not supported", folded=True)
     return [section] if rows else []
 
@@ -411,12 +405,8 @@ def _facets(answers: Iterable[Answer]) -> dict[str, tuple[str, ...]]:
     values: dict[str, dict[str, None]] = {}
     for answer in answers:
         record = answer.record
-        dtype = problem_of(record).dtype
-        for name, value in zip(
-            ("kernel", "dtype", "stage", "status"),
-            (record.kernel, dtype, answer.stage, record.status),
-            strict=True,
-        ):
+        facets = {"kernel": record.kernel, "dtype": problem_of(record).dtype}
+        for name, value in (facets | {"stage": answer.stage, "status": record.status}).items():
             values.setdefault(name, {})[shortened(value)] = None
     return {name: tuple(distinct) for name, distinct in values.items()}
 

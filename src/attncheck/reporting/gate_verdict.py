@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from attncheck.core.grouping import group_by
 from attncheck.core.judgement import RULE_ORDER
 from attncheck.records.failure_causes import CauseGroup, group_by_cause
 from attncheck.records.problem_summary import problem_of
@@ -161,10 +162,7 @@ def group_changes(changes: Iterable[Change]) -> list[tuple[Change, str]]:
 
     A single faulty line mostly changes many cases of a baseline for the same reason.
     """
-    alike: dict[tuple[str, str, str], list[Change]] = {}
-    for change in changes:
-        key = (change.standing, change.kernel, change.reason)
-        alike.setdefault(key, []).append(change)
+    alike = group_by(changes, lambda one: (one.standing, one.kernel, one.reason))
     return [(group[0], _cases_text(group)) for group in alike.values()]
 
 
@@ -193,10 +191,8 @@ def failure_groups(report: GateReport) -> tuple[FailureGroup, ...]:
     answers = questions(report)
     failing = failing_statuses(answers, policy_of(report))
     # By kernel too, since another kernel's failure of the same Case may shrink differently.
-    smallest: dict[tuple[str, str], list[Answer]] = {}
-    for answer in report.answers:
-        if answer.smallest_of:
-            smallest.setdefault((answer.record.kernel, answer.smallest_of), []).append(answer)
+    shrunk_answers = (answer for answer in report.answers if answer.smallest_of)
+    smallest = group_by(shrunk_answers, lambda one: (one.record.kernel, one.smallest_of))
     failed = [answer for answer in answers if answer.record.status in failing]
     groups = []
     smaller = {

@@ -9,7 +9,7 @@ import io
 import math
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from attncheck.core.errors import UsageError
 from attncheck.core.files import check_names, write_files
@@ -26,8 +26,9 @@ from attncheck.reporting.number_text import plural
 from attncheck.reporting.rmse_plot import STYLE, figure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
+Plotted: TypeAlias = Report | BenchReport | ModelReport | Record
 
 SUFFIXES = (".png", ".svg")
 INSTALL = "pip install 'attncheck[plot]'"
@@ -53,70 +54,51 @@ def check_plots(paths: Sequence[str]) -> None:
         check_names(path.parent, [path.name], what="plots", instead="--plot")
 
 
-def write_plots(report: Report | BenchReport | ModelReport, paths: Sequence[str]) -> None:
-    """Draw ``report`` to each of ``paths``; each file atomically replaces an older one.
+def write_plots(plotted: Plotted, paths: Sequence[str], *, kernel: str = "") -> None:
+    """Draw a report, or the places of a Record's error, to each of ``paths``.
+
+    Each file atomically replaces an older one. For the arguments see ``image``.
 
     Raises:
-        UsageError: as ``check_plots``, and if no cell of the report was measured.
+        UsageError: as ``check_plots``, if no cell of the report was measured, and for a Record that
+            holds no Problem.
     """
-    _write(lambda suffix: report_image(report, suffix), paths)
-
-
-def write_error_plots(record: Record, paths: Sequence[str], *, kernel: str) -> None:
-    """Draw the places of the error of ``record`` to each of ``paths``, as ``write_plots`` does.
-
-    Args:
-        record: A record for which ``is_mapped`` is true.
-        kernel: The kernel and device, in a line.
-
-    Raises:
-        UsageError: as ``check_plots``, and for a Record that holds no Problem.
-    """
-    _write(lambda suffix: error_image(record, suffix, kernel=kernel), paths)
-
-
-def _write(image: Callable[[str], bytes], paths: Sequence[str]) -> None:
     check_plots(paths)
-    files = [(path, image(path.suffix.lower())) for path in map(Path, paths)]
-    for path, data in files:
+    files = {one: image(plotted, one.suffix.lower(), kernel=kernel) for one in map(Path, paths)}
+    for path, data in files.items():
         write_files({path.name: data}, path.parent, what="plots", instead="--plot")
 
 
-def report_image(report: Report | BenchReport | ModelReport, suffix: str) -> bytes:
-    """Return the image of ``report``, the same bytes for the same report and matplotlib.
+def image(plotted: Plotted, suffix: str, *, kernel: str = "") -> bytes:
+    """Return an image of a report or a Record, the same bytes for the same one and matplotlib.
 
     Args:
+        plotted: A report, or a Record for which ``is_mapped`` is true.
         suffix: One of ``SUFFIXES``.
+        kernel: The kernel and device of a Record, in a line.
 
     Raises:
         UsageError: if no cell of the report was measured.
     """
-    if isinstance(report, BenchReport):
-        return _image(lambda: bench_figure(report), suffix)
-    if isinstance(report, ModelReport):
-        return _image(lambda: model_figure(report), suffix)
-    return _image(lambda: figure(report), suffix)
-
-
-def error_image(record: Record, suffix: str, *, kernel: str) -> bytes:
-    """Return the image of the error of ``record``, the same bytes for the same Record.
-
-    For the arguments see ``report_image`` and ``write_error_plots``.
-    """
-    return _image(lambda: error_figure(record, kernel=kernel), suffix)
-
-
-def _image(figure_: Callable[[], Any], suffix: str) -> bytes:
     import matplotlib as mpl
 
     # matplotlib's default settings, so that a user's matplotlibrc changes no image.
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(STYLE)
+        match plotted:
+            case Record():
+                fig = error_figure(plotted, kernel=kernel)
+            case Report():
+                fig = figure(plotted)
+            case BenchReport():
+                fig = bench_figure(plotted)
+            case ModelReport():
+                fig = model_figure(plotted)
         file = io.BytesIO()
         # Without date and version, which would make equal images differ.
         metadata = {"Date": None, "Creator": None} if suffix == ".svg" else {"Software": None}
-        figure_().savefig(file, format=suffix[1:], dpi=_DPI, metadata=metadata)
+        fig.savefig(file, format=suffix[1:], dpi=_DPI, metadata=metadata)
     return file.getvalue()
 
 

@@ -16,8 +16,8 @@ from attncheck.reporting.document import (
     Note,
     Picture,
     Table,
+    card_text,
 )
-from attncheck.reporting.terminal import card_text
 
 _LONGEST_LINE = 2000
 _NUMBER = re.compile(r"[-+]?[0-9][0-9.,:e+×/µ%-]*( ?[mnµ]?s†?)?")

@@ -10,12 +10,14 @@ from typing import Any
 
 from msgspec.structs import replace as replace_struct
 
+from attncheck.core.grouping import group_by
 from attncheck.core.judgement import share_text
 from attncheck.core.tensor_names import GRADIENTS, TensorName
 from attncheck.records.problem_summary import ProblemSummary, problem_of
-from attncheck.records.record import GradientErrors, OutErrors, Record, Report
+from attncheck.records.record import GradientErrors, OutErrors, Record, Report, gradients_of
 from attncheck.reporting import number_text, record_text
 from attncheck.reporting.document import (
+    DASH,
     Cell,
     Column,
     Document,
@@ -88,7 +90,6 @@ _LEAST = {
     "at b,h,q,d": 12,
 }
 """Least width in characters of the columns of rows shown one by one, by heading."""
-_NO_NUMBER = Cell(number_text.NOTHING, "dim")
 
 
 def measurement_document(report: Report) -> Document:
@@ -225,7 +226,7 @@ def profiles(records: Iterable[Record]) -> Iterator[str]:
 
 def _shown_columns(report: Report) -> tuple[tuple[str, Column], ...]:
     """Return the keys and columns that the records have data for."""
-    tensors = {name for record in report.records for name in record_text.gradients_of(record)}
+    tensors = {name for record in report.records for name in gradients_of(record)}
     used = {f"{name}_{part}" for name in tensors for part in ("share", "rmse", "ideal")}
     hidden = (_SHARES.keys() | _ERRORS.keys()) - used
     hidden |= {"environment"} if len(report.environments) <= 1 else set()
@@ -240,13 +241,13 @@ def _shown_columns(report: Report) -> tuple[tuple[str, Column], ...]:
 
 def _group_records(report: Report) -> dict[str, dict[tuple[str, str], list[Record]]]:
     """Return records by section and block, in order of first appearance, which is the plan's."""
-    groups: dict[str, dict[tuple[str, str], list[Record]]] = {}
-    for record in report.records:
-        problem = problem_of(record)
-        blocks = groups.setdefault(_title(problem), {})
-        heads = f"{record.heads} {problem.head_counts}" if record.heads else ""
-        blocks.setdefault((record.variant, heads), []).append(record)
-    return groups
+    sections = group_by(report.records, lambda record: _title(problem_of(record)))
+    return {title: group_by(records, _block) for title, records in sections.items()}
+
+
+def _block(record: Record) -> tuple[str, str]:
+    heads = f"{record.heads} {problem_of(record).head_counts}" if record.heads else ""
+    return record.variant, heads
 
 
 def _title(problem: ProblemSummary) -> str:
@@ -273,7 +274,7 @@ def _section(  # notes and letters are shared by all sections of a page
                 continue
             cells = {"verdict": status, "environment": Cell(letters[record.environment], "dim")}
             cells |= _cells(record)
-            numbers = tuple(cells.get(key, _NO_NUMBER) for key, _ in shown)
+            numbers = tuple(cells.get(key, DASH) for key, _ in shown)
             remarks = (*_remarks(record), *record_text.verdict_remarks(record.judgement))
             rows.append(Row((kernel, *numbers), remarks, group))
     kernel_column = Column("kernel", words=True, cut=True, most=_LONGEST_KERNEL)
@@ -296,7 +297,7 @@ def _cells(record: Record) -> dict[str, Cell]:
         cells["lse_share"] = share_cell(judgement.lse_over_bound)
     for name, share in record_text.gradient_shares(record).items():
         cells[f"{name}_share"] = share_cell(share)
-    for name, errors in record_text.gradients_of(record).items():
+    for name, errors in gradients_of(record).items():
         if errors.elements:
             cells[f"{name}_rmse"] = _error(errors.rmse)
             cells[f"{name}_ideal"] = _over_ideal(errors)
@@ -319,7 +320,7 @@ def _out_cells(out: OutErrors) -> dict[str, Cell]:
 def share_cell(share: float | None) -> Cell:
     """Return the cell of an error ÷ its bound; it looks bad above 1."""
     if share is None:
-        return _NO_NUMBER
+        return DASH
     return Cell(share_text(share), "plain" if share <= 1 else "bad")
 
 
@@ -358,7 +359,7 @@ def _remarks(record: Record) -> Iterator[Note]:
     broken += [f"LSE of {lse.nonfinite} rows"] if lse and lse.nonfinite else []
     broken += [
         f"{errors.nonfinite} of {errors.elements} elements of {name}"
-        for name, errors in record_text.gradients_of(record).items()
+        for name, errors in gradients_of(record).items()
         if errors.nonfinite
     ]
     if broken:
@@ -375,7 +376,7 @@ def _remarks(record: Record) -> Iterator[Note]:
 def _reading(report: Report) -> Iterator[str]:
     measured = [record for record in report.records if record.status in record_text.JUDGED]
     yield from HOW_TO_READ
-    if any(map(record_text.gradients_of, measured)):
+    if any(map(gradients_of, measured)):
         yield from _OF_GRADIENTS
     if any(problem_of(record).dtype == "tf32" for record in measured):
         yield _TF32

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.reporting.model_document import model_facts
-from attncheck.reporting.rmse_plot import Looks, draw_outside_legend, kernel_looks
+from attncheck.reporting.rmse_plot import Looks, draw_outside_legend, draw_rings, kernel_looks
 
 if TYPE_CHECKING:
     from attncheck.records.model_report import Drift, ModelRecord, ModelReport, Phase
 
 _PHASES: tuple[Phase, ...] = ("prefill", "decode")
-_BAND, _MEDIAN, _FAULT = "#E4E4E4", "#404040", "#C00000"
+_BAND, _MEDIAN = "#E4E4E4", "#404040"
 _LEAST = (0.8, 1.25)  # range that a y axis shows at least, so that rounding errors look small
 _FINE = (0.8, 0.9, 1.0, 1.1, 1.2)  # ticks of an axis with exactly that range
 
@@ -96,6 +96,5 @@ def _draw(ax: Any, records: list[ModelRecord], phase: Phase, looks: Looks, botto
         )
         fault = record.fault
         if fault is not None and (phase == "decode") == (fault.step > 0) and not fault.backward:
-            at = fault.layer, drifts[fault.layer]
-            ax.scatter(*at, s=120, facecolors="none", edgecolors=_FAULT, zorder=4, gid="wrong")
+            draw_rings(ax, [(fault.layer, drifts[fault.layer])], s=120, zorder=4, gid="wrong")
     ax.set_xticks(xs, [one.where.removeprefix("layer ") for one in places])

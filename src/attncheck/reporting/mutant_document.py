@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median
 
+from attncheck.core.grouping import group_by
 from attncheck.records.fault_scores import MutantReport, MutantScore, NameWorth
 from attncheck.reporting import number_text
 from attncheck.reporting.document import (
@@ -15,10 +16,10 @@ from attncheck.reporting.document import (
     Note,
     Row,
     Section,
-    Table,
     columns,
     count_cell,
     row,
+    table_section,
 )
 from attncheck.reporting.score_documents import run_facts
 
@@ -34,17 +35,16 @@ def mutant_document(report: MutantReport) -> Document:
         _totals("By operator", "operator", scores, rules, lambda score: score.operator),
         _curve(report),
     ]
-    alike = [score for score in scores if score.outcome == "missed" and score.identical]
-    different = [score for score in scores if score.outcome == "missed" and not score.identical]
-    wrong = [score for score in scores if score.named == "wrong"]
+    outcomes = group_by(scores, lambda score: score.outcome)
+    missed = group_by(outcomes.get("missed", []), lambda score: score.identical)
+    same = "Missed, with the same bits on all of a reference set: presumed equivalent"
     for title, mutants in (
-        ("Missed", different),
-        ("Missed, with the same bits on all of a reference set: presumed equivalent", alike),
-        ("Named wrongly, with certainty", wrong),
+        ("Missed", missed.get(False)),
+        (same, missed.get(True)),
+        ("Named wrongly, with certainty", [score for score in scores if score.named == "wrong"]),
+        ("Equivalent, with the reason", outcomes.get("equivalent")),
+        ("Unscored", outcomes.get("harness")),
     ):
-        sections += [_mutant_list(title, mutants)] if mutants else []
-    for title, outcome in (("Equivalent, with the reason", "equivalent"), ("Unscored", "harness")):
-        mutants = [score for score in scores if score.outcome == outcome]
         sections += [_mutant_list(title, mutants)] if mutants else []
     notes = [
         (
@@ -78,11 +78,8 @@ def _totals(
     rules: Sequence[str],
     key: Callable[[MutantScore], str],
 ) -> Section:
-    rows = [
-        _total(name, [score for score in scores if key(score) == name], rules)
-        for name in dict.fromkeys(map(key, scores))
-    ]
-    rows.append(_total("all", scores, rules))
+    groups = (*group_by(scores, key).items(), ("all", scores))
+    rows = (_total(name, each, rules) for name, each in groups)
     rare = ("same bits", "equivalent", "stillborn")
     headings = (
         *columns([what], ("mutants", "caught", "missed"), cut=1),
@@ -93,7 +90,7 @@ def _totals(
         Column("proven", spare=1),
         *map(Column, ("family", "wrong")),
     )
-    return Section(title, (Table(headings, tuple(rows)),))
+    return table_section(title, headings, rows)
 
 
 def _total(name: str, scores: Sequence[MutantScore], rules: Sequence[str]) -> Row:
@@ -130,25 +127,24 @@ def _judged_count(named: Counter[NameWorth]) -> int:
 def _curve(report: MutantReport) -> Section:
     scored = sum(score.outcome in {"caught", "missed"} for score in report.scores)
     steps = [step for step in _STEPS if step < len(report.curve)] + [len(report.curve)]
-    rows = tuple(
+    rows = (
         row(str(step), f"{report.curve[step - 1]}/{scored}")
         for step in steps
         if step and report.curve
     )
-    headings = columns((), ("within the first questions", "caught"))
-    return Section("How soon", (Table(headings, rows),))
+    return table_section("How soon", columns((), ("within the first questions", "caught")), rows)
 
 
 def _mutant_list(title: str, scores: Sequence[MutantScore]) -> Section:
     headings = (Column("mutant", words=True), Column("says", words=True, cut=True))
-    rows = tuple(
+    rows = (
         Row(
             (Cell(score.mutant, code=True), Cell(_mutant_text(score))),
             tuple(Note(line, "notable", whole=True) for line in score.diff.splitlines()),
         )
         for score in scores
     )
-    return Section(title, (Table(headings, rows),))
+    return table_section(title, headings, rows)
 
 
 def _mutant_text(score: MutantScore) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from attncheck.core.judgement import BlindSpot, Judgement, Rule
 from attncheck.core.tensor_names import TensorName
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import Environment, GradientErrors, Record, Status
+from attncheck.records.record import Environment, Record, Status
 from attncheck.reporting.document import Cell, Look, Note, Section
 from attncheck.reporting.number_text import percent, plural, superscript
 
@@ -150,11 +150,6 @@ def verdict_remarks(judgement: Judgement | None) -> Iterator[Note]:
         yield Note(f"not judged: {rows} have no finite bound{jumps}", "notable")
     if judgement.lse_also_within:
         yield Note(f"LSE is also within: {judgement.lse_also_within}", "dim")
-
-
-def gradients_of(record: Record) -> dict[TensorName, GradientErrors]:
-    """Return the errors of gradients; none without a backward or without a measurement."""
-    return record.gradients if isinstance(record.gradients, dict) else {}
 
 
 def gradient_shares(record: Record) -> dict[TensorName, float]:

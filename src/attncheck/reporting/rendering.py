@@ -9,24 +9,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 from attncheck.core.errors import UsageError, require_known
 from attncheck.core.files import check_names, write_texts
 from attncheck.core.sanitize_text import one_line
+from attncheck.records import fault_scores, survey_reports
 from attncheck.records.bench_report import BenchReport
-from attncheck.records.fault_scores import (
-    FaultReport,
-    MutantReport,
-    OwnTestsReport,
-    SensitivityReport,
-)
 from attncheck.records.json_reports import report_json
 from attncheck.records.model_report import ModelReport
 from attncheck.records.record import Report
 from attncheck.records.run_reports import BaselineComparison, GateReport, PropertyReport
-from attncheck.records.survey_reports import (
-    BlockReport,
-    CertificateReport,
-    FingerprintReport,
-    ModReport,
-    OracleReport,
-)
 from attncheck.reporting import ci_formats, score_documents, survey_documents
 from attncheck.reporting.bench_document import bench_document
 from attncheck.reporting.csv_text import document_csv, gate_csv, report_csv
@@ -58,17 +46,17 @@ _DOCUMENTS: dict[type, Callable[[Any], Document]] = {
     Report: measurement_document,
     BenchReport: bench_document,
     GateReport: gate_document,
-    FaultReport: score_documents.fault_document,
-    MutantReport: mutant_document,
-    OwnTestsReport: score_documents.own_tests_document,
-    SensitivityReport: score_documents.sensitivity_document,
+    fault_scores.FaultReport: score_documents.fault_document,
+    fault_scores.MutantReport: mutant_document,
+    fault_scores.OwnTestsReport: score_documents.own_tests_document,
+    fault_scores.SensitivityReport: score_documents.sensitivity_document,
     PropertyReport: score_documents.property_document,
     BaselineComparison: score_documents.baseline_document,
-    OracleReport: survey_documents.oracle_document,
-    CertificateReport: survey_documents.certificate_document,
-    ModReport: survey_documents.mod_document,
-    BlockReport: survey_documents.block_document,
-    FingerprintReport: survey_documents.fingerprint_document,
+    survey_reports.OracleReport: survey_documents.oracle_document,
+    survey_reports.CertificateReport: survey_documents.certificate_document,
+    survey_reports.ModReport: survey_documents.mod_document,
+    survey_reports.BlockReport: survey_documents.block_document,
+    survey_reports.FingerprintReport: survey_documents.fingerprint_document,
     ModelReport: model_document,
 }
 _GATE_FILES = {
@@ -101,26 +89,12 @@ def render(
     if fmt == "json":
         return report_json(report)
     if isinstance(report, GateReport):
-        return _render_gate(report, fmt)
+        return _GATE_WRITERS[fmt](report)
     # Unlike the page's cells, a report's CSV has every number in full, each under its own name.
     if fmt == "csv" and isinstance(report, Report):
         return report_csv(report)
     writers = {"table": plain_text, "md": markdown_text, "csv": document_csv, "html": html_text}
     return writers[fmt](_document(report, document))
-
-
-def _render_gate(report: GateReport, fmt: str) -> str:
-    # A page has room for drawings and scripts; a terminal for the worst five.
-    if fmt in {"table", "html"}:
-        return plain_text(gate_document(report)) if fmt == "table" else html_text(gate_page(report))
-    writers: dict[str, Callable[[GateReport], str]] = {
-        "md": gate_markdown,
-        "csv": gate_csv,
-        "junit": ci_formats.junit_text,
-        "sarif": ci_formats.sarif_text,
-        "github": ci_formats.github_text,
-    }
-    return writers[fmt](report)
 
 
 def gate_markdown(report: GateReport, *, largest: int = LARGEST_SUMMARY) -> str:
@@ -133,6 +107,18 @@ def gate_markdown(report: GateReport, *, largest: int = LARGEST_SUMMARY) -> str:
             return text
     # With hundreds of kernels not even the head fits.
     return cut_markdown(text, largest, f"cut after {largest:,} bytes: gate.json has everything.")
+
+
+_GATE_WRITERS: dict[str, Callable[[GateReport], str]] = {
+    # A page has room for drawings and scripts; a terminal for the worst five.
+    "table": lambda report: plain_text(gate_document(report)),
+    "html": lambda report: html_text(gate_page(report)),
+    "md": gate_markdown,
+    "csv": gate_csv,
+    "junit": ci_formats.junit_text,
+    "sarif": ci_formats.sarif_text,
+    "github": ci_formats.github_text,
+}
 
 
 def show(

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import cut_line, one_line
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import FAILED_STATUSES, Record, Report, Status
+from attncheck.records.record import FAILED_STATUSES, Record, Report, Status, gradients_of
 from attncheck.reporting.measurement_document import environment_lines
-from attncheck.reporting.record_text import JUDGED, gradients_of
+from attncheck.reporting.record_text import JUDGED
 
 GAP = 0.3  # space between variants; a slot is 1 wide
 _MARKS_WIDTH = 0.84  # part of a slot's width over which its marks spread
@@ -63,14 +63,6 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
-    """All marks of one dtype, distribution and seed, under a title."""
-
-    title: str
-    marks: list[Mark] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
 class PlotColumn:
     """The x axis of one operation, shared by all panels: its slots from left to right.
 
@@ -103,7 +95,7 @@ class Plot:
     """Panels one below the other, and the x axes and kernels that they share."""
 
     columns: tuple[PlotColumn, ...]  # the x axes, one for each operation
-    panels: tuple[Panel, ...]  # in the report's order
+    panels: dict[str, list[Mark]]  # title, with dtype, distribution and seed → its marks
     kernels: tuple[str, ...]  # every kernel with a mark, in the report's order
     unsupported: int  # number of cells without a mark because the kernel does not support them
 
@@ -143,21 +135,20 @@ def plot_of(report: Report) -> Plot:
     order = {name: i for i, name in enumerate(names)}
     columns = tuple(_column(name, records, usual, order) for name in usual)
     places = {(slot.label, slot.heads): slot.places() for c in columns for slot in c.slots}
-    panels: dict[str, Panel] = {}
+    panels: dict[str, list[Mark]] = {}
     for record in records:
         problem, out = problem_of(record), record.out
         shape = usual.get("attention", usual.get(problem.operation, ""))
         words = (problem.dtype, shape, problem.distribution, f"seed {problem.seed}")
         title = " · ".join(map(one_line, words))
         reach = places[_key(record, usual)][record.kernel]
-        mark = Mark(record.kernel, problem.operation, reach, "error")
-        if out is not None:
-            numbers = out.rmse, out.floor_rmse, out.ideal_rmse
-            mark = Mark(record.kernel, problem.operation, reach, record.status, *numbers)
-        panels.setdefault(title, Panel(title)).marks.append(mark)
+        numbers = (out.rmse, out.floor_rmse, out.ideal_rmse) if out else ()
+        status = record.status if out else "error"
+        mark = Mark(record.kernel, problem.operation, reach, status, *numbers)
+        panels.setdefault(title, []).append(mark)
     return Plot(
         columns=columns,
-        panels=tuple(panels.values()),
+        panels=panels,
         kernels=tuple(sorted({record.kernel for record in records}, key=order.__getitem__)),
         unsupported=sum(record.status == "unsupported" for record in report.records),
     )
@@ -241,50 +232,35 @@ def figure(report: Report) -> Any:
 
     plot = plot_of(report)
     tilted = sum(len(column.variants) for column in plot.columns) > _MOST_LEVEL
-    frame = _Frame(len(plot.panels), _TILTED if tilted else _LEVEL)
-    fig = Figure(figsize=(_WIDTH, frame.height))
-    widths = [ends[1] - ends[0] for ends in (column.ends for column in plot.columns)]
-    rows = fig.subplots(
-        frame.panels,
-        len(plot.columns),
-        sharex="col",
-        squeeze=False,
-        gridspec_kw={**frame.grid(), "wspace": _COLUMN_GAP, "width_ratios": widths},
-    )
+    # The page grows if its panels would get too small.
+    bottom, count = _TILTED if tilted else _LEVEL, len(plot.panels)
+    margins = _TOP + bottom + (count - 1) * _BETWEEN
+    height = max(_LEAST_HEIGHT, margins + count * _PANEL)
+    grid = {
+        "left": _LEFT / _WIDTH,
+        "right": 1 - _RIGHT / _WIDTH,
+        "top": 1 - _TOP / height,
+        "bottom": bottom / height,
+        "hspace": _BETWEEN / ((height - margins) / count),
+        "wspace": _COLUMN_GAP,
+        "width_ratios": [column.ends[1] - column.ends[0] for column in plot.columns],
+    }
+    fig = Figure(figsize=(_WIDTH, height))
+    rows = fig.subplots(count, len(plot.columns), sharex="col", squeeze=False, gridspec_kw=grid)
     looks = kernel_looks(plot.kernels)
-    for row, panel in zip(rows, plot.panels, strict=True):
-        row[0].set_title(panel.title, loc="left", fontsize=10, fontweight="bold", pad=4)
+    for row, (title, of_panel) in zip(rows, plot.panels.items(), strict=True):
+        row[0].set_title(title, loc="left", fontsize=10, fontweight="bold", pad=4)
         row[0].set_ylabel("RMSE of out")
         for ax, column in zip(row, plot.columns, strict=True):
-            marks = [mark for mark in panel.marks if mark.operation == column.operation]
+            marks = [mark for mark in of_panel if mark.operation == column.operation]
             _draw_panel(ax, marks, column, looks)
         for ax in row[1:]:
             ax.yaxis.tick_right()
     for ax, column in zip(rows[-1], plot.columns, strict=True):
         _draw_variants(ax, column, tilted=tilted)
-    _draw_titles(fig, report, frame.height)
-    _draw_legend(fig, plot, looks, frame.height)
+    _draw_titles(fig, report, height)
+    _draw_legend(fig, plot, looks, height)
     return fig
-
-
-class _Frame:
-    """Sizes of the figure's parts in inches; the page grows if its panels would get too small."""
-
-    def __init__(self, panels: int, bottom: float) -> None:
-        self.panels, self.bottom = panels, bottom
-        between = (panels - 1) * _BETWEEN
-        self.height = max(_LEAST_HEIGHT, _TOP + bottom + between + panels * _PANEL)
-        self.panel = (self.height - _TOP - bottom - between) / panels
-
-    def grid(self) -> dict[str, float]:
-        """Return the margins for matplotlib, as fractions of the figure."""
-        return {
-            "left": _LEFT / _WIDTH,
-            "right": 1 - _RIGHT / _WIDTH,
-            "top": 1 - _TOP / self.height,
-            "bottom": self.bottom / self.height,
-            "hspace": _BETWEEN / self.panel,
-        }
 
 
 def _draw_panel(ax: Any, marks: list[Mark], column: PlotColumn, looks: Looks) -> None:
@@ -296,19 +272,8 @@ def _draw_panel(ax: Any, marks: list[Mark], column: PlotColumn, looks: Looks) ->
     _draw_yardsticks(ax, marks, column)
     for kernel, (colour, shape) in looks.items():
         _draw_kernel(ax, [m for m in marks if m.kernel == kernel], colour, shape)
-    failed = [m for m in marks if m.status == "fail"]
-    if failed:
-        ax.scatter(
-            [m.middle for m in failed],
-            [_height(ax, m) for m in failed],
-            s=110,
-            facecolors="none",
-            edgecolors=_FAILED,
-            linewidths=1.6,
-            zorder=6,
-            clip_on=False,
-            gid="failed",
-        )
+    failed = [(m.middle, _height(ax, m)) for m in marks if m.status == "fail"]
+    draw_rings(ax, failed, s=110, linewidths=1.6, zorder=6, clip_on=False, gid="failed")
 
 
 def _draw_scale(ax: Any, marks: list[Mark]) -> None:
@@ -437,6 +402,12 @@ def _draw_titles(fig: Any, report: Report, height: float) -> None:
         fig.text(_LEFT / _WIDTH, y / height, text, fontsize=8, color="#555555", va="center")
 
 
+def draw_rings(ax: Any, places: Sequence[tuple[float, float]], **look: Any) -> None:
+    """Draw a ring around each of ``places``, at which something is wrong."""
+    if places:
+        ax.scatter(*zip(*places, strict=True), facecolors="none", edgecolors=_FAILED, **look)
+
+
 def draw_outside_legend(fig: Any) -> None:
     """Draw a legend right of all panels, with each label once."""
     handles: dict[str, Any] = {}
@@ -456,7 +427,7 @@ def _draw_legend(fig: Any, plot: Plot, looks: Looks, height: float) -> None:
         cut_line(kernel, _LONGEST) or "?": sign(marker=shape, color=colour, markersize=6)
         for kernel, (colour, shape) in looks.items()
     }
-    statuses = {mark.status for panel in plot.panels for mark in panel.marks}
+    statuses = {mark.status for marks in plot.panels.values() for mark in marks}
     entries["rounding floor"] = sign(linestyle="solid", color=_FLOOR, linewidth=1.4)
     entries["ideal kernel"] = sign(linestyle=(0, (2, 1)), color=_IDEAL, linewidth=1.2)
     hollow = {"color": "#555555", "markerfacecolor": "white"}

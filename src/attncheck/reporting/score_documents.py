@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from attncheck.records import fault_scores
+from attncheck.core.grouping import group_by
+from attncheck.records import fault_scores, run_reports
 from attncheck.records.fault_scores import ATTNCHECK_RULE, SCORED
 from attncheck.records.record import FAILED_STATUSES
-from attncheck.records.run_reports import (
-    BaselineComparison,
-    BaselineStanding,
-    Change,
-    PropertyOutcome,
-    PropertyReport,
-    Tally,
-)
 from attncheck.reporting import number_text
 from attncheck.reporting.document import (
     DASH,
@@ -26,10 +19,10 @@ from attncheck.reporting.document import (
     Note,
     Row,
     Section,
-    Table,
     columns,
     count_cell,
     row,
+    table_section,
 )
 from attncheck.reporting.record_text import environment_facts
 
@@ -47,16 +40,16 @@ _SHORT_RULES = {"allclose(1e-2)": "allclose", "1.1× mean": "mean"}
 def fault_document(report: fault_scores.FaultReport) -> Document:
     """Return the page of a fault report: by host, category and fault; then controls."""
     sections = []
-    for host in dict.fromkeys(score.host for score in report.scores if score.host):
+    hosts = group_by(report.scores, lambda score: score.host)
+    nowhere = hosts.pop("", [])
+    for host, scores in hosts.items():
         sections.append(_totals(host, [total for total in report.totals if total.host == host]))
-        scores = [score for score in report.scores if score.host == host]
         # A fault that leaves every bit unchanged cannot be caught, so these are listed apart.
         sections.append(_fault_by_fault(host, [s for s in scores if s.outcome != "equivalent"]))
         if equivalent := [score for score in scores if score.outcome == "equivalent"]:
             sections.append(_reasons(f"{host}: no fault in this host", equivalent))
     sections += [_controls(report.controls)] if report.controls else []
-    if nowhere := [score for score in report.scores if not score.host]:
-        sections.append(_reasons("Planted nowhere", nowhere))
+    sections += [_reasons("Planted nowhere", nowhere)] if nowhere else []
     notes = []
     if any(score.peers for score in report.scores):
         notes.append(
@@ -108,8 +101,7 @@ def _totals(host: str, totals: Sequence[fault_scores.Total]) -> Section:
             *(f"{number}/{one.diagnosed}" if one.diagnosed else None for number in named_counts),
         )
         rows.append(row(*cells, remarks=[unscored]))
-    table = Table(columns(["category"], numbers, cut=1), tuple(rows))
-    return Section(f"{host}: score by category", (table,))
+    return table_section(f"{host}: score by category", columns(["category"], numbers, cut=1), rows)
 
 
 def _fault_by_fault(host: str, scores: Sequence[fault_scores.FaultScore]) -> Section:
@@ -120,8 +112,8 @@ def _fault_by_fault(host: str, scores: Sequence[fault_scores.FaultScore]) -> Sec
         Column("category", words=True, spare=1),
         *columns(["outcome", "by", "smallest"], numbers, cut=3),
     )
-    rows = tuple(_fault(score, rules) for score in scores)
-    return Section(f"{host}: fault by fault", (Table(headings, rows),))
+    rows = (_fault(score, rules) for score in scores)
+    return table_section(f"{host}: fault by fault", headings, rows)
 
 
 def _fault(score: fault_scores.FaultScore, rules: list[str]) -> Row:
@@ -171,8 +163,8 @@ def _peer(verdict: fault_scores.PeerVerdict | None) -> Cell:
 
 
 def _reasons(title: str, scores: Sequence[fault_scores.FaultScore]) -> Section:
-    rows = tuple(row(score.fault, Cell(score.reason, "dim")) for score in scores)
-    return Section(title, (Table(columns(["fault", "why"], (), cut=2), rows),))
+    rows = (row(score.fault, Cell(score.reason, "dim")) for score in scores)
+    return table_section(title, columns(["fault", "why"], cut=2), rows)
 
 
 def _controls(controls: Sequence[fault_scores.ControlScore]) -> Section:
@@ -187,8 +179,7 @@ def _controls(controls: Sequence[fault_scores.ControlScore]) -> Section:
         remarks = (score.reason, *flagged)
         rows.append(row(score.control, score.host, outcome, *cost, remarks=remarks))
     headings = columns(["control", "host", "outcome"], ["problems", "s"], cut=1)
-    title = "Controls: changes that leave a kernel right"
-    return Section(title, (Table(headings, tuple(rows)),))
+    return table_section("Controls: changes that leave a kernel right", headings, rows)
 
 
 def _score_sentence(report: fault_scores.FaultReport) -> str:
@@ -213,14 +204,11 @@ _TEST_LOOKS: dict[str, Look] = {"caught": "good", "missed": "bad", "not scored":
 
 def own_tests_document(report: fault_scores.OwnTestsReport) -> Document:
     """Return the page of the scores of a user's own tests on the planted faults."""
-    categories = dict.fromkeys(score.category for score in report.scores)
-    totals = [
-        *(_by_status(one, [s for s in report.scores if s.category == one]) for one in categories),
-        # Last, below the categories that it adds up.
-        _by_status("all", report.scores),
-    ]
+    categories = group_by(report.scores, lambda score: score.category)
+    # Last the total, below the categories that it adds up.
+    totals = [_by_status(*one) for one in (*categories.items(), ("all", report.scores))]
     statuses = ("caught", "missed", "not shown", "not reached", "not scored")
-    rows = tuple(
+    rows = (
         row(
             score.fault,
             Cell(score.category, "dim"),
@@ -248,11 +236,8 @@ def own_tests_document(report: fault_scores.OwnTestsReport) -> Document:
         command=report.command,
         facts=(f"pytest {report.pytest}, {report.replace} replaced",),
         sections=(
-            Section(
-                "Score by category",
-                (Table(columns(["category"], statuses, cut=1), tuple(totals)),),
-            ),
-            Section("Fault by fault", (Table(headings, rows),)),
+            table_section("Score by category", columns(["category"], statuses, cut=1), totals),
+            table_section("Fault by fault", headings, rows),
         ),
         notes=tuple(map(Note, notes)),
         closing=(Note(sentence, "plain"),),
@@ -275,12 +260,11 @@ def _by_status(name: str, scores: Sequence[fault_scores.OwnTestsScore]) -> Row:
 def sensitivity_document(report: fault_scores.SensitivityReport) -> Document:
     """Return a page of the smallest size of each fault that is seen, by dtype and rule."""
     sections = []
-    for dtype in dict.fromkeys(one.dtype for one in report.seen):
-        faults = [one for one in report.seen if one.dtype == dtype]
+    for dtype, faults in group_by(report.seen, lambda one: one.dtype).items():
         rules = list(dict.fromkeys(rule for one in faults for rule in one.rules))
         headings = columns(["smallest fault seen", "in"], [*rules, "s"], cut=1)
-        rows = tuple(_sensitivity(one, rules) for one in faults)
-        sections.append(Section(dtype, (Table(headings, rows),)))
+        rows = [_sensitivity(one, rules) for one in faults]
+        sections.append(table_section(dtype, headings, rows))
     notes = [
         (
             "ε: the smallest error seen, in steps of a quarter of an octave. bits: the most that "
@@ -324,7 +308,7 @@ _STATUSES = ("warn", "inconclusive", "fail", "error")
 _COUNTED = {"error": FAILED_STATUSES - {"fail"}}  # headings that count several statuses
 
 
-def property_document(report: PropertyReport) -> Document:
+def property_document(report: run_reports.PropertyReport) -> Document:
     """Return a page of the property suite's results by kernel, dtype, mask family and file."""
     sections = [
         _counted_by(report, "kernel", lambda one: one.kernel),
@@ -364,15 +348,15 @@ def property_document(report: PropertyReport) -> Document:
     )
 
 
-def total(outcomes: Iterable[PropertyOutcome]) -> Tally:
+def total(outcomes: Iterable[run_reports.PropertyOutcome]) -> run_reports.Tally:
     """Return the sum of the tallies of ``outcomes``."""
-    tally = Tally()
+    tally = run_reports.Tally()
     for outcome in outcomes:
         tally.add(outcome.tally)
     return tally
 
 
-def rate(tally: Tally, seconds: float) -> str:
+def rate(tally: run_reports.Tally, seconds: float) -> str:
     """Return ``2,345 problems in 61 s (38 a second), 12 % of the work compiling``."""
     speed = f" ({tally.total / seconds:.3g} a second)" if seconds > 0 and tally.total else ""
     share = (
@@ -383,14 +367,11 @@ def rate(tally: Tally, seconds: float) -> str:
 
 
 def _counted_by(
-    report: PropertyReport, name: str, key: Callable[[PropertyOutcome], str]
+    report: run_reports.PropertyReport, name: str, key: Callable[[run_reports.PropertyOutcome], str]
 ) -> Section:
     numbers = ("tests", "problems", *_STATUSES, "known", "failed", "skipped", "work")
-    groups: dict[str, list[PropertyOutcome]] = {}
-    for outcome in report.outcomes:
-        groups.setdefault(key(outcome), []).append(outcome)
     rows = []
-    for group, outcomes in groups.items():
+    for group, outcomes in group_by(report.outcomes, key).items():
         work = total(outcomes)
         kinds = Counter(one.outcome for one in outcomes)
         statuses = [
@@ -401,38 +382,34 @@ def _counted_by(
         cells = map(count_cell, [len(outcomes), work.total, *statuses, *ends])
         took = number_text.duration(work.seconds)
         rows.append(row(group or number_text.NOTHING, *cells, took))
-    return Section(f"by {name}", (Table(columns([name], numbers, cut=1), tuple(rows)),))
+    return table_section(f"by {name}", columns([name], numbers, cut=1), rows)
 
 
-def _failures_of(title: str, outcomes: list[PropertyOutcome]) -> Section:
+def _failures_of(title: str, outcomes: list[run_reports.PropertyOutcome]) -> Section:
     """Return a section with a row of dtypes and families for each kernel, test and reason."""
-    groups: dict[tuple[str, str, str], list[PropertyOutcome]] = {}
-    for one in outcomes:
-        # A broken kernel fails in the same way in every dtype, which makes one row, not forty.
-        groups.setdefault((one.kernel, one.test, one.reason), []).append(one)
+    # A broken kernel fails in the same way in every dtype, which makes one row, not forty.
+    groups = group_by(outcomes, lambda one: (one.kernel, one.test, one.reason))
     rows = []
     for (kernel, test, reason), several in groups.items():
         dtypes = ", ".join(dict.fromkeys(one.dtype for one in several))
         families = ", ".join(dict.fromkeys(one.family for one in several))
         rows.append(row(kernel, test, dtypes, families, remarks=[reason]))
     headings = columns(["kernel", "test", "dtypes", "mask families"], cut=4)
-    return Section(title, (Table(headings, tuple(rows)),))
+    return table_section(title, headings, rows)
 
 
-def _unsupported_lines(report: PropertyReport) -> Iterator[str]:
+def _unsupported_lines(report: run_reports.PropertyReport) -> Iterator[str]:
     """Yield a line for each kernel, such as ``mine does not support fp64: …``."""
     for kernel, dtypes in report.untaken.items():
-        reasons: dict[str, list[str]] = {}
-        for dtype, reason in dtypes.items():
-            # Grouped by reason, since a kernel mostly lacks several dtypes for the same one.
-            reasons.setdefault(reason, []).append(dtype)
+        # Grouped by reason, since a kernel mostly lacks several dtypes for the same one.
+        reasons = group_by(dtypes, dtypes.__getitem__)
         causes = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
         yield f"{kernel} does not support {causes}"
 
 
 # Cases compared with their baseline
 
-_STANDING_LOOKS: dict[BaselineStanding, Look] = {
+_STANDING_LOOKS: dict[run_reports.BaselineStanding, Look] = {
     "worse": "bad",
     "better": "good",
     "gone": "notable",
@@ -443,21 +420,20 @@ _STANDING_LOOKS: dict[BaselineStanding, Look] = {
 _MOST = 50  # cases shown of a standing that needs no action; the JSON has all
 
 
-def baseline_document(report: BaselineComparison) -> Document:
+def baseline_document(report: run_reports.BaselineComparison) -> Document:
     """Return the page of each case's change since the baseline, the worst standings first."""
     sections = []
-    for standing in _STANDING_LOOKS:
-        changes = [change for change in report.changes if change.standing == standing]
-        # Identical cases are counted in the facts above and have nothing else to show.
-        if not changes or standing == "identical":
-            continue
+    alike = group_by(report.changes, lambda change: change.standing)
+    alike.pop("identical", None)  # counted in the facts above, with nothing else to show
+    for standing in (one for one in _STANDING_LOOKS if one in alike):
+        changes = alike[standing]
         # Every worse or better case is shown, but only the first of thousands of new ones.
         most = len(changes) if standing in {"worse", "better"} else _MOST
         more = f" (the first {most} of {len(changes):,})" if most < len(changes) else ""
         words = ["kernel", "case", "problem", "standing"]
         headings = columns(words, ["RMSE before", "now", "now ÷ before"], cut=3)
-        rows = tuple(_change(change, report) for change in changes[:most])
-        sections.append(Section(f"{standing}{more}", (Table(headings, rows),)))
+        rows = [_change(change, report) for change in changes[:most]]
+        sections.append(table_section(f"{standing}{more}", headings, rows))
     notes = (
         (
             "identical: the same bits. within rounding: other bits, and errors no larger than "
@@ -474,14 +450,14 @@ def baseline_document(report: BaselineComparison) -> Document:
     )
 
 
-def tally(changes: Iterable[Change]) -> str:
+def tally(changes: Iterable[run_reports.Change]) -> str:
     """Return ``1 worse, 2 better, 31 identical``, without standings that no case has."""
     counts = Counter(change.standing for change in changes)
     parts = [f"{counts[standing]:,} {standing}" for standing in _STANDING_LOOKS if counts[standing]]
     return ", ".join(parts) or "nothing to compare"
 
 
-def _change(change: Change, report: BaselineComparison) -> Row:
+def _change(change: run_reports.Change, report: run_reports.BaselineComparison) -> Row:
     numbers = (
         None if value is None else number_text.scientific(value)
         for value in (change.before, change.after)

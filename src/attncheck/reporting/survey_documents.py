@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+from attncheck.core.grouping import group_by
 from attncheck.records import survey_reports
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.survey_reports import EMPTY, FIELDS, FULL, PARTIAL, TRUTH
@@ -24,6 +25,7 @@ from attncheck.reporting.document import (
     Table,
     columns,
     row,
+    table_section,
 )
 from attncheck.reporting.record_text import environment_facts
 
@@ -35,11 +37,8 @@ _LONGEST_BACKEND = 28
 
 def _by_case(records: Iterable[C]) -> dict[str, dict[str, list[C]]]:
     """Return records by variant and shape, and within these by Case, in the order of the plan."""
-    groups: dict[str, dict[str, list[C]]] = {}
-    for record in records:
-        cases = groups.setdefault(f"{record.variant} · {problem_of(record).line}", {})
-        cases.setdefault(record.case_id, []).append(record)
-    return groups
+    alike = group_by(records, lambda record: f"{record.variant} · {problem_of(record).line}")
+    return {title: group_by(each, lambda record: record.case_id) for title, each in alike.items()}
 
 
 # Distances of the float64 oracles from a result in many digits
@@ -73,7 +72,7 @@ def oracle_document(report: survey_reports.OracleReport) -> Document:
                     cells.append(_apart(agreement, report))
                     remarks = list(_oracle_remarks(records, agreement, report))
                 rows.append(row(records[0].distribution, *cells, remarks=remarks))
-            sections.append(Section(f"{title} · {unit}", (Table(headings, tuple(rows)),)))
+            sections.append(table_section(f"{title} · {unit}", headings, rows))
     backend = "Python's integers" if report.backend == "python" else report.backend
     notes = [
         (
@@ -178,8 +177,8 @@ def certificate_document(report: survey_reports.CertificateReport) -> Document:
         numbers = ("error", "allowance", "share", "a priori", *others)
         headings = columns(["distribution"], numbers)
         for part, name in _PARTS.items():
-            rows = tuple(_proven_row(part, case, others, report.limit) for case in cases.values())
-            sections.append(Section(f"{title} · {name}", (Table(headings, rows),)))
+            rows = [_proven_row(part, case, others, report.limit) for case in cases.values()]
+            sections.append(table_section(f"{title} · {name}", headings, rows))
     balls = f"{report.flint}, balls of {report.bits} bits"
     allowances = (
         f"allowance of a kernel in {dtype}: {profile}"
@@ -359,10 +358,7 @@ def block_document(report: survey_reports.BlockReport) -> Document:
     return Document(
         title="Tiles of a mask",
         command=report.command,
-        sections=(
-            Section(f"{report.name} · {ranges}", (Table(headings, tuple(rows)),)),
-            *pictures,
-        ),
+        sections=(table_section(f"{report.name} · {ranges}", headings, rows), *pictures),
         notes=(
             Note("Partial: the mask is applied; at a ragged edge also where all is visible."),
             Note("Ideal speed-up: all tiles ÷ those that are not empty."),
@@ -407,7 +403,7 @@ def _readings(record: survey_reports.DtypeFingerprint) -> Section:
     if not record.calls:
         # Nothing was called, so every reading has the same reason.
         return Section(f"{record.dtype} · not asked: {record.readings[0].reason}", ())
-    rows = tuple(
+    rows = (
         row(
             reading.field,
             reading.read or number_text.NOTHING,
@@ -417,5 +413,5 @@ def _readings(record: survey_reports.DtypeFingerprint) -> Section:
         )
         for reading in record.readings
     )
-    table = Table(columns(["field", "read", "declared", ""], cut=3), rows)
-    return Section(f"{record.dtype} · {record.calls} calls", (table,))
+    headings = columns(["field", "read", "declared", ""], cut=3)
+    return table_section(f"{record.dtype} · {record.calls} calls", headings, rows)

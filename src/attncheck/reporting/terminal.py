@@ -12,8 +12,10 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
+from attncheck.core.grouping import group_by
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.reporting.document import (
+    LABEL,
     STYLES,
     Block,
     Card,
@@ -27,6 +29,7 @@ from attncheck.reporting.document import (
     Section,
     Table,
     Verdict,
+    card_text,
 )
 
 PLAIN_WIDTH = 120  # columns of output that does not go to a terminal
@@ -34,7 +37,6 @@ PLAIN_WIDTH = 120  # columns of output that does not go to a terminal
 _GAP = _INDENT = "  "
 _LEAST_WRAPPED = 16  # columns that a wrapped text has at least
 _LEAST_CUT = 14  # columns to which a text may be cut
-_LABEL = 11  # columns of the labels of facts
 _ASCII_SHADES = str.maketrans({"·": ".", "░": "-", "▒": "+", "▓": "#", "█": "@"})
 
 
@@ -160,8 +162,9 @@ def _block_lines(
             yield from _table_lines(block, layout, width, headings=headings)
         case Picture():
             yield from _picture_lines(block, width)
-        case Card():
-            yield from _card_lines(block, width)
+        case Card():  # facts are never wrapped, since a map of characters may be among them
+            yield from _wrap(block.heading, width, style=f"bold {STYLES['bad']}")
+            yield from map(Text, card_text(block))
         case Chart():
             return
 
@@ -175,22 +178,10 @@ def _note_lines(note: Note, width: int) -> list[Text]:
 def _fact_lines(pairs: Iterable[tuple[str, str]], width: int) -> Iterator[Text]:
     """Yield a line for each fact, labels on the left; long texts wrap in their own column."""
     pairs = list(pairs)
-    label = max([_LABEL, *(len(name) + 1 for name, _ in pairs)])
+    label = max([LABEL, *(len(name) + 1 for name, _ in pairs)])
     for name, text in pairs:
         first = f"{_INDENT}{one_line(name):<{label}}"
         yield from _hanging_lines(first, one_line(text), width)
-
-
-def _card_lines(card: Card, width: int) -> Iterator[Text]:
-    """Yield a failure; its facts are never wrapped, since a map of characters may be among them."""
-    yield from _wrap(card.heading, width, style=f"bold {STYLES['bad']}")
-    yield from map(Text, card_text(card))
-
-
-def card_text(card: Card) -> list[str]:
-    """Return the facts of a failure, a line each, and the command that reproduces it."""
-    lines = [f"{_INDENT}{name:<{_LABEL}}{one_line(text)}" for name, text in card.facts]
-    return [*lines, f"Reproduce: {one_line(card.command)}"] if card.command else lines
 
 
 def _picture_lines(picture: Picture, width: int) -> Iterator[Text]:
@@ -300,10 +291,8 @@ def _with_columns(table: Table, places: list[int]) -> Table:
 
 def _layouts(tables: Sequence[Table], width: int) -> dict[tuple[object, ...], _Layout]:
     """Return one layout for all tables with the same columns, so that these are aligned."""
-    by_columns: dict[tuple[object, ...], list[Table]] = {}
-    for table in tables:
-        by_columns.setdefault((table.columns, table.groups), []).append(table)
-    return {key: _Layout(several, width) for key, several in by_columns.items()}
+    alike = group_by(tables, lambda table: (table.columns, table.groups))
+    return {key: _Layout(several, width) for key, several in alike.items()}
 
 
 def _table_lines(table: Table, layout: _Layout, width: int, *, headings: bool) -> Iterator[Text]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -170,10 +170,7 @@ def lse_radius(scores: torch.Tensor, radius: torch.Tensor) -> torch.Tensor:
 
 def _problem(dimensions: Dimensions, *, value_dim: int, mask: Spec, score: Spec = NONE) -> Problem:
     return Problem(
-        batch=dimensions.batch,
-        heads=dimensions.heads,
-        query=dimensions.query,
-        kv=dimensions.kv,
+        **asdict(dimensions),
         head_dim=_HEAD_DIM,
         value_dim=value_dim,
         dtype="fp32",

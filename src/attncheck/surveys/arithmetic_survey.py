@@ -107,15 +107,17 @@ class _Survey:
         least = self._try(product_readings.read_smallest_weight)
         if isinstance(least, str):  # values may have been too large for the kernel's formats
             least = self._try(partial(product_readings.read_smallest_weight, tall=False))
+        smallest = None if isinstance(least, str) else least
         yield self._reading("products", self._products_reading)
         # Read once, because the reading of exp2 depends on it too.
         scores = self._try(product_readings.read_score_accumulator)
         yield self._sum_reading("q·k", scores, self.declared.scores)
-        yield self._exponential_reading(p_grid, least, scores)
+        yield self._exponential_reading(p_grid, smallest, scores)
         if isinstance(p_grid, str):
             yield _unread("P", reason=p_grid, declared=self.declared.weights.name)
         else:
-            yield _compare_weights(p_grid, _weight_format(p_grid, least), self.declared)
+            fmt = product_readings.weight_format(p_grid, smallest)
+            yield _compare_weights(p_grid, fmt, self.declared)
         yield self._row_sum_reading(p_grid)
         values = self._try(product_readings.read_value_accumulator)
         yield self._sum_reading("P·V", values, self.declared.values)
@@ -126,7 +128,7 @@ class _Survey:
         lost = self._try(step_readings.flushes_subnormals)
         yield _compare_subnormals(
             None if isinstance(lost, str) else lost,
-            None if isinstance(least, str) else product_readings.kept_weights(least),
+            None if smallest is None else product_readings.kept_weights(smallest),
             dtype_named(self.runner.dtype),
             self.declared,
         )
@@ -162,14 +164,14 @@ class _Survey:
         return _compare_accumulator(field, grid, declared)
 
     def _exponential_reading(
-        self, p_grid: Grid | str, least: SmallestWeight | str, scores: Grid | str | None
+        self, p_grid: Grid | str, smallest: SmallestWeight | None, scores: Grid | str | None
     ) -> Reading:
         if isinstance(p_grid, str):
             return _unread("exp2", reason=p_grid)
         if not isinstance(scores, str) and scores is not None and scores.bits < _FULL_BITS:
             reason = f"scores have {scores.bits} bits: too few to come near where P turns"
             return _unread("exp2", reason=reason)
-        fmt = _weight_format(p_grid, least)
+        fmt = product_readings.weight_format(p_grid, smallest)
         rounded = fmt is not None and fmt[0].significand < _FULL_BITS
 
         def read() -> Reading:
@@ -235,10 +237,6 @@ class _Survey:
         if isinstance(result, str):
             return self._try(partial(read, keys=keys, rows=keys, **more))
         return result
-
-
-def _weight_format(p_grid: Grid, least: SmallestWeight | str) -> tuple[Format, int] | None:
-    return product_readings.weight_format(p_grid, None if isinstance(least, str) else least)
 
 
 # ------------------------------------------------------------------ comparison with declarations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from attncheck.core import VERSION
 from attncheck.core.errors import ProblemError, UnknownName, UsageError, without_recorded
@@ -95,10 +96,7 @@ def survey_blocks(
         attncheck=VERSION,
         mask=mask.to_json(),
         name=str(mask),
-        batch=dimensions.batch,
-        heads=dimensions.heads,
-        query=dimensions.query,
-        kv=dimensions.kv,
+        **asdict(dimensions),
         records=tuple(records),
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -58,8 +58,7 @@ _BITS = 160  # Precision of mpmath, in which products of float64 numbers are exa
 _TAKES = "(b, h, q_idx, kv_idx) or (score, b, h, q_idx, kv_idx)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Difference(NamedTuple):
     """The first place where a backend differs."""
 
     b: int
@@ -72,8 +71,7 @@ class Difference:
 
     def __str__(self) -> str:
         allowed = f"{self.low!r}" if self.low == self.high else f"{self.low!r} … {self.high!r}"
-        place = (self.b, self.h, self.q_idx, self.kv_idx)
-        return f"(b, h, q_idx, kv_idx) = {place}: {self.value!r}, but should be {allowed}"
+        return f"(b, h, q_idx, kv_idx) = {self[:4]}: {self.value!r}, but should be {allowed}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,16 +252,13 @@ def _compare(name: str, wrong: Any, values: Any, low: Any, high: Any) -> Backend
     differing = int(wrong.sum())
     if not differing:
         return Backend(name=name, status="equal", compared=wrong.size)
-    b, h, q_idx, kv_idx = first = tuple(int(i) for i in np.argwhere(wrong)[0])
-    value, least, most = (float(a[first]) for a in (values, low, high))
+    first = tuple(int(i) for i in np.argwhere(wrong)[0])
     return Backend(
         name=name,
         status="different",
         compared=wrong.size,
         differing=differing,
-        difference=Difference(
-            b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, value=value, low=least, high=most
-        ),
+        difference=Difference(*first, *(float(a[first]) for a in (values, low, high))),
     )
 
 
@@ -335,8 +330,8 @@ def dimensions_of(shape: str) -> Dimensions:
             f"shape {shape!r} is not BATCHxHEADSxLENGTH, with /KV after LENGTH, such as 2x2x40/48."
         )
     batch, heads, query, kv = (int(size) for size in match.groups(match[3]))
-    if batch * heads * query * kv > MOST_PLACES:
-        places = batch * heads * query * kv
+    places = batch * heads * query * kv
+    if places > MOST_PLACES:
         raise ProblemError(
             f"shape {shape!r} has {places} places (b, h, q_idx, kv_idx): at most {MOST_PLACES} are "
             "compared."

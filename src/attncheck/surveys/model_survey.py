@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from attncheck import oracles
 from attncheck.core.errors import UsageError
+from attncheck.core.grouping import group_by
 from attncheck.core.mod_spec import NONE
 from attncheck.inputs.problem import Case, Problem, check_size, short_id
 from attncheck.inputs.recorded_calls import Call, Recording
@@ -435,10 +436,8 @@ def _judge_model(
     baseline: _Baseline, attend: _Kernel, kernel: str, size: ModelSize, folder: Path
 ) -> ModelRecord:
     record = _run_with_kernel(baseline, attend, size, kernel)
-    calls_by_layer: dict[int, list[tuple[CallPlace, Record]]] = {}
-    for place, one in attend.calls:
-        calls_by_layer.setdefault(place.layer, []).append((place, one))
-    record = replace(record, calls=tuple(map(_layer_calls, calls_by_layer.values())))
+    by_layer = group_by(attend.calls, lambda call: call[0].layer)
+    record = replace(record, calls=tuple(map(_layer_calls, by_layer.values())))
     fault = attend.keep(folder, model=baseline.name, kernel=kernel, length=size.length)
     if fault is not None:
         status = record.status if record.status in FAILED_STATUSES else "fail"
