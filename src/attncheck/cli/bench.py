@@ -19,7 +19,7 @@ from attncheck.cli.options import (
     start_worker,
     typed_command,
 )
-from attncheck.cli.standard_output import Interrupts, LivePage, show_report
+from attncheck.cli.standard_output import LivePage, interrupts, show_report
 from attncheck.core.errors import UsageError, parse_seconds
 from attncheck.records.bench_report import BenchCell, BenchReport
 
@@ -97,7 +97,7 @@ class BenchOptions:
     )
     seed: int = verb.seed()
     device: str | None = verb.device("Where kernels run", verb.GPU)
-    timeout: str | None = verb.timeout()
+    timeout: float | None = verb.timeout()
     in_process: bool = verb.in_process()
     fmt: str = verb.fmt()
     directory: str = verb.out("bench.json, bench.md and bench.csv")
@@ -107,7 +107,7 @@ class BenchOptions:
 
 
 @verb.command
-def bench(interrupts: Interrupts, options: BenchOptions) -> int:
+def bench(options: BenchOptions) -> int:
     """Time kernels in turns, and judge what the timed calls gave.
 
     The tables of the FlashAttention and FlexAttention papers and of Triton's tutorial, or shapes of
@@ -130,7 +130,7 @@ def bench(interrupts: Interrupts, options: BenchOptions) -> int:
     rendering.check_format(options.fmt)
     check_plots(options.plots)
     rendering.check_writable(options.directory, "bench")
-    report, page = time_kernels(interrupts, options, workers, compilers)
+    report, page = time_kernels(options, workers, compilers)
     how_far = f", {report.incomplete}" if report.incomplete else ""
     with interrupts.writing(options.directory, f"the report is written{how_far}"):
         rendering.write_report(report, options.directory, "bench")
@@ -145,7 +145,6 @@ def bench(interrupts: Interrupts, options: BenchOptions) -> int:
 
 
 def time_kernels(
-    interrupts: Interrupts,
     options: BenchOptions,
     workers: dict[str, Worker | None],
     compilers: Sequence[Worker] = (),
@@ -166,7 +165,7 @@ def time_kernels(
     from attncheck.verify.environment import prepare, usable_device
 
     parse_seconds(options.max_time, "--max-time")
-    seconds = parse_seconds(options.timeout, "--timeout") or math.inf
+    seconds = options.timeout or math.inf
     device = usable_device(options.device)
     end_without_gpu(compilers, device)
     prepare(device)
@@ -196,7 +195,6 @@ def time_kernels(
             hosts,
             device,
             quiet=options.quiet,
-            check=interrupts.check,
             dtypes=options.dtypes,
             problems=[one.problem.replace(backward=False) for one in plan if options.shapes],
         )
@@ -204,7 +202,7 @@ def time_kernels(
         others: dict[str, str] = {}
         if options.against is not None:
             subjects, others = _with_other_commit(options, subjects, names, stack, device)
-        return _time_cells(interrupts, options, plan, subjects, others, claims, device, compilers)
+        return _time_cells(options, plan, subjects, others, claims, device, compilers)
 
 
 def _refuse_interpreted(subjects: list[Subject], device: str) -> None:
@@ -261,7 +259,6 @@ def _with_other_commit(
 
 
 def _time_cells(
-    interrupts: Interrupts,
     options: BenchOptions,
     plan: list[BenchPlan],
     subjects: list[Subject],
@@ -315,7 +312,6 @@ def _time_cells(
         total=len(plan),
         what=lambda cell: f"{cell.variant} {cell.table}",
         show=page.show if page else None,
-        interrupts=interrupts,
         quiet=options.quiet,
         max_time=options.max_time,
     )

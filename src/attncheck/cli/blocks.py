@@ -6,7 +6,7 @@ import click
 
 from attncheck.cli import verb
 from attncheck.cli.options import typed_command
-from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.cli.standard_output import interrupts, standard_output
 from attncheck.core.mod_spec import Dimensions
 
 DEFAULT_LENGTH, MOST = 4096, 2**20
@@ -17,7 +17,6 @@ _SIZE = click.IntRange(1, MOST)
 
 @verb.command
 def blocks(
-    interrupts: Interrupts,
     *,
     mask: str = verb.argument("MASK"),
     query: int = verb.option("--query", "N", "Rows of the mask.", DEFAULT_LENGTH, type=_SIZE),

@@ -19,8 +19,8 @@ from msgspec.structs import replace
 from attncheck.cli import verb
 from attncheck.cli.long_runs import progress
 from attncheck.cli.options import few_threads, start_worker, typed_command
-from attncheck.cli.standard_output import Interrupts, standard_output
-from attncheck.core.errors import UnknownName, UsageError, parse_seconds, require_known
+from attncheck.cli.standard_output import interrupts, standard_output
+from attncheck.core.errors import UnknownName, UsageError, require_known
 from attncheck.core.source_files import load_member
 from attncheck.records.json_reports import load_report
 from attncheck.records.record import FAILED_STATUSES, Record, Report
@@ -90,7 +90,7 @@ class CheckOptions:
     )
     watch: bool = verb.flag("--watch", "Ask again whenever a file beside the kernel's has changed.")
     device: str = verb.device("Where the kernel runs")
-    timeout: str | None = verb.timeout()
+    timeout: float | None = verb.timeout()
     in_process: bool = verb.in_process()
     fmt: str = verb.fmt()
     directory: str = verb.out("check.json and check.md")
@@ -104,7 +104,7 @@ class CheckOptions:
 
 
 @verb.command
-def check(interrupts: Interrupts, options: CheckOptions) -> int:
+def check(options: CheckOptions) -> int:
     """Ask one kernel what wrong kernels answer wrongly: exact probes, then a dozen problems.
 
     SPEC is FILE.py::NAME, package.module:NAME, FOLDER::NAME of the kernels hub, or a kernel of
@@ -118,8 +118,7 @@ def check(interrupts: Interrupts, options: CheckOptions) -> int:
     few_threads(small=options.own_questions)
     options = dataclasses.replace(options, spec=_kernel_spec(options))
     if options.watch:
-        return _watch(interrupts, options.spec)
-    deadline = parse_seconds(options.timeout, "--timeout")
+        return _watch(options.spec)
     if options.last_failed:
         options = dataclasses.replace(options, names=_failed_names(options))
     worker = start_worker(options.spec, in_process=options.in_process)
@@ -152,7 +151,7 @@ def check(interrupts: Interrupts, options: CheckOptions) -> int:
         host = open_kernel(
             options.spec,
             isolated=False if options.in_process else None,
-            deadlines=Deadlines.of(deadline),
+            deadlines=Deadlines.of(options.timeout),
             worker=worker,
             mods=mods,
             **host_options,
@@ -160,7 +159,7 @@ def check(interrupts: Interrupts, options: CheckOptions) -> int:
         with closing(host):
             rendering.check_writable(options.directory, "check")
             report = assemble_report([host.subject], (), **report_facts)
-            report = _check_kernel(interrupts, options, report, host, questions, ahead)
+            report = _check_kernel(options, report, host, questions, ahead)
     except (Died, RemoteError) as error:  # while loading, in a trial, or between two questions
         selection = [one for one in questions if one.name in options.names] or questions
         report = assemble_report((), (), **report_facts)
@@ -179,7 +178,6 @@ def check(interrupts: Interrupts, options: CheckOptions) -> int:
 
 
 def _check_kernel(
-    interrupts: Interrupts,
     options: CheckOptions,
     report: Report,
     host: KernelHost,
@@ -206,7 +204,7 @@ def _check_kernel(
     claim_options: dict[str, Any] = {**typed, "names": options.names}
     if not options.own_questions:
         claim_options["problems"] = [question.case.problem for question in questions]
-    with progress(CLAIM_TRIALS, quiet=options.quiet, check=interrupts.check) as advance:
+    with progress(CLAIM_TRIALS, quiet=options.quiet) as advance:
         claims = hold_to_claims(
             host,
             kernel=options.spec,
@@ -237,7 +235,7 @@ def _check_kernel(
     executor = executor_of(subject)
     problems = (taken_problem(subject, one.case.problem, executor, device) for one in selection)
     ahead.expect([problem for problem in problems if problem is not None], terms)
-    report = _ask_questions(interrupts, report, subject, selection, options)
+    report = _ask_questions(report, subject, selection, options)
     with suppress(Died, RemoteError):  # the verdict stands without a cause
         report = _add_diagnoses(report, subject, terms, device)
     return report
@@ -281,7 +279,7 @@ def _failed_names(options: CheckOptions) -> tuple[str, ...]:
     return remaining or names
 
 
-def _watch(interrupts: Interrupts, spec: str) -> int:
+def _watch(spec: str) -> int:
     """Run the rest of the command line now, and again whenever a Python file has changed.
 
     Failed questions are asked first, and all questions once those pass; only an interrupt ends it.
@@ -428,7 +426,6 @@ def _questions(options: CheckOptions) -> list[CheckCase]:
 
 
 def _ask_questions(
-    interrupts: Interrupts,
     report: Report,
     subject: Subject,
     questions: list[CheckCase],
@@ -447,7 +444,6 @@ def _ask_questions(
         for question, record in zip(questions, answers, strict=True):
             if question.unclaimed is not None:
                 record = replace(record, unclaimed=question.unclaimed)  # noqa: PLW2901  # the one to show
-            interrupts.check()
             advance(record.variant)
             # A kernel that writes beside its tensors may crash, or change any later answer.
             wild = record.judgement is not None and record.judgement.rule == "memory"

@@ -17,7 +17,7 @@ import click
 from attncheck.cli import verb
 from attncheck.cli.options import few_threads
 from attncheck.cli.repro import write_script
-from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.cli.standard_output import interrupts, standard_output
 from attncheck.core.files import check_names, write_texts
 from attncheck.core.source_files import load_module_member
 from attncheck.records.failures import FAILURE_FOLDER, keep_failure
@@ -74,7 +74,6 @@ _STORY = {
 
 @verb.command
 def demo(
-    interrupts: Interrupts,
     *,
     device: str | None = verb.device("Where it runs", f"{verb.GPU}, else in Triton's interpreter"),
     kernel_file: str | None = verb.option(

@@ -26,7 +26,7 @@ from attncheck.cli.long_runs import (
     worker_places,
 )
 from attncheck.cli.options import few_threads, typed_command
-from attncheck.cli.standard_output import Interrupts, show_report, standard_output
+from attncheck.cli.standard_output import interrupts, show_report, standard_output
 from attncheck.core.errors import UsageError, parse_seconds, require_known
 from attncheck.core.files import check_names, write_texts
 from attncheck.core.formats import MEASURED_DTYPES
@@ -119,7 +119,7 @@ class FaultOptions:
     listed: bool = verb.flag("--list", "Show the faults, and run none.")
     fresh: bool = verb.fresh()
     max_time: str | None = verb.max_time("; resumable")
-    directory: str = verb.option("--out", "DIR", "Folder for the journal.", "reports/faults")
+    directory: str = verb.out("the journal", "reports/faults")
     quiet: bool = verb.quiet()
     verbose: bool = verb.flag("-v --verbose", "Each score in a line as it is known.")
 
@@ -136,7 +136,7 @@ class FaultOptions:
 
 
 @verb.command
-def faults(interrupts: Interrupts, options: FaultOptions) -> int:
+def faults(options: FaultOptions) -> int:
     """Score the gate: plant faults that real kernels had, and see which it catches.
 
     Each is planted in a copy of a kernel of ours, and asked everything that `attncheck gate` asks,
@@ -159,14 +159,14 @@ def faults(interrupts: Interrupts, options: FaultOptions) -> int:
         raise UsageError("--dtype says in what --sensitivity asks: give it too.")
     # Before the modes below, since --list accepts the options of all of them.
     if options.mutants:
-        return _score_mutants(interrupts, options)
+        return _score_mutants(options)
     if options.listed:
         return _list(options)
     if options.command is not None:
-        return _score_own_tests(interrupts, options)
+        return _score_own_tests(options)
     if options.small:
-        return _measure_sensitivities(interrupts, options)
-    return _score_gate(interrupts, options)
+        return _measure_sensitivities(options)
+    return _score_gate(options)
 
 
 def _list(options: FaultOptions) -> int:
@@ -233,7 +233,7 @@ def _selection(options: FaultOptions, device: str, tier: str) -> FaultSelection:
 # Scoring the gate on planted faults
 
 
-def _score_gate(interrupts: Interrupts, options: FaultOptions) -> int:
+def _score_gate(options: FaultOptions) -> int:
     """Score the chosen faults, write and show the report; return the exit code."""
     from attncheck.faults.score_report import fault_report
 
@@ -241,7 +241,6 @@ def _score_gate(interrupts: Interrupts, options: FaultOptions) -> int:
     selection, file = _selection(options, device, tier), _kernel_file(options)
     head = planted_header(selection, device=device, tier=tier, file=file, typed=options.typed)
     return _run_and_score(
-        interrupts,
         options,
         selection,
         head,
@@ -272,7 +271,7 @@ def planted_header(
 # Mutants of a user's kernels
 
 
-def _score_mutants(interrupts: Interrupts, options: FaultOptions) -> int:
+def _score_mutants(options: FaultOptions) -> int:
     """Score the chosen mutants, or list them; return the exit code.
 
     Raises:
@@ -304,7 +303,6 @@ def _score_mutants(interrupts: Interrupts, options: FaultOptions) -> int:
         "typed": options.typed,
     }
     return _run_and_score(
-        interrupts,
         options,
         FaultSelection(units=tuple(units)),
         head,
@@ -318,7 +316,7 @@ def _score_mutants(interrupts: Interrupts, options: FaultOptions) -> int:
 # A user's own tests, run with faulty kernels in place of the tested function
 
 
-def _score_own_tests(interrupts: Interrupts, options: FaultOptions) -> int:
+def _score_own_tests(options: FaultOptions) -> int:
     """Score the tests, write and show the report; return the exit code.
 
     Raises:
@@ -350,7 +348,6 @@ def _score_own_tests(interrupts: Interrupts, options: FaultOptions) -> int:
     head = own_tests_header(suite, selection, typed=options.typed)
     suite_options = {"command": suite.command, "replace": suite.replace}
     return _run_and_score(
-        interrupts,
         options,
         selection,
         head,
@@ -411,7 +408,7 @@ def _own_tests_report(
 # Sensitivity: the smallest fault that is seen
 
 
-def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int:
+def _measure_sensitivities(options: FaultOptions) -> int:
     """Measure the smallest size of each continuous fault that is seen, in each dtype.
 
     Raise UnknownName if there is no such fault, dtype or tier.
@@ -437,7 +434,7 @@ def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int
             results[running[future]] = future.result()
             advance(" ".join(running[future]))
     report = SensitivityReport(command=options.typed, seen=tuple(results[each] for each in pairs))
-    return _write_and_show(interrupts, report, options)
+    return _write_and_show(report, options)
 
 
 def _sensitivity(fault: str, dtype: str, tier: str, device: str) -> FaultSensitivity:
@@ -451,7 +448,6 @@ def _sensitivity(fault: str, dtype: str, tier: str, device: str) -> FaultSensiti
 
 
 def _run_and_score(
-    interrupts: Interrupts,
     typed: FaultOptions,
     selection: FaultSelection,
     head: dict[str, Any],
@@ -481,7 +477,7 @@ def _run_and_score(
         priority=priority,
         **run_options,
     )
-    return print_run_end(end, _write_and_show(interrupts, report(content), typed))
+    return print_run_end(end, _write_and_show(report(content), typed))
 
 
 def _change_since(_: JournalContent, differs: set[str]) -> str | None:
@@ -524,7 +520,7 @@ class FaultProgress:
         return ", ".join(parts)
 
 
-def _write_and_show(interrupts: Interrupts, report: msgspec.Struct, options: FaultOptions) -> int:
+def _write_and_show(report: msgspec.Struct, options: FaultOptions) -> int:
     """Write each file in its format, then show the table; return the report's exit code."""
     from attncheck.reporting import rendering
 

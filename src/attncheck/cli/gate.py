@@ -31,7 +31,7 @@ from attncheck.cli.long_runs import (
     worker_places,
 )
 from attncheck.cli.options import few_threads, typed_command
-from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.cli.standard_output import interrupts, standard_output
 from attncheck.core.errors import UnknownName, UsageError, parse_seconds
 from attncheck.core.files import check_names
 from attncheck.core.sanitize_text import one_line, shortened
@@ -79,7 +79,7 @@ class GateOptions:
     skipped: tuple[str, ...] = verb.several("--skip", "NAME", "Leave a stage out.")
     exitfirst: bool = verb.flag("-x --exitfirst", "Stop at the first failure.")
     jobs: int | None = verb.jobs("Kernels")
-    timeout: str | None = verb.timeout()
+    timeout: float | None = verb.timeout()
     max_time: str | None = verb.max_time("; resumable")
     seed: int | None = verb.option(
         "--seed",
@@ -117,9 +117,7 @@ class GateOptions:
     fresh: bool = verb.fresh()
     in_process: bool = verb.in_process()
     fmt: str = verb.fmt("table, json, csv, md, html, junit, sarif or github")
-    directory: str = verb.option(
-        "--out", "DIR", "Folder for the journal and the reports.", "reports/gate"
-    )
+    directory: str = verb.out("the journal and the reports", "reports/gate")
     quiet: bool = verb.quiet()
     verbose: bool = verb.flag("-v --verbose", "Each failure in a line as it is found.")
 
@@ -137,7 +135,7 @@ class GateRun:
 
 
 @verb.command
-def gate(interrupts: Interrupts, options: GateOptions) -> int:
+def gate(options: GateOptions) -> int:
     """Ask kernels everything that a change of them needs: is every answer right, and repeatable?
 
     KERNEL is FILE.py::NAME, package.module:NAME, a kernel of `attncheck list`, or a name of
@@ -152,7 +150,6 @@ def gate(interrupts: Interrupts, options: GateOptions) -> int:
         from attncheck.reporting.rendering import GATE_FORMATS, check_format
     check_format(options.fmt, GATE_FORMATS)
     parse_seconds(options.max_time, "--max-time")
-    parse_seconds(options.timeout, "--timeout")
     file = Path(options.baseline) if options.baseline is not None else None
     baseline = (file.name, read_baseline(file)) if file else None
     kernels = _kernels_of(options.kernels)
@@ -170,12 +167,12 @@ def gate(interrupts: Interrupts, options: GateOptions) -> int:
     with _other_commit(options, kernels) as tree:
         run = plan_run(options, kernels, tree=tree, baseline=baseline[1] if baseline else None)
         end, content = run_gate(run, options)
-    code = _finish(interrupts, options, end, content, baseline)
+    code = _finish(options, end, content, baseline)
     # A failed gate matters more than times, and an interrupted one must end at once.
-    return code or _time(interrupts, options, kernels) if options.timed and not end.why else code
+    return code or _time(options, kernels) if options.timed and not end.why else code
 
 
-def _time(interrupts: Interrupts, options: GateOptions, kernels: tuple[str, ...]) -> int:
+def _time(options: GateOptions, kernels: tuple[str, ...]) -> int:
     """Time the kernels, with no workers running; write that report and return its exit code."""
     from attncheck.reporting import exit_codes, rendering
     from attncheck.reporting.bench_document import bench_counts
@@ -191,7 +188,7 @@ def _time(interrupts: Interrupts, options: GateOptions, kernels: tuple[str, ...]
         quiet=options.quiet,
     )
     try:
-        report, _ = time_kernels(interrupts, bench_options, dict.fromkeys(kernels))
+        report, _ = time_kernels(bench_options, dict.fromkeys(kernels))
     except UsageError as error:  # for example an interpreted kernel; the gate itself is done
         click.echo(f"attncheck: --bench: {one_line(str(error))}", err=True)
         return exit_codes.INCOMPLETE
@@ -243,7 +240,7 @@ def plan_run(
         stages=parse_stages(options.stages, options.skipped),
         dtypes=options.dtypes,
         isolated=not options.in_process,
-        timeout=parse_seconds(options.timeout, "--timeout") or 0.0,
+        timeout=options.timeout or 0.0,
         failures=str(Path(FAILURES).absolute()),
         sanitizer=options.sanitizer,
         tree=tree,
@@ -504,7 +501,6 @@ def _failure_line(answer: Answer) -> str:
 
 
 def _finish(
-    interrupts: Interrupts,
     options: GateOptions,
     end: RunEnd,
     content: JournalContent,

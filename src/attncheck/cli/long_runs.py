@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 
+from attncheck.cli.standard_output import interrupts
 from attncheck.core.errors import parse_seconds
 from attncheck.core.sanitize_text import one_line
 from attncheck.reporting.exit_codes import INTERRUPTED
 
 if TYPE_CHECKING:
-    from attncheck.cli.standard_output import Interrupts
     from attncheck.verify.kernel_hosts import KernelHost
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.pool import RunEnd, RunEvent
@@ -43,14 +43,12 @@ class RunCounter(Protocol):
 
 
 @contextmanager
-def progress(
-    total: int, *, quiet: bool, check: Callable[[], None] = lambda: None
-) -> Iterator[Callable[..., None]]:
+def progress(total: int, *, quiet: bool) -> Iterator[Callable[..., None]]:
     """Yield ``advance(what, show)``, to be called once for each of ``total`` pieces of work.
 
     With ``done=False`` it only shows the current work and counts nothing. Everything goes to
     standard error, so that standard output has only the report. Output of ``show`` goes above the
-    bar. Each call begins with ``check``, which may raise.
+    bar. Each call raises KeyboardInterrupt if an interrupt was swallowed before.
     """
     start, count = time.monotonic(), 0
     with _meter(quiet=quiet, estimates=True) as (update, _, bar):
@@ -59,7 +57,7 @@ def progress(
             what: str, show: Callable[[], None] | None = None, *, done: bool = True
         ) -> None:
             nonlocal count
-            check()
+            interrupts.check()
             if not done:
                 update(count, total, what, f"{count}/{total} cells ({what})")
                 return
@@ -87,7 +85,6 @@ def collect(
     total: int,
     what: Callable[[T], str],
     show: Callable[[T], None] | None,
-    interrupts: Interrupts,
     quiet: bool,
     max_time: str | None,
 ) -> tuple[list[T], str]:
@@ -103,7 +100,7 @@ def collect(
     reason, results = "", []
     try:
         with (
-            progress(total, quiet=quiet, check=interrupts.check) as advance,
+            progress(total, quiet=quiet) as advance,
             _time_limit(parse_seconds(max_time, "--max-time")) as is_up,
         ):
             for one in make(partial(advance, done=False)):
@@ -151,7 +148,6 @@ def claimed(
     device: str,
     *,
     quiet: bool,
-    check: Callable[[], None],
     **options: Any,
 ) -> dict[str, tuple[str, ...]]:
     """Restrict plain functions to the problems that they support; return lines on it by kernel.
@@ -166,7 +162,7 @@ def claimed(
         # Imported late, since all trials come with it.
         from attncheck.verify.claims import CLAIM_TRIALS, hold_to_claims
 
-        with progress(CLAIM_TRIALS, quiet=quiet, check=check) as advance:
+        with progress(CLAIM_TRIALS, quiet=quiet) as advance:
             claims = hold_to_claims(host, kernel=kernel, device=device, advance=advance, **options)
         if claims is not None and (claim_lines := tuple(claims.lines())):
             lines[host.subject.name] = claim_lines

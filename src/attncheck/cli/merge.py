@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from attncheck.cli import verb
-from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.cli.standard_output import interrupts, standard_output
 from attncheck.core.errors import UsageError
 from attncheck.core.files import write_files
 from attncheck.core.sanitize_text import one_line
@@ -16,7 +16,6 @@ from attncheck.reporting.exit_codes import INCOMPLETE, PASSED
 
 @verb.command
 def merge(
-    interrupts: Interrupts,
     *,
     journals: tuple[str, ...] = verb.argument("JOURNAL...", nargs=-1, required=True),
     target: str = verb.option("--out", "FILE", "The merged journal.", required=True),

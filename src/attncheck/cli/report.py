@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from attncheck.cli import verb
-from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.cli.standard_output import interrupts, standard_output
 from attncheck.core import json_numbers
 from attncheck.core.errors import UsageError, require_known
 from attncheck.records.bench_report import BenchReport
@@ -31,7 +31,6 @@ _LARGEST_SCRIPT = 2**20  # bytes of a script up to which it is copied into a pag
 
 @verb.command
 def report(
-    interrupts: Interrupts,
     *,
     source: str = verb.argument("SOURCE"),
     fmt: str = verb.option(

@@ -260,3 +260,7 @@ class Interrupts:
         warnings.simplefilter("ignore")
         sys.unraisablehook = lambda _: None
         raise KeyboardInterrupt
+
+
+interrupts = Interrupts()
+"""The handling of SIGINT in this process, which runs one verb."""
