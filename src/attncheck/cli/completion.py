@@ -11,6 +11,8 @@ from click.shell_completion import CompletionItem, get_completion_class, shell_c
 
 from attncheck.cli import verb
 from attncheck.cli.standard_output import standard_output
+from attncheck.core.errors import UsageError
+from attncheck.core.formats import MEASURED_DTYPES
 
 _SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_ATTNCHECK_COMPLETE"
@@ -55,7 +57,6 @@ def _offer(names: Callable[[], Iterable[str]]) -> Callable[[Any, str], list[Comp
 
 # Each of these imports no heavy module, since a user who presses a key must not wait for torch.
 def _kernels() -> Iterable[str]:
-    from attncheck.core.errors import UsageError
     from attncheck.subjects.capabilities.configuration import read_configuration
     from attncheck.subjects.capabilities.named_kernels import BUILTIN
 
@@ -64,12 +65,6 @@ def _kernels() -> Iterable[str]:
     except UsageError:  # reported when the file is used
         configured = ()
     return {*BUILTIN, *configured, *(f"{path.name}::" for path in Path.cwd().glob("*.py"))}
-
-
-def _dtypes() -> Iterable[str]:
-    from attncheck.core.formats import MEASURED_DTYPES
-
-    return MEASURED_DTYPES
 
 
 def _variants() -> Iterable[str]:
@@ -84,15 +79,11 @@ def _questions() -> Iterable[str]:
     return {*tagged(CHECK), *(f"decode-{name}" for name in tagged(PROBED))}
 
 
-def _formats() -> Iterable[str]:
-    return ("table", "json", "md", "csv", "html")
-
-
 _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     **dict.fromkeys(("spec", "kernel", "kernels", "--kernel"), _kernels),
-    "--dtype": _dtypes,
+    "--dtype": lambda: MEASURED_DTYPES,
     "--variant": _variants,
     "--question": _questions,
     "--convention": lambda: _CONVENTIONS,
-    "--format": _formats,
+    "--format": lambda: ("table", "json", "md", "csv", "html"),
 }

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -414,9 +415,11 @@ def _measure_sensitivities(options: FaultOptions) -> int:
     Raise UnknownName if there is no such fault, dtype or tier.
     """
     from attncheck.faults.continuous_faults import CONTINUOUS_FAULTS, continuous_fault_named
+    from attncheck.faults.sensitivity import measure_sensitivity
     from attncheck.gate.planning import Choices
 
     device, tier = _device_and_tier(options)
+    measure = partial(measure_sensitivity, tier=tier, device=device)
     names = [continuous_fault_named(name).id for name in options.names] or list(CONTINUOUS_FAULTS)
     dtypes = Choices.of_tier(tier, dtypes=tuple(options.dtypes or MEASURED_DTYPES)).dtypes
     pairs = [(name, dtype) for dtype in dtypes for name in names]
@@ -428,20 +431,13 @@ def _measure_sensitivities(options: FaultOptions) -> int:
         progress(len(pairs), quiet=options.quiet) as advance,
         ProcessPoolExecutor(jobs, mp_context=spawn) as pool,
     ):
-        running = {pool.submit(_sensitivity, *each, tier, device): each for each in pairs}
+        running = {pool.submit(measure, *each): each for each in pairs}
         for future in as_completed(running):
             # In order of completion; the report restores the order of the plan.
             results[running[future]] = future.result()
             advance(" ".join(running[future]))
     report = SensitivityReport(command=options.typed, seen=tuple(results[each] for each in pairs))
     return _write_and_show(report, options)
-
-
-def _sensitivity(fault: str, dtype: str, tier: str, device: str) -> FaultSensitivity:
-    """Measure one fault in one dtype; runs in a process of its own."""
-    from attncheck.faults.sensitivity import measure_sensitivity
-
-    return measure_sensitivity(fault, dtype, tier=tier, device=device)
 
 
 # Shared by all modes

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 import msgspec
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 FAILURES = "reports/failures"  # the folder of kept failures, where attncheck repro looks for them
 
 _PER_RUN = {"seed", "started", "typed"}  # keys of a journal's header that are no part of the plan
-_SOURCE_KEYS = frozenset({"sources", "started", "seed", "typed"})
 _SCRIPTS, _SCRIPT_SECONDS = 5, 120  # number of scripts, and seconds that each may take
 _FEWEST, _LEAST = 10, 0.05  # results, and their share of all units, needed to estimate the rest
 
@@ -122,16 +121,12 @@ class GateOptions:
     verbose: bool = verb.flag("-v --verbose", "Each failure in a line as it is found.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateRun:
+class GateRun(NamedTuple):
     """One run of the gate."""
 
-    kernels: tuple[str, ...]  # as typed or configured
-    device: str
     choices: Choices
-    shard: str  # ``2/4``; empty for a whole run
-    head: dict[str, Any]
-    units: tuple[Unit, ...]  # the units of work to begin with
+    head: dict[str, Any]  # the header of its journal
+    units: list[Unit]  # the units of work to begin with
 
 
 @verb.command
@@ -213,7 +208,6 @@ def plan_run(
     if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
         raise UsageError(f"a gate needs {missing[0]}: pip install 'attncheck[properties]'.")
     from attncheck.cases.tier import default_tier, tier_named
-    from attncheck.gate.gate_report import journal_header
     from attncheck.gate.plan import describe_units, replay_units
     from attncheck.gate.planning import BaselineCases, Choices, parse_stages
     from attncheck.gate.sources import source_fingerprint
@@ -253,15 +247,16 @@ def plan_run(
     if options.sanitizer and "memory" not in choices.stages:
         raise UsageError("--sanitizer is part of the stage 'memory': it is left out.")
     sources = source_fingerprint(kernels, (options.directory, str(Path(FAILURES).parent)))
-    head = journal_header(
-        kernels,
-        device=device,
-        convention=options.convention,
-        started=started_now(),
-        plan=choices.plan() | {"sources": sources},
-        shard=shard,
-        typed=_typed_command(kernels),
-    )
+    head = {
+        "kernels": list(kernels),
+        "device": device,
+        "convention": options.convention,
+        **choices.plan(),
+        "sources": sources,
+        "shard": shard,
+        "started": started_now(),
+        "typed": _typed_command(kernels),
+    }
     # A resumed run keeps the seed of its first part, or its units would differ.
     if draws_anew:
         head["seed"] = _seed_of(head, existing_journal(options.directory, fresh=options.fresh))
@@ -272,14 +267,7 @@ def plan_run(
         units += replay_units(
             kernels, FAILURES, stages=choices.stages, dtypes=choices.dtypes, **common
         )
-    return GateRun(
-        kernels=kernels,
-        device=device,
-        choices=choices,
-        shard=shard,
-        head=head,
-        units=tuple(units),
-    )
+    return GateRun(choices, head, units)
 
 
 def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent]:
@@ -312,9 +300,10 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
             return False
         return any(answer.record.status in FAILED_STATUSES for answer in done.answers)
 
-    workers: Any = worker_places(options.jobs, run.device)
+    device = run.head["device"]
+    workers: Any = worker_places(options.jobs, device)
     if options.cluster is not None:
-        workers = Cluster(address=options.cluster, device=run.device, most=options.jobs)
+        workers = Cluster(address=options.cluster, device=device, most=options.jobs)
     ended = run_with_journal(
         units,
         run.head,
@@ -329,7 +318,7 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
         stop=stop,
         priority=priority,
         product=kernel_key,
-        mine=Shard.parse(run.shard).has,
+        mine=Shard.parse(run.head["shard"]).has,
         workers=workers,
     )
     if usage_errors:
@@ -339,7 +328,7 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
 
 def _preload_options(run: GateRun) -> dict[str, Any]:
     """Return the option that has workers load a single kernel on a GPU during planning."""
-    if run.device == "cpu" or len(run.kernels) > 1:
+    if run.head["device"] == "cpu" or len(run.head["kernels"]) > 1:
         return {}
     unit = next(unit for unit in run.units if unit.kind == "describe")
     return {"ahead": msgspec.json.encode(unit).decode()}
@@ -348,7 +337,7 @@ def _preload_options(run: GateRun) -> dict[str, Any]:
 def _change_since(before: JournalContent, differs: set[str]) -> str | None:
     """Return the change of sources since a run, "" for none; None if it was another run."""
     # With equal sources and another seed it is another run, not a changed kernel.
-    if differs - _SOURCE_KEYS or ("seed" in differs and "sources" not in differs):
+    if differs - _PER_RUN - {"sources"} or ("seed" in differs and "sources" not in differs):
         return None
     from attncheck.gate.sources import changed_source
 

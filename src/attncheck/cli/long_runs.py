@@ -351,7 +351,6 @@ def run_with_journal(  # all arguments of one run
         check()
         with run_progress(counter, quiet=quiet, verbose=verbose) as on_event:
             end = run_units(units, journal=journal, on_event=on_event, **run_options)
-        journal.end(end.why)
     return end, journal.content
 
 

@@ -22,28 +22,6 @@ from attncheck.workers.journal_format import JournalContent
 from attncheck.workers.units import Shard, Unit
 
 
-def journal_header(
-    kernels: tuple[str, ...],
-    *,
-    device: str,
-    convention: str,
-    started: str,
-    plan: Mapping[str, Any],
-    shard: str = "",
-    typed: str = "",
-) -> dict[str, Any]:
-    """Return the header of a journal, which identifies the run and says how it began."""
-    return {
-        "kernels": list(kernels),
-        "device": device,
-        "convention": convention,
-        **plan,
-        "shard": shard,
-        "started": started,
-        "typed": typed,
-    }
-
-
 def command_line(head: Mapping[str, Any]) -> str:
     """Return a command line that runs the plan of a journal's header."""
     words = ["attncheck", "gate", *map(str, head.get("kernels", ()))]
