@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from attncheck.cli import verb
 from attncheck.cli.options import typed_command
 from attncheck.cli.report import read_run_journal
-from attncheck.cli.standard_output import Group, standard_output
+from attncheck.cli.standard_output import Group, show_report, standard_output
 from attncheck.core import VERSION, json_numbers
 from attncheck.core.errors import UsageError, require_known
 from attncheck.core.files import write_texts
@@ -179,8 +179,7 @@ def diff(
     report = BaselineComparison(
         command=typed_command(), baseline=path.name, problems=measured.problems, changes=changes
     )
-    with standard_output():
-        rendering.show(report, fmt)
+    show_report(report, fmt)
     # Better fails a strict diff too, since the baseline is out of date.
     bad = {"worse", "better", "gone"} if strict else {"worse"}
     return int(any(change.standing in bad for change in changes))

@@ -190,7 +190,12 @@ def time_kernels(
     with ExitStack() as stack:
         opened = open_kernels(names, device=device, in_process=options.in_process, seconds=seconds)
         hosts = stack.enter_context(opened)
-        _refuse_interpreted([host.subject for host in hosts.values()], device)
+        interpreted = [host.subject.name for host in hosts.values() if host.subject.triton]
+        if interpreted and device == "cpu":
+            raise UsageError(
+                f"kernel {interpreted[0]!r} is interpreted on a CPU, where its time means nothing: "
+                "bench times torch's kernels there."
+            )
         claims = claimed(
             hosts,
             device,
@@ -203,16 +208,6 @@ def time_kernels(
         if options.against is not None:
             subjects, others = _with_other_commit(options, subjects, names, stack, device)
         return _time_cells(options, plan, subjects, others, claims, device, compilers)
-
-
-def _refuse_interpreted(subjects: list[Subject], device: str) -> None:
-    """Raise UsageError for a kernel that is interpreted, whose time would mean nothing."""
-    for subject in subjects if device == "cpu" else ():
-        if subject.triton:
-            raise UsageError(
-                f"kernel {subject.name!r} is interpreted on a CPU, where its time means nothing: "
-                "bench times torch's kernels there."
-            )
 
 
 def _with_other_commit(

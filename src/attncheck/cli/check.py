@@ -144,7 +144,7 @@ def check(options: CheckOptions) -> int:
     prepare(options.device)  # before the file's own Triton functions are decorated
     report_facts: dict[str, Any] = {
         "device": options.device,
-        "command": typed_command(argument=options.spec),
+        "command": typed_command(arguments=[options.spec]),
     }
     host = None
     try:

@@ -46,7 +46,7 @@ def fingerprint(
         open_host(kernel, worker, seconds=timeout, **host_options) as host,
         progress(len(dtype_names), quiet=quiet) as advance,
     ):
-        subject, command = host.subject, typed_command(argument=kernel)
+        subject, command = host.subject, typed_command(arguments=[kernel])
         report = survey_arithmetic(
             subject, dtype_names, device=device, command=command, done=advance
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -41,7 +40,7 @@ from attncheck.records.run_reports import Answer, GateReport
 from attncheck.reporting.gate_verdict import Policy, failure_groups, gate_exit_code
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from attncheck.gate.other_commit import CommitTree
     from attncheck.gate.planning import Choices
@@ -255,7 +254,7 @@ def plan_run(
         "sources": sources,
         "shard": shard,
         "started": started_now(),
-        "typed": _typed_command(kernels),
+        "typed": typed_command(files={"--baseline"}, arguments=kernels),
     }
     # A resumed run keeps the seed of its first part, or its units would differ.
     if draws_anew:
@@ -499,7 +498,7 @@ def _finish(
     from attncheck.gate.gate_report import build_report
     from attncheck.reporting.rendering import show, write_gate
 
-    command = _typed_command(content.head.get("kernels", ()))
+    command = typed_command(files={"--baseline"}, arguments=content.head["kernels"])
     report = build_report(content, command=command, baseline=baseline)
     # An interrupted run must end soon, and scripts take seconds each.
     scripts = {} if end.why == "interrupted" else _failure_scripts(report, options.directory)
@@ -511,17 +510,6 @@ def _finish(
         strict=options.strict, strict_baseline=options.strict_baseline, flaky=options.flaky
     )
     return print_run_end(end, gate_exit_code(report, policy))
-
-
-def _typed_command(kernels: Iterable[str]) -> str:
-    """Return the command line with files without their folders, for a report read elsewhere."""
-    command = typed_command(files={"--baseline"})
-    for kernel in kernels:
-        file, colons, name = str(kernel).partition("::")
-        if colons:
-            without_folder = f"{Path(file).name}{colons}{name}"
-            command = command.replace(shlex.quote(str(kernel)), shlex.quote(without_folder))
-    return command
 
 
 def _failure_scripts(report: GateReport, directory: str) -> dict[str, str]:

@@ -169,23 +169,6 @@ def claimed(
     return lines
 
 
-@contextmanager
-def run_progress(
-    counter: RunCounter, *, quiet: bool, verbose: bool
-) -> Iterator[Callable[[RunEvent], None]]:
-    """Yield a callback for every event of a run; ``verbose`` also shows the counter's lines."""
-    with _meter(quiet=quiet, estimates=False) as (update, say, _):
-
-        def on_event(event: RunEvent) -> None:
-            for text in counter.hear(event):
-                if verbose:
-                    say(text)
-            line = counter.line(event)
-            update(event.finished, event.known, line, line)
-
-        yield on_event
-
-
 def time_left(seconds: float) -> str:
     """Return ``about 35 s left``."""
     text = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
@@ -337,6 +320,7 @@ def run_with_journal(  # all arguments of one run
 
     Args:
         units: The units of work; those with a result in the journal are not repeated.
+        counter: Counts the events; ``verbose`` shows its lines.
         check: Raises UsageError if nothing can be run; called after the journal was opened and is
             known to be this run's.
 
@@ -349,7 +333,15 @@ def run_with_journal(  # all arguments of one run
     # Open the journal before slow checks, since it may belong to another run.
     with Journal.open(Path(directory) / JOURNAL, head, resume=resume) as journal:
         check()
-        with run_progress(counter, quiet=quiet, verbose=verbose) as on_event:
+        with _meter(quiet=quiet, estimates=False) as (update, say, _):
+
+            def on_event(event: RunEvent) -> None:
+                for text in counter.hear(event):
+                    if verbose:
+                        say(text)
+                line = counter.line(event)
+                update(event.finished, event.known, line, line)
+
             end = run_units(units, journal=journal, on_event=on_event, **run_options)
     return end, journal.content
 

@@ -11,7 +11,7 @@ import click
 from attncheck.cli import verb
 from attncheck.cli.long_runs import progress
 from attncheck.cli.options import open_kernels, start_worker, typed_command, was_typed
-from attncheck.cli.standard_output import interrupts, standard_output
+from attncheck.cli.standard_output import interrupts, show_report
 from attncheck.core.errors import UsageError
 from attncheck.records.failures import FAILURE_FOLDER
 from attncheck.records.model_report import ModelRecord, ModelReport
@@ -88,7 +88,7 @@ def model(
     """
     workers = {each: start_worker(each, in_process=in_process) for each in kernels}
     with interrupts.importing():
-        from attncheck.reporting import exit_codes, rendering
+        from attncheck.reporting import rendering
         from attncheck.reporting.image_files import check_plots, write_plots
         from attncheck.surveys.swapped_model import ModelSize, describe_model, transformers_version
     rendering.check_format(fmt)
@@ -149,9 +149,7 @@ def model(
             write_plots(report, plots)
         elif plots:
             click.echo("attncheck: no kernel took a model: no plot is drawn.", err=True)
-    with standard_output():
-        rendering.show(report, fmt)
-    return exit_codes.exit_code(report)
+    return show_report(report, fmt)
 
 
 def _refuse_sizes(specs: tuple[str, ...]) -> None:

@@ -75,7 +75,7 @@ def mods(
                 file=name,
                 dimensions=dimensions,
                 device=device,
-                command=typed_command(files={"--kernel"}, argument=file),
+                command=typed_command(files={"--kernel"}, arguments=[file]),
                 done=advance,
                 path=path,
             )

@@ -78,12 +78,12 @@ def few_threads(*, small: bool) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def typed_command(*, files: Collection[str] = (), argument: str = "") -> str:
+def typed_command(*, files: Collection[str] = (), arguments: Collection[str] = ()) -> str:
     """Return the typed command line for a report, without --out.
 
     Args:
         files: Options whose value is a file, or ``FILE.py::NAME``, and loses its folder.
-        argument: An argument whose value is a file likewise.
+        arguments: Arguments whose value is a file likewise.
     """
     # From argv, not from click, which would add defaults to the typed words.
     words = iter(sys.argv[1:])
@@ -97,7 +97,7 @@ def typed_command(*, files: Collection[str] = (), argument: str = "") -> str:
             value = _without_folder(value if equals else next(words, ""))
             command += [f"{option}={value}"] if equals else [option, value]
         else:
-            command.append(_without_folder(word) if word == argument else word)
+            command.append(_without_folder(word) if word in arguments else word)
     return shlex.join(command)
 
 

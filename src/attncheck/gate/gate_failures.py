@@ -58,15 +58,11 @@ def shrink_case(
                 return None if best is failed else best
             tried_ids.add(case.id)
             record = ask(case)
-            if fails_alike(record, failed) and explained(record):
+            alike = record.status in FAILED_STATUSES and symptom(record) == symptom(failed)
+            if alike and explained(record):
                 best, progressed = record, True
                 break
     return None if best is failed else best
-
-
-def fails_alike(record: Record, failed: Record) -> bool:
-    """Return whether ``record`` is a failure with the same symptom as ``failed``."""
-    return record.status in FAILED_STATUSES and symptom(record) == symptom(failed)
 
 
 def plainer_cases(case: Case) -> Iterator[Case]:
@@ -82,11 +78,11 @@ def plainer_cases(case: Case) -> Iterator[Case]:
 
 def _changes(problem: Problem) -> Iterator[dict[str, Any]]:
     softmax = problem.operation == "softmax"
-    yield from _smaller_value(problem, "batch", (1,))
+    if problem.batch > 1:
+        yield {"batch": 1}
     if not softmax:
         yield from _fewer_heads(problem)
-        for name in ("dcaptured", "dlse", "backward", "sink"):
-            yield from _without_feature(problem, name)
+        yield from _fewer_features(problem)
         yield from _plainer_mods(problem)
     elif problem.heads > 1:
         yield {"heads": 1, "kv_heads": 1}
@@ -97,13 +93,8 @@ def _changes(problem: Problem) -> Iterator[dict[str, Any]]:
         yield from _smaller_dims(problem)
     if problem.distribution != "normal":
         yield {"distribution": "normal"}
-    yield from _smaller_value(problem, "seed", (0,))
-
-
-def _smaller_value(
-    problem: Problem, name: str, values: tuple[int, ...]
-) -> Iterator[dict[str, Any]]:
-    yield from ({name: value} for value in values if value < getattr(problem, name))
+    if problem.seed:
+        yield {"seed": 0}
 
 
 def _fewer_heads(problem: Problem) -> Iterator[dict[str, Any]]:
@@ -113,8 +104,10 @@ def _fewer_heads(problem: Problem) -> Iterator[dict[str, Any]]:
             yield {"heads": heads, "kv_heads": kv_heads}
 
 
-def _without_feature(problem: Problem, name: str) -> Iterator[dict[str, Any]]:
-    if getattr(problem, name):
+def _fewer_features(problem: Problem) -> Iterator[dict[str, Any]]:
+    for name in ("dcaptured", "dlse", "backward", "sink"):
+        if not getattr(problem, name):
+            continue
         # Without a backward, no gradient of LSE or of a score mod's tensors can be asked for.
         gradients = {"dlse": False, "dcaptured": False} if name == "backward" else {}
         yield {name: False} | gradients
@@ -215,10 +208,8 @@ class FailureLog:
         """
         case, tier = Case.from_json(unit.case), self._choices.tier
         # One failure of each question and direction is enough.
-        kind, kinds_done = (
-            f"{case.question} {case.problem.backward}",
-            self._shrunk.setdefault(unit.kernel, set()),
-        )
+        kind = f"{case.question} {case.problem.backward}"
+        kinds_done = self._shrunk.setdefault(unit.kernel, set())
         if kind in kinds_done or len(kinds_done) >= tier.shrinks:
             return None
         kinds_done.add(kind)

@@ -396,7 +396,12 @@ class _KernelHosts:
 
     def _start_on_claims(self, unit: Unit) -> KernelHost:
         """Start a kernel; for a plain function, find the problems that it takes, its claims."""
-        host = self._start(unit)
+        host = open_kernel(
+            unit.kernel,
+            isolated=self._choices.isolated,
+            here=self._executor(),
+            **self._host_options(unit),
+        )
         try:
             self.claims = hold_to_claims(
                 host,
@@ -409,14 +414,6 @@ class _KernelHosts:
             host.close()
             raise
         return host
-
-    def _start(self, unit: Unit) -> KernelHost:
-        return open_kernel(
-            unit.kernel,
-            isolated=self._choices.isolated,
-            here=self._executor(),
-            **self._host_options(unit),
-        )
 
     def _start_other(self, unit: Unit) -> KernelHost:
         """Start another commit's kernel, in a process of its own since module names are equal."""

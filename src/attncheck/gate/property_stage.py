@@ -33,17 +33,8 @@ def property_units(planning: Planning) -> Iterator[Unit]:
     for each in property_spec.properties():
         pairs = _applicable_pairs(planning, each)
         for dtype, family in choose_pairs(pairs, planning.choices.tier.combinations, used):
-            yield Unit(
-                kind="draw",
-                stage=_STAGE,
-                kernel=planning.unit.kernel,
-                convention=planning.unit.convention,
-                device=planning.device,
-                tier=planning.unit.tier,
-                test=each.id,
-                dtype=dtype,
-                family=family,
-            )
+            part = {"test": each.id, "dtype": dtype, "family": family}
+            yield replace(planning.unit, kind="draw", stage=_STAGE, alone=False, **part)
 
 
 def choose_pairs(pairs: Sequence[Pair], most: int, used: Counter[str]) -> list[Pair]:

@@ -209,18 +209,14 @@ def _layout_units(planning: Planning, stage: Stage, question: str, turn: int) ->
                 continue
             if compares_launches([question]) and not planning.has_launches(problem):
                 continue
-            for chosen in _parameter_choices(question, problem):
+            # Missing parameters default to the middle of the allowed values.
+            name = _EACH_VALUE.get(question)
+            values = allowed_parameters(question, problem)[name] if name else ()
+            choices: list[Parameters] = [{name: value} for value in values] if name else [{}]
+            for chosen in choices:
                 case = Case(problem=problem, question=question, parameters=chosen)
                 yield planning.unit_of(stage, move_case(case, problem), entry.name)
             return
-
-
-def _parameter_choices(question: str, problem: Problem) -> list[Parameters]:
-    """Return parameters to ask with; missing ones default to the middle of the allowed values."""
-    name = _EACH_VALUE.get(question)
-    if name is None:
-        return [{}]
-    return [{name: value} for value in allowed_parameters(question, problem)[name]]
 
 
 def _nearest_problems(planning: Planning, dtype: str, fields: dict[str, Any]) -> list[Problem]:
