@@ -183,7 +183,10 @@ def time_kernels(
     if options.shapes and (options.tables or options.lengths or options.dims):
         raise UsageError("--shape stands in place of --table, --length and --head-dim.")
     names: dict[str, Worker | None] = workers or dict.fromkeys(_KERNELS[device])
-    if not workers and device == "cuda" and any(one.reads_cache for one in plan):
+    problems = [one.problem for one in plan]
+    # A decoding step, or keys in pages.
+    reads_cache = any(p.paging is not None or p.query < p.kv for p in problems)
+    if not workers and device == "cuda" and reads_cache:
         names |= dict.fromkeys(_CACHE_KERNELS)
     if options.baseline and options.baseline not in names:
         names |= {options.baseline: start_worker(options.baseline, in_process=options.in_process)}
@@ -201,7 +204,7 @@ def time_kernels(
             device,
             quiet=options.quiet,
             dtypes=options.dtypes,
-            problems=[one.problem.replace(backward=False) for one in plan if options.shapes],
+            problems=[one.replace(backward=False) for one in problems if options.shapes],
         )
         subjects = [host.subject for host in hosts.values()]
         others: dict[str, str] = {}

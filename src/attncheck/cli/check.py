@@ -25,18 +25,17 @@ from attncheck.core.source_files import load_member
 from attncheck.records.json_reports import load_report
 from attncheck.records.record import FAILED_STATUSES, Record, Report
 from attncheck.reporting.exit_codes import check_exit_code
+from attncheck.workers.process import Died
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.cases.check_cases import CheckCase
-    from attncheck.diagnose.diagnosis import CauseSearch
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.subjects.terms import Terms
     from attncheck.verify.calls_ahead import CallsAhead
     from attncheck.verify.kernel_hosts import KernelHost
     from attncheck.verify.kernel_messages import RemoteError
-    from attncheck.workers.process import Died
 
 _MOST_SEARCHES = 4  # searches for a cause among all fault models, each of which takes a second
 _SECONDS_BETWEEN_LOOKS = 0.3  # between checks of --watch for changed files
@@ -131,7 +130,6 @@ def check(options: CheckOptions) -> int:
         from attncheck.verify.kernel_messages import RemoteError
         from attncheck.verify.remote_kernel import Deadlines
         from attncheck.verify.verify import assemble_report
-        from attncheck.workers.process import Died
     rendering.check_format(options.fmt)
     options = dataclasses.replace(options, device=usable_device(options.device))
     questions, mods = _questions_and_mods(options)
@@ -197,7 +195,6 @@ def _check_kernel(
     from attncheck.verify.kernel_hosts import executor_of
     from attncheck.verify.kernel_messages import RemoteError
     from attncheck.verify.question_fit import taken_problem
-    from attncheck.workers.process import Died
 
     device = options.device
     typed: dict[str, Any] = {"dtypes": options.dtypes, "head_dims": options.head_dims}
@@ -485,37 +482,31 @@ def _add_diagnoses(report: Report, subject: Subject, terms: Terms | None, device
         terms: Terms on which a plain function takes every problem.
     """
     from attncheck.diagnose.diagnosis import CauseSearch
+    from attncheck.reporting.check_document import worst_record
     from attncheck.verify.kernel_hosts import on_terms
 
     search = CauseSearch(_MOST_SEARCHES)
     for one in report.records:
         search.note(one)
+    records = [*report.records]
     # Within its claims first, since wrong answers beyond them would refute every cause there.
-    report = _diagnose_part(report, search, subject, device)
-    if terms is not None and any(map(_is_beyond, report.records)):
-        report = _diagnose_part(report, search, on_terms(subject, terms), device, beyond=True)
-    return report
+    for beyond in (False, True):
+        places = [i for i, one in enumerate(records) if _is_beyond(one) == beyond]
+        part = [records[i] for i in places]
+        worst = worst_record(replace(report, records=tuple(part)))
+        if worst is None:
+            continue
+        if beyond:
+            if terms is None:
+                break
+            subject = on_terms(subject, terms)
+        # Start with the worst failure, which tells most.
+        diagnosed = search.diagnose_all(part, subject, device=device, first=worst)
+        for i, one in zip(places, diagnosed, strict=True):
+            records[i] = one
+    return replace(report, records=tuple(records))
 
 
 def _is_beyond(record: Record) -> bool:
     """Return whether ``record`` is a failure beyond the kernel's claims."""
     return record.status in FAILED_STATUSES and bool(record.unclaimed)
-
-
-def _diagnose_part(
-    report: Report, search: CauseSearch, subject: Subject, device: str, *, beyond: bool = False
-) -> Report:
-    """Return ``report`` with diagnoses of failures within the claims, or ``beyond`` them."""
-    from attncheck.reporting.check_document import worst_record
-
-    records = [*report.records]
-    places = [i for i, one in enumerate(records) if _is_beyond(one) == beyond]
-    part = [records[i] for i in places]
-    worst = worst_record(replace(report, records=tuple(part)))
-    if worst is None:
-        return report
-    # Start with the worst failure, which tells most.
-    diagnosed = search.diagnose_all(part, subject, device=device, first=worst)
-    for i, one in zip(places, diagnosed, strict=True):
-        records[i] = one
-    return replace(report, records=tuple(records))

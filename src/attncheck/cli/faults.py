@@ -38,6 +38,9 @@ from attncheck.records.fault_scores import (
     OwnTestsScore,
     SensitivityReport,
 )
+from attncheck.workers.journal_format import JournalContent
+from attncheck.workers.pool import RunEvent
+from attncheck.workers.worker_pool import WorkerPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,8 +48,6 @@ if TYPE_CHECKING:
     from attncheck.faults.fault import HostName
     from attncheck.faults.fault_selection import FaultSelection
     from attncheck.faults.user_suite import UserSuite
-    from attncheck.workers.journal_format import JournalContent
-    from attncheck.workers.pool import RunEvent
 
 _MUTANTS_TABLE = "examples/strangers/mutants.toml"
 _MOST_RUNS = 4  # runs of pytest at the same time, without --jobs
@@ -326,7 +327,6 @@ def _score_own_tests(options: FaultOptions) -> int:
     """
     from attncheck.faults.fault_selection import select_faults
     from attncheck.faults.user_suite import UserSuite, check_scorable
-    from attncheck.workers.worker_pool import WorkerPlace
 
     assert options.command is not None, "who calls this has one"
     if options.replace is None:

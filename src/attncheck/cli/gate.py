@@ -38,15 +38,16 @@ from attncheck.records.baseline_entries import Baseline, read_baseline
 from attncheck.records.record import FAILED_STATUSES, reason_of
 from attncheck.records.run_reports import Answer, GateReport
 from attncheck.reporting.gate_verdict import Policy, failure_groups, gate_exit_code
+from attncheck.workers.journal_format import JournalContent
+from attncheck.workers.pool import RunEnd, RunEvent
+from attncheck.workers.units import Done, Shard, Unit
+from attncheck.workers.worker_pool import Cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attncheck.gate.other_commit import CommitTree
     from attncheck.gate.planning import Choices
-    from attncheck.workers.journal_format import JournalContent
-    from attncheck.workers.pool import RunEnd, RunEvent
-    from attncheck.workers.units import Done, Unit
 
 FAILURES = "reports/failures"  # the folder of kept failures, where attncheck repro looks for them
 
@@ -212,7 +213,6 @@ def plan_run(
     from attncheck.gate.sources import source_fingerprint
     from attncheck.subjects.conventions.declarations import convention_named
     from attncheck.verify.environment import usable_device
-    from attncheck.workers.units import Shard
 
     # Report a misspelt name here, not in every worker.
     if options.convention:
@@ -277,8 +277,6 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
         UsageError: if a kernel cannot be loaded.
     """
     from attncheck.gate.plan import kernel_key, priority
-    from attncheck.workers.units import Shard
-    from attncheck.workers.worker_pool import Cluster
 
     if not run.choices.isolated:
         click.echo("attncheck: --in-process: the kernel can end or alter the judge.", err=True)

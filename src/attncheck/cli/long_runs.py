@@ -18,13 +18,14 @@ from attncheck.cli.standard_output import interrupts
 from attncheck.core.errors import parse_seconds
 from attncheck.core.sanitize_text import one_line
 from attncheck.reporting.exit_codes import INTERRUPTED
+from attncheck.workers.journal import Journal
+from attncheck.workers.journal_format import JournalContent, JournalError, read_journal
+from attncheck.workers.pool import RunEnd, RunEvent, run_units
+from attncheck.workers.units import Unit
+from attncheck.workers.worker_pool import WorkerPlace
 
 if TYPE_CHECKING:
     from attncheck.verify.kernel_hosts import KernelHost
-    from attncheck.workers.journal_format import JournalContent
-    from attncheck.workers.pool import RunEnd, RunEvent
-    from attncheck.workers.units import Unit
-    from attncheck.workers.worker_pool import WorkerPlace
 
 
 T = TypeVar("T")
@@ -243,8 +244,6 @@ def usable_cores() -> int:
 
 def worker_places(jobs: int | None, device: str) -> list[WorkerPlace]:
     """Return the places of workers: each GPU in turn, or the CPU with one thread each."""
-    from attncheck.workers.worker_pool import WorkerPlace
-
     cores = usable_cores()
     if device == "cpu":
         return [WorkerPlace(threads=1)] * (jobs or min(cores, _MOST_WORKERS))
@@ -264,8 +263,6 @@ def worker_places(jobs: int | None, device: str) -> list[WorkerPlace]:
 
 def existing_journal(directory: str, *, fresh: bool) -> JournalContent | None:
     """Return the journal of a folder; None if there is none or ``fresh`` is set."""
-    from attncheck.workers.journal_format import JournalError, read_journal
-
     path = Path(directory) / JOURNAL
     if fresh or not path.exists():
         return None
@@ -327,9 +324,6 @@ def run_with_journal(  # all arguments of one run
     Raises:
         JournalError: if the journal holds another, unfinished run.
     """
-    from attncheck.workers.journal import Journal
-    from attncheck.workers.pool import run_units
-
     # Open the journal before slow checks, since it may belong to another run.
     with Journal.open(Path(directory) / JOURNAL, head, resume=resume) as journal:
         check()

@@ -14,13 +14,13 @@ import click
 from click.core import ParameterSource
 
 from attncheck.core.errors import UsageError
+from attncheck.workers.process import KERNEL_SERVER, Died, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.kernel_hosts import KernelHost
-    from attncheck.workers.process import Died, Worker
 
 _SECONDS_TO_END = 5.0  # for a killed process to end, which a GPU driver may delay
 
@@ -32,7 +32,6 @@ def start_worker(kernel: str, *, in_process: bool, echo: bool = True) -> Worker 
     on an error. Its prints are shown unless ``echo`` is false.
     """
     from attncheck.subjects.capabilities.named_kernels import BUILTIN
-    from attncheck.workers.process import KERNEL_SERVER, Worker
 
     if in_process or kernel in BUILTIN:
         return None
@@ -154,7 +153,6 @@ def open_kernels(
     """
     from attncheck.verify.kernel_hosts import open_kernel
     from attncheck.verify.remote_kernel import Deadlines
-    from attncheck.workers.process import Died
 
     hosts: dict[str, KernelHost] = {}
     with ExitStack() as stack:

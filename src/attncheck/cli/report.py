@@ -18,6 +18,7 @@ from attncheck.records.model_report import ModelReport
 from attncheck.records.record import Report
 from attncheck.records.run_reports import GateReport
 from attncheck.reporting.gate_verdict import failure_groups
+from attncheck.workers.journal_format import JournalError, read_journal
 
 # Fields that identify each kind of report; the first match counts.
 _KINDS: tuple[tuple[Any, set[str]], ...] = (
@@ -106,7 +107,6 @@ def _load_any(path: Path) -> GateReport | Report | BenchReport | ModelReport:
 def read_run_journal(path: Path) -> GateReport:
     """Return the report of the gate's journal ``path``; raise UsageError if it is no journal."""
     from attncheck.gate.gate_report import build_report as of_content
-    from attncheck.workers.journal_format import JournalError, read_journal
 
     try:
         return of_content(read_journal(path))

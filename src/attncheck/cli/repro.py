@@ -19,6 +19,7 @@ from attncheck.records.failures import Reproduction, find_reproduction
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, Record
 from attncheck.reporting.exit_codes import record_exit_code
+from attncheck.workers.process import Died
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Case
@@ -76,7 +77,6 @@ def repro(
         from attncheck.verify.claims import hold_to_convention
         from attncheck.verify.deaths import death_record
         from attncheck.verify.environment import prepare
-        from attncheck.workers.process import Died
     device = _device(device, original)
     mods = _load_recording(recording, original)
     case = _case(original, device)

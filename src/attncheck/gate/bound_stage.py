@@ -81,7 +81,7 @@ def _bound_units(planning: Planning) -> Iterator[Unit]:
     for number, row in enumerate([*rows, *repeated]):
         problem = row_problem(row, shapes, seed + number)
         name = row_name(row) + (f" {AGAIN}" if number >= len(rows) else "")
-        unit = planning.nearest_unit("bounds", problem, name.strip())
+        unit = planning.nearest_unit(problem, name.strip())
         if unit is None:
             continue
         # A moved problem may lack values that its row was meant to cover.
@@ -116,7 +116,7 @@ def _softmax_units(planning: Planning) -> Iterator[Unit]:
             distribution=row["distribution"],
             seed=planning.choices.seed + number,
         )
-        unit = planning.nearest_unit("bounds", problem, SOFTMAX)
+        unit = planning.nearest_unit(problem, SOFTMAX)
         if unit is not None:
             yield unit
 

@@ -159,9 +159,6 @@ class GateWorker:
             host = self._hosts.of(unit)
         except UsageError as error:
             return Done(unit=unit.id, facts={"usage": str(error)}, harness=str(error))
-        return self._do_kind(unit, host)
-
-    def _do_kind(self, unit: Unit, host: KernelHost) -> Done:
         if unit.kind == "describe":
             return self._describe(unit, host)
         if unit.kind == "draw":

@@ -169,16 +169,16 @@ class Planning(KernelSupport):
             case=case.to_json(),
         )
 
-    def nearest_unit(self, stage: Stage, problem: Problem, variant: str) -> Unit | None:
-        """Return the unit that compares the nearest Problem; None if the kernel takes none.
+    def nearest_unit(self, problem: Problem, variant: str) -> Unit | None:
+        """Return the unit of bounds with the nearest Problem; None if the kernel takes none.
 
         Refusals are recorded as answers, so that they are visible in the report.
         """
         moved = self.nearest(problem)
         if moved is None:
-            self.drop(stage, Case(problem=problem), variant, self.reason)
+            self.drop("bounds", Case(problem=problem), variant, self.reason)
             return None
-        return self.unit_of(stage, Case(problem=moved), variant)
+        return self.unit_of("bounds", Case(problem=moved), variant)
 
     def drop(self, stage: Stage, case: Case, variant: str, reason: str) -> None:
         """Record an answer that says why ``case`` is not asked."""
