@@ -241,7 +241,7 @@ def _score_gate(options: FaultOptions) -> int:
 
     device, tier = _device_and_tier(options)
     selection, file = _selection(options, device, tier), _kernel_file(options)
-    head = planted_header(selection, device=device, tier=tier, file=file, typed=options.typed)
+    head = planted_header(selection, device=device, tier=tier, file=file)
     return _run_and_score(
         options,
         selection,
@@ -254,9 +254,9 @@ def _score_gate(options: FaultOptions) -> int:
 
 
 def planted_header(
-    selection: FaultSelection, *, device: str, tier: str, file: Path | None, typed: str
+    selection: FaultSelection, *, device: str, tier: str, file: Path | None
 ) -> dict[str, Any]:
-    """Return the journal's header: what makes two runs the same, and when the first began."""
+    """Return what makes two runs the same, for the journal's header."""
     from attncheck.faults.fault_selection import source_digest
 
     return {
@@ -265,8 +265,6 @@ def planted_header(
         "tier": tier,
         "file": str(file) if file else "",
         "sources": source_digest(file),
-        "started": started_now(),
-        "typed": typed,
     }
 
 
@@ -301,8 +299,6 @@ def _score_mutants(options: FaultOptions) -> int:
         "faults": [unit.kernel for unit in units],
         "tier": tool,
         "sources": " ".join(map(source_digest, files)),
-        "started": started_now(),
-        "typed": options.typed,
     }
     return _run_and_score(
         options,
@@ -346,7 +342,7 @@ def _score_own_tests(options: FaultOptions) -> int:
     if not selection.units:
         raise UsageError(f"none of these faults is planted in {host}: nothing is to be scored.")
     names = [unit.kernel.rpartition("@")[0] for unit in selection.units]
-    head = own_tests_header(suite, selection, typed=options.typed)
+    head = own_tests_header(suite, selection)
     suite_options = {"command": suite.command, "replace": suite.replace}
     return _run_and_score(
         options,
@@ -360,8 +356,8 @@ def _score_own_tests(options: FaultOptions) -> int:
     )
 
 
-def own_tests_header(suite: UserSuite, selection: FaultSelection, *, typed: str) -> dict[str, Any]:
-    """Return the journal's header: what makes two runs the same, and when the first began."""
+def own_tests_header(suite: UserSuite, selection: FaultSelection) -> dict[str, Any]:
+    """Return what makes two runs the same, for the journal's header."""
     from attncheck.faults.fault_selection import source_digest
     from attncheck.faults.user_suite import project_digest
 
@@ -372,8 +368,6 @@ def own_tests_header(suite: UserSuite, selection: FaultSelection, *, typed: str)
         "folder": str(suite.folder),
         "faults": list(selection.names),
         "sources": f"{source_digest(None)} {project_digest(suite)}",
-        "started": started_now(),
-        "typed": typed,
     }
 
 
@@ -446,11 +440,14 @@ def _measure_sensitivities(options: FaultOptions) -> int:
 def _run_and_score(
     typed: FaultOptions,
     selection: FaultSelection,
-    head: dict[str, Any],
+    plan: dict[str, Any],
     report: Callable[[JournalContent], msgspec.Struct],
     **run_options: Any,
 ) -> int:
     """Run the selected units, write and show the journal's report; return the exit code.
+
+    Args:
+        plan: What makes two runs the same, for the journal's header.
 
     Raises:
         UsageError: if --max-time or the folder is invalid.
@@ -460,6 +457,7 @@ def _run_and_score(
 
     seconds = parse_seconds(typed.max_time, "--max-time")
     check_names(typed.directory, [JOURNAL])
+    head = {**plan, "started": started_now(), "typed": typed.typed}
     _, resume = resumable(typed.directory, head, _change_since, fresh=typed.fresh)
     end, content = run_with_journal(
         selection.units,

@@ -86,9 +86,8 @@ def _changes(problem: Problem) -> Iterator[dict[str, Any]]:
         yield from _plainer_mods(problem)
     elif problem.heads > 1:
         yield {"heads": 1, "kv_heads": 1}
-    for name in ("query", "kv"):
-        yield from _shorter_length(problem, name)
-    yield from _shorter_lengths(problem)
+    for names in (("query",), ("kv",), ("query", "kv")):
+        yield from _shorter_lengths(problem, names)
     if not softmax:
         yield from _smaller_dims(problem)
     if problem.distribution != "normal":
@@ -128,35 +127,29 @@ def _plainer_mods(problem: Problem) -> Iterator[dict[str, Any]]:
         yield {"scale": USUAL_SCALE}
 
 
-def _shorter_length(problem: Problem, name: str) -> Iterator[dict[str, Any]]:
-    length = getattr(problem, name)
+def _shorter_lengths(problem: Problem, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Yield a shorter length, or of both if they are equal, as some kernels and masks need it."""
+    length = getattr(problem, names[0])
+    if any(getattr(problem, name) != length for name in names):
+        return
     for shorter in dict.fromkeys((*_LENGTHS, length // 2, length - 16, length - 1)):
         if 0 < shorter < length:
-            yield {name: shorter} | _fitting_mask(problem, name, shorter)
+            lengths = dict.fromkeys(names, shorter)
+            yield lengths | _fitting_mask(problem, lengths)
 
 
-def _shorter_lengths(problem: Problem) -> Iterator[dict[str, Any]]:
-    """Yield shorter equal lengths, for kernels and masks that only take equal lengths."""
-    if problem.query == problem.kv:
-        for change in _shorter_length(problem, "query"):
-            length = change["query"]
-            yield {"query": length, "kv": length} | _fitting_mask(problem, "both", length)
-
-
-def _fitting_mask(problem: Problem, name: str, length: int) -> dict[str, Any]:
-    """Return the change of a mask's list of lengths that a shorter length requires."""
+def _fitting_mask(problem: Problem, changes: dict[str, int]) -> dict[str, Any]:
+    """Return the change of a mask's list of lengths that shorter lengths require."""
     spec = problem.mask.to_json()
-    if problem.mask.name == "padding" and name in {"kv", "both"}:
-        return {
-            "mask": Spec.from_json(spec | {"lengths": [min(n, length) for n in spec["lengths"]]})
-        }
-    if problem.mask.name != "document":
+    if problem.mask.name == "padding" and "kv" in changes:
+        lengths = [min(n, changes["kv"]) for n in spec["lengths"]]
+    elif problem.mask.name == "document":
+        # Documents must cover the longer length; two of them preserve a border.
+        total = max(changes.get("query", problem.query), changes.get("kv", problem.kv))
+        lengths = [total // 2, total - total // 2] if total > 1 else [total]
+    else:
         return {}
-    other = {"query": problem.kv, "kv": problem.query, "both": length}[name]
-    total = max(length, other)
-    # Documents must cover the longer length; two of them preserve a border.
-    parts = [total // 2, total - total // 2] if total > 1 else [total]
-    return {"mask": Spec.from_json(spec | {"lengths": parts})}
+    return {"mask": Spec.from_json(spec | {"lengths": lengths})}
 
 
 def _smaller_dims(problem: Problem) -> Iterator[dict[str, Any]]:

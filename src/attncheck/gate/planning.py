@@ -188,10 +188,6 @@ class Planning(KernelSupport):
         record = replace(record, status="unsupported", reason=reason)
         self.refused.append(Answer(unit=self.unit.id, stage=stage, record=record))
 
-    def adapted(self, problem: Problem) -> tuple[Problem, ...]:
-        """Return ``problem``, or paged versions of it for a kernel that only takes paged keys."""
-        return question_fit.adapted_problems(self.subject, problem, self.executor)
-
     def fitting(self, question: str, problem: Problem) -> Problem | None:
         """Return the nearest Problem that the kernel takes and that fits ``question``, or None."""
         try:

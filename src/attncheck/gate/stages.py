@@ -28,6 +28,7 @@ from attncheck.verify.call_checks import CHECKS
 from attncheck.verify.question_fit import (
     COMPARE,
     QUESTIONS,
+    adapted_problems,
     allowed_parameters,
     compares_launches,
     unfit_reason,
@@ -143,7 +144,7 @@ def probe_units(planning: Planning) -> Iterator[Unit]:
             if not planning.choices.tier.each_dtype and number % len(dtypes) != turn:
                 continue
             case = probe.case
-            adapted = planning.adapted(case.problem)
+            adapted = adapted_problems(planning.subject, case.problem, planning.executor)
             moved = (planning.fitting(case.question, each) for each in adapted)
             problem = next((each for each in moved if each is not None), None)
             if problem is None:
@@ -224,7 +225,8 @@ def _nearest_problems(planning: Planning, dtype: str, fields: dict[str, Any]) ->
         problem = Problem(dtype=dtype, **fields)
     except ProblemError:  # no gradients in fp8
         return []
-    nearest = (planning.nearest(each) for each in planning.adapted(problem))
+    adapted = adapted_problems(planning.subject, problem, planning.executor)
+    nearest = map(planning.nearest, adapted)
     return [each for each in nearest if each is not None]
 
 

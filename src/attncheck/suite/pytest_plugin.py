@@ -41,7 +41,8 @@ def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Gen
     """Accept ``--kernel`` and other short names, unless a conftest or plugin defines them."""
     result = yield
     args[:] = pytest_options.spelled_out(parser, args)
-    if pytest_options.wants_our_profile(args):  # Hypothesis loads it before any test is found
+    # Hypothesis loads the profile before any test is found.
+    if any(name in arg for arg in args for name in pytest_options.PROFILES):
         pytest_options.register()
     return result
 

@@ -71,7 +71,7 @@ class Schedule:
         # Units that wait for a product that a running unit is the first to make.
         self._held_back: list[_QueueItem] = []
         self._products, self._products_in_progress = {""}, set[str]()
-        self.known = self.elsewhere = 0  # Number of units of this shard, and of other shards.
+        self.known = 0  # Number of units of this shard.
         self.hopeless: list[Unit] = []  # Units to be given up.
 
     def __len__(self) -> int:
@@ -99,8 +99,6 @@ class Schedule:
             elif self._mine(unit):
                 self.known += 1
                 self.queue(unit)
-            else:
-                self.elsewhere += 1
         return done
 
     def peek(self, running: int) -> Unit | None:
@@ -173,7 +171,6 @@ class RunEnd:
     at_once: bool  # Whether running units were aborted, on a second interrupt or after the grace.
     finished: int  # Number of units that have a result.
     left: int  # Number of known units that have none.
-    elsewhere: int  # Number of units of other shards.
 
 
 def _lost_result(unit: Unit, reason: str) -> Done:
@@ -224,7 +221,6 @@ class _Run:
             at_once=self.at_once,
             finished=self.finished,
             left=left,
-            elsewhere=self.schedule.elsewhere,
         )
         self.journal.end(end.why)
         return end
