@@ -189,8 +189,18 @@ def _meter(*, quiet: bool, estimates: bool) -> Iterator[tuple[Update, Callable[[
     if quiet:
         yield lambda *_: None, lambda _: None, None
     elif console.is_terminal:
-        with _bar(console, estimates=estimates) as display:
-            yield display
+        from rich import progress as rich
+
+        counts = (rich.MofNCompleteColumn(), rich.TimeRemainingColumn()) if estimates else ()
+        columns = (rich.BarColumn(), *counts, rich.TextColumn("{task.description}"))
+        with rich.Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("starting", total=None)
+
+            def draw(finished: int, known: int, what: str, _: str) -> None:
+                description = what.replace("[", "\\[")  # [ in a kernel's name is no markup
+                bar.update(task, total=known, completed=finished, description=description)
+
+            yield draw, lambda text: bar.console.print(text, markup=False, highlight=False), bar
     else:
         last = time.monotonic()
 
@@ -201,22 +211,6 @@ def _meter(*, quiet: bool, estimates: bool) -> Iterator[tuple[Update, Callable[[
                 _say(counts_and_words[-1])
 
         yield update, _say, None
-
-
-@contextmanager
-def _bar(console: Any, *, estimates: bool) -> Iterator[tuple[Update, Callable[[str], None], Any]]:
-    from rich import progress as rich
-
-    counts = (rich.MofNCompleteColumn(), rich.TimeRemainingColumn()) if estimates else ()
-    columns = (rich.BarColumn(), *counts, rich.TextColumn("{task.description}"))
-    with rich.Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def update(finished: int, known: int, what: str, _: str) -> None:
-            description = what.replace("[", "\\[")  # [ in a kernel's name is no markup
-            bar.update(task, total=known, completed=finished, description=description)
-
-        yield update, lambda text: bar.console.print(text, markup=False, highlight=False), bar
 
 
 def _say(text: str) -> None:
