@@ -282,18 +282,14 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
         click.echo("attncheck: --in-process: the kernel can end or alter the judge.", err=True)
     before, resume = resumable(options.directory, run.head, _change_since, fresh=options.fresh)
     units = [unit for unit in run.units if not (resume and _is_replayed(unit, before))]
-    # Units of another commit come from the plan, the journal and descriptions of kernels.
-    known_units = [*units, *(before.units.values() if resume and before else ())]
-    of_other_commit = {unit.id for unit in known_units if unit.commit}
     usage_errors: list[str] = []
 
     # Called for each finished unit; returns whether to stop the run.
-    def stop(done: Done) -> bool:
-        of_other_commit.update(unit.id for unit in done.units if unit.commit)
+    def stop(unit: Unit, done: Done) -> bool:
         if "usage" in done.facts:
             usage_errors.append(str(done.facts["usage"]))
             return True
-        if not options.exitfirst or done.unit in of_other_commit:  # those cannot fail the gate
+        if not options.exitfirst or unit.commit:  # another commit's answers cannot fail the gate
             return False
         return any(answer.record.status in FAILED_STATUSES for answer in done.answers)
 

@@ -26,7 +26,7 @@ from attncheck.suite.property_spec import PropertySpec
 from attncheck.suite.pytest_options import MARK, Options, choose_gpu
 from attncheck.suite.under_test import UnderTest
 from attncheck.verify.claims import hold_to_claims
-from attncheck.verify.environment import default_device, prepare, require_device
+from attncheck.verify.environment import prepare, usable_device
 from attncheck.verify.executor import InProcess
 from attncheck.verify.kernel_hosts import open_kernel
 from attncheck.verify.kernel_server import Compiling
@@ -92,11 +92,9 @@ class Session:
         if self.options.device != "cpu":
             choose_gpu()
         try:
-            if self.options.device:
-                require_device(self.options.device)
+            device = usable_device(self.options.device)
         except UsageError as error:
             raise pytest.UsageError(f"--device: {error}") from None
-        device = self.options.device or default_device()
         prepare(device)
         return device
 

@@ -187,7 +187,7 @@ class _Run:
     pool: WorkerPool[Any]
     limits: Limits
     seconds: float | None
-    stop: Callable[[Done], bool]
+    stop: Callable[[Unit, Done], bool]
     on_event: Callable[[RunEvent], None]
     began: float = field(default_factory=time.monotonic)
     running: dict[int, tuple[Unit, float]] = field(default_factory=dict)
@@ -280,7 +280,7 @@ class _Run:
         if "usage" in done.facts:
             # A usage error ends the run without a result; the unit is repeated once it is fixed.
             self.journal.abandoned([unit.id])
-            self.stop(done)
+            self.stop(unit, done)
             self.why = self.why or "stopped early"
         else:
             attempts = max(done.attempts, self.journal.lost(unit))
@@ -302,7 +302,7 @@ class _Run:
         self.now_done += 1
         self.add(done.units)
         self.announce("done", unit, done)
-        if self.stop(done) and not self.why:
+        if self.stop(unit, done) and not self.why:
             self.why = "stopped early"
 
     def announce(
@@ -347,7 +347,7 @@ def run_units(  # noqa: PLR0913  # all parameters of a run
     journal: Journal,
     workers: Sequence[WorkerPlace] | Cluster,
     seconds: float | None = None,
-    stop: Callable[[Done], bool] = lambda _: False,
+    stop: Callable[[Unit, Done], bool] = lambda _, __: False,
     on_event: Callable[[RunEvent], None] = lambda _: None,
     priority: Callable[[Unit], tuple[Any, ...]] = lambda _: (),
     mine: Callable[[Unit], bool] = lambda _: True,
@@ -370,7 +370,7 @@ def run_units(  # noqa: PLR0913  # all parameters of a run
         workers: Places of the processes on this machine, which are started on demand; or a
             cluster, each node of which must have the same attncheck and kernels.
         seconds: Time after which no unit is begun; running ones have ``limits.grace`` more.
-        stop: Whether a new result ends the run like a first interrupt.
+        stop: Whether a unit's new result ends the run like a first interrupt.
         on_event: Called in this thread for every event.
         priority: Sort key of a unit, smallest first.
         mine: Whether a unit belongs to this shard.
