@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class, shell_complete
@@ -17,6 +17,7 @@ from attncheck.core.formats import MEASURED_DTYPES
 _SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_ATTNCHECK_COMPLETE"
 _CONVENTIONS = ("flash_attn", "flex", "native", "paged", "sdpa", "varlen")
+_FORMATS = ("table", "json", "md", "csv", "html")
 
 
 @verb.command
@@ -43,16 +44,14 @@ def complete(group: click.Group, instruction: str) -> int:
         for parameter in command.params:
             names = _NAMES.get(parameter.opts[0])
             if names is not None:
-                parameter.shell_complete = _offer(names)  # type: ignore[assignment]  # of this one alone
+                parameter.shell_complete = partial(_offer, names)  # type: ignore[assignment]  # of this one alone
     return shell_complete(group, {}, "attncheck", _VARIABLE, instruction)
 
 
-def _offer(names: Callable[[], Iterable[str]]) -> Callable[[Any, str], list[CompletionItem]]:
-    def offer(context: Any, incomplete: str) -> list[CompletionItem]:
-        del context
-        return [CompletionItem(name) for name in sorted(names()) if name.startswith(incomplete)]
-
-    return offer
+def _offer(
+    names: Callable[[], Iterable[str]], _: click.Context, incomplete: str
+) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in sorted(names()) if name.startswith(incomplete)]
 
 
 # Each of these imports no heavy module, since a user who presses a key must not wait for torch.
@@ -85,5 +84,5 @@ _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "--variant": _variants,
     "--question": _questions,
     "--convention": lambda: _CONVENTIONS,
-    "--format": lambda: ("table", "json", "md", "csv", "html"),
+    "--format": lambda: _FORMATS,
 }

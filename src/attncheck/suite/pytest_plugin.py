@@ -187,7 +187,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         of_session = config.stash[_SESSION]
         outcomes.add_collected(untaken=of_session.untaken, claims=of_session.claims)
     if hasattr(config, "workeroutput"):
-        config.workeroutput[WORKER_OUTPUT] = outcomes.collected()
+        names = ("untaken", "claims", "error")
+        config.workeroutput[WORKER_OUTPUT] = {name: getattr(outcomes, name) for name in names}
 
 
 def _under_test(item: pytest.Item) -> UnderTest | None:
