@@ -44,7 +44,7 @@ def complete(group: click.Group, instruction: str) -> int:
         for parameter in command.params:
             names = _NAMES.get(parameter.opts[0])
             if names is not None:
-                parameter.shell_complete = partial(_offer, names)  # type: ignore[assignment]  # of this one alone
+                parameter.shell_complete = partial(_offer, names)  # type: ignore[method-assign]  # of this one alone
     return shell_complete(group, {}, "attncheck", _VARIABLE, instruction)
 
 
