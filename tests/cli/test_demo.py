@@ -98,14 +98,11 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch, capsys):
 
 def test_what_is_not_caught_has_its_own_code(monkeypatch, tmp_path, mended, attncheck, capsys):
     from attncheck.cli import attncheck as command
-    from attncheck.cli.standard_output import Interrupts
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(verb, "_usual_test", lambda _: [])
     monkeypatch.setattr(verb, "_find", lambda *_, **__: None)
-    with command.make_context(
-        "attncheck", ["demo", "--device", "cpu"], obj=Interrupts()
-    ) as context:
+    with command.make_context("attncheck", ["demo", "--device", "cpu"]) as context:
         assert command.invoke(context) == INCOMPLETE
     assert "a fault of attncheck" in capsys.readouterr().out
 

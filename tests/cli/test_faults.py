@@ -57,7 +57,7 @@ def test_a_kernel_that_ends_its_process_is_asked_in_one_of_its_own(run, tmp_path
 def test_a_run_goes_on_where_it_was(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     these = select_from_file(OWN, names=["next key", "exit"], device="cpu", tier="smoke")
-    head = planted_header(these, device="cpu", tier="smoke", file=OWN, typed="")
+    head = planted_header(these, device="cpu", tier="smoke", file=OWN)
     first = FaultScore(fault="exit", category="own", host="file", outcome="caught", problems=4321)
     with Journal.open(Path("reports/faults/results.jsonl"), head, resume=False) as journal:
         journal.queued(these.units)
@@ -78,7 +78,7 @@ def test_a_run_goes_on_where_it_was(run, tmp_path, monkeypatch):
 def test_another_run_that_is_not_finished_is_left_alone(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     these = select_from_file(OWN, names=["exit"], device="cpu", tier="smoke")
-    head = planted_header(these, device="cpu", tier="smoke", file=OWN, typed="")
+    head = planted_header(these, device="cpu", tier="smoke", file=OWN)
     with Journal.open(Path("reports/faults/results.jsonl"), head, resume=False) as journal:
         journal.queued(these.units)
         journal.end("interrupted")

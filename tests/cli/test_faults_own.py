@@ -68,7 +68,7 @@ def interrupted(project):
         fault=FAULTS[0], category="x", host="ideal", status="missed", seconds=4321
     )
     path = Path("reports/faults/results.jsonl")
-    with Journal.open(path, own_tests_header(suite, these, typed=""), resume=False) as journal:
+    with Journal.open(path, own_tests_header(suite, these), resume=False) as journal:
         journal.queued(these.units)
         (unit,) = (each for each in these.units if each.kernel.startswith(FAULTS[0]))
         journal.begun(unit)
@@ -104,7 +104,7 @@ def test_another_run_that_is_not_finished_is_left_alone(run, project, interrupte
 def test_a_run_is_of_the_tests_as_they_are(project):
     def sources():
         suite = UserSuite(command="test_mine.py", replace="mine:attention")
-        return own_tests_header(suite, FaultSelection(units=()), typed="")["sources"]
+        return own_tests_header(suite, FaultSelection(units=()))["sources"]
 
     before = sources()
     assert sources() == before

@@ -118,10 +118,10 @@ def test_a_word_is_completed_without_anything_heavy(tmp_path, words, offers):
 
 def test_what_is_offered_is_known():
     from attncheck.cases.check_cases import check_cases
-    from attncheck.cli.completion import _CONVENTIONS, _formats, _questions
+    from attncheck.cli.completion import _CONVENTIONS, _FORMATS, _questions
     from attncheck.reporting.rendering import FORMATS
     from attncheck.subjects.conventions.declarations import CONVENTIONS
 
     assert {*_CONVENTIONS} == {*CONVENTIONS}
     assert {*_questions()} <= {question.name for question in check_cases("bf16")}
-    assert tuple(_formats()) == FORMATS
+    assert _FORMATS == FORMATS

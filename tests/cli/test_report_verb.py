@@ -105,14 +105,11 @@ def test_formats_for_machines_are_alone_on_standard_output(run):
 
 
 def test_a_journal_is_read(run, folder):
-    from attncheck.gate.gate_report import journal_header
     from attncheck.workers.journal import Journal
     from attncheck.workers.units import Done, Unit
 
-    plan = {"tier": "smoke", "stages": "bounds"}
-    head = journal_header(
-        ("k",), device="cpu", convention="", started="2026-11-22T17:30:00Z", plan=plan
-    )
+    head = {"kernels": ["k"], "device": "cpu", "tier": "smoke", "stages": "bounds"}
+    head["started"] = "2026-11-22T17:30:00Z"
     units = [
         Unit(kind=kind, stage="bounds", kernel="k", device="cpu") for kind in ("describe", "ask")
     ]

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from tests.messages import one_line
 
 from attncheck.cli import attncheck
-from attncheck.cli.standard_output import Interrupts
 from attncheck.core.errors import ProblemError, UsageError
 from attncheck.core.mod_spec import Spec
 from attncheck.diagnose.reproduce import new_failure, run_again
@@ -31,7 +30,7 @@ def repro(tmp_path, monkeypatch, capsys):
 
     def run(*words, device="cpu"):
         arguments = ["repro", *words, *(["--device", device] if device else [])]
-        with attncheck.make_context("attncheck", arguments, obj=Interrupts()) as context:
+        with attncheck.make_context("attncheck", arguments) as context:
             code = attncheck.invoke(context)
         return code, capsys.readouterr().out
 

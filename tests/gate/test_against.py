@@ -10,10 +10,7 @@ from tests.gate.driven import git
 
 from attncheck.core.errors import UsageError
 from attncheck.gate import other_commit
-from attncheck.gate.other_commit import commit_tree, rename_kernels
-from attncheck.inputs.problem import Case, Problem
-from attncheck.records.run_reports import Answer
-from attncheck.verify.run_case import blank_record
+from attncheck.gate.other_commit import commit_tree
 from attncheck.workers.units import Unit
 
 
@@ -165,11 +162,3 @@ def test_within_a_hook_and_with_hooks_of_its_own(repository, monkeypatch):
         assert not (there.root / "ran").exists()
     monkeypatch.delenv("GIT_INDEX_FILE")
     monkeypatch.delenv("GIT_DIR")
-
-
-def test_names_of_the_other_side():
-    record = blank_record(Case(problem=Problem(query=1)), kernel="/tree/mine.py::fwd")
-    answers = [Answer(unit="unit", stage="baseline", record=record)]
-    (found,) = rename_kernels(answers, {"/tree/mine.py::fwd": "/here/mine.py::fwd"})
-    assert found.record.kernel == "/here/mine.py::fwd"
-    assert rename_kernels(answers, {}) == tuple(answers)

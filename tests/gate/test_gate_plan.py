@@ -126,10 +126,10 @@ def test_no_question_is_asked_twice(whole):
 def test_every_property_that_concerns_the_kernel_is_drawn_from(whole):
     drawn = {unit.test for unit in whole if unit.kind == "draw"}
     able = {
-        each.id
-        for each in properties()
-        if (not each.spec.dtypes or {"fp32", "bf16"} & set(each.spec.dtypes))
-        and each.spec.questions != ("launches",)
+        name
+        for name, spec in properties().items()
+        if (not spec.dtypes or {"fp32", "bf16"} & set(spec.dtypes))
+        and spec.questions != ("launches",)
     }
     assert drawn == able
 

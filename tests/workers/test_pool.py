@@ -75,7 +75,7 @@ def test_units_and_what_follows_from_them_are_done_once(path):
 
 def test_what_the_journal_has_is_not_done_again_and_what_follows_from_it_is(path):
     first = unit("a", follow=[("b", {"follow": [("c", {})]})])
-    ran(path, [first], lanes=1, stop=lambda done: done.facts["name"] == "b")
+    ran(path, [first], lanes=1, stop=lambda _, done: done.facts["name"] == "b")
     assert names(path) == ["a", "b"]
     ended, events = ran(path, [first], lanes=1)
     assert names(path) == ["a", "b", "c"]
@@ -92,7 +92,7 @@ def test_what_cannot_be_asked_ends_the_run_and_is_done_when_it_is_mended(path, t
     file, heard = tmp_path / "kernel.py", []
     units = [unit("a", usage=str(file)), unit("b")]
     for turn in range(1, 4):  # as often as somebody tries: it is none that is lost
-        stop = lambda done: bool(heard.append(done.facts["usage"]))  # noqa: E731
+        stop = lambda _, done: bool(heard.append(done.facts["usage"]))  # noqa: E731
         ended, _ = ran(path, units, lanes=1, stop=stop)
         assert (ended.why, ended.finished, ended.left) == ("stopped early", 0, 2)
         assert (names(path), len(heard)) == ([], turn)
@@ -286,7 +286,7 @@ def test_a_lane_that_hangs_is_ended_and_its_unit_too(path, tmp_path):
 
 def test_stop_ends_a_run_early_and_it_can_be_resumed(path):
     units = [unit(f"u{n}") for n in range(5)]
-    ended, _ = ran(path, units, lanes=1, stop=lambda done: done.facts["name"] == "u1")
+    ended, _ = ran(path, units, lanes=1, stop=lambda _, done: done.facts["name"] == "u1")
     assert (ended.why, ended.finished, ended.left) == ("stopped early", 2, 3)
     assert read_journal(path).why == "stopped early"
     assert [one.case["name"] for one in read_journal(path).unfinished] == ["u2", "u3", "u4"]
@@ -332,7 +332,6 @@ def test_another_shard_is_left_to_others(path):
     ended, _ = ran(path, [*units, unit("d", kind="describe")], mine=shard.has)
     done = set(read_journal(path).results)
     assert done == {i for i, one in read_journal(path).units.items() if shard.has(one)}
-    assert ended.elsewhere > 0
     assert ended.left == 0
 
 

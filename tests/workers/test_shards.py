@@ -7,7 +7,6 @@ from tests.workers.stub_work import unit
 
 from attncheck.cli.merge import merge as verb
 from attncheck.core.errors import UsageError
-from attncheck.gate.gate_report import journal_header
 from attncheck.records.record import Record
 from attncheck.records.run_reports import Answer
 from attncheck.workers.journal import Journal, merge_journals, merged_journal_bytes, missing_shards
@@ -161,9 +160,8 @@ def test_a_file_that_is_no_journal_is_a_usage_error(tmp_path, content):
 
 def test_a_merged_journal_is_that_of_the_same_command_without_a_shard(tmp_path):
     def head(text, typed):
-        plan = {"tier": "smoke", "seed": 5}
-        how = {"device": "cpu", "convention": "", "started": "now", "plan": plan}
-        return journal_header(("k",), **how, shard=text, typed=typed)
+        how = {"device": "cpu", "tier": "smoke", "seed": 5, "started": "now"}
+        return {"kernels": ["k"], **how, "shard": text, "typed": typed}
 
     paths = []
     for text, typed in (("1/2", "gate --shard=1/2 k"), ("2/2", "gate --shard 2/2 k")):

@@ -56,22 +56,12 @@ class _PartExecutor:
 
     def __init__(self, keeping: KeepingExecutor, whole: Inputs, at: Excerpt, *, graph: bool):
         self._keeping, self._whole, self._at, self._graph = keeping, whole, at, graph
-
-    def absence(self, subject: Subject, device: str) -> str | None:
-        return self._keeping.absence(subject, device)
-
-    def concerns(self, subject: Subject, problem: Problem) -> bool:
-        del problem
-        return self._keeping.concerns(subject, self._whole.problem)
+        self.absence, self.concerns = keeping.absence, keeping.concerns
+        self.launches = keeping.launches
 
     def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
         del problem
         return self._keeping.refusal(subject, self._whole.problem, device)
-
-    def launches(
-        self, subject: Subject, problem: Problem, device: str
-    ) -> Mapping[str, Subject] | Failure:
-        return self._keeping.launches(subject, problem, device)
 
     def run(self, subject: Subject, inputs: Inputs, **under: Any) -> Execution | Failure:
         del under

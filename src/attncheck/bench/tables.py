@@ -82,11 +82,6 @@ class BenchPlan:
     variant: str
     problem: Problem
 
-    @property
-    def reads_cache(self) -> bool:
-        """Return whether it is a decoding step, or its keys are in pages."""
-        return self.problem.paging is not None or self.problem.query < self.problem.kv
-
 
 def bench_plan(  # noqa: PLR0913  # what is timed, and where
     tables: Sequence[str],

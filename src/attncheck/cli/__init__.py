@@ -33,7 +33,7 @@ from attncheck.cli.probe import probe
 from attncheck.cli.report import report
 from attncheck.cli.repro import repro
 from attncheck.cli.rmse import rmse
-from attncheck.cli.standard_output import Group, Interrupts, discard
+from attncheck.cli.standard_output import Group, discard, interrupts
 from attncheck.core import VERSION
 from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.core.sanitize_text import one_line
@@ -90,7 +90,6 @@ def main() -> None:
         warnings.simplefilter("ignore")  # hide warnings of users' code; its errors are shown
     if instruction := os.environ.get("_ATTNCHECK_COMPLETE"):
         sys.exit(complete(attncheck, instruction))
-    interrupts = Interrupts()
     try:
         Path.cwd()
     except OSError:  # without a working directory torch would end the process
@@ -98,7 +97,7 @@ def main() -> None:
     try:
         try:
             interrupts.listen()
-            code = _run_verb(interrupts)
+            code = _run_verb()
         finally:
             interrupts.stop_listening()
     except BaseException as error:
@@ -110,10 +109,10 @@ def main() -> None:
     sys.exit(code)
 
 
-def _run_verb(interrupts: Interrupts) -> int:
+def _run_verb() -> int:
     """Run the verb that the arguments name; return its exit code."""
     try:
-        with attncheck.make_context("attncheck", sys.argv[1:], obj=interrupts) as context:
+        with attncheck.make_context("attncheck", sys.argv[1:]) as context:
             code: int | None = attncheck.invoke(context)
     except click.exceptions.Exit as end:  # from --help, since a verb returns its code
         interrupts.check()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from attncheck.cli import verb
 from attncheck.cli.options import typed_command
 from attncheck.cli.report import read_run_journal
-from attncheck.cli.standard_output import Group, standard_output
+from attncheck.cli.standard_output import Group, show_report, standard_output
 from attncheck.core import VERSION, json_numbers
 from attncheck.core.errors import UsageError, require_known
 from attncheck.core.files import write_texts
@@ -121,28 +121,19 @@ def baseline() -> None:
     """
 
 
-def _sources() -> Any:
-    return verb.argument("SOURCE…", nargs=-1, required=True)
-
-
-def _file() -> Any:
-    text = "The baseline (default: attncheck-baseline.json of the project)."
-    return verb.option("--baseline", "FILE", text)
-
-
-def _kernels() -> Any:
-    return verb.several("--kernel", "NAME", "Only of this kernel; repeatable.")
-
-
-def _cases() -> Any:
-    return verb.several("--case", "ID", "Only of this case; repeatable.")
+_SOURCES: Any = verb.argument("SOURCE…", nargs=-1, required=True)
+_FILE: Any = verb.option(
+    "--baseline", "FILE", "The baseline (default: attncheck-baseline.json of the project)."
+)
+_KERNELS: Any = verb.several("--kernel", "NAME", "Only of this kernel; repeatable.")
+_CASES: Any = verb.several("--case", "ID", "Only of this case; repeatable.")
 
 
 @verb.command
 def write(
     *,
-    sources: tuple[str, ...] = _sources(),
-    file: str | None = _file(),
+    sources: tuple[str, ...] = _SOURCES,
+    file: str | None = _FILE,
     force: bool = verb.flag("--force", "Replace a baseline that is there."),
 ) -> int:
     """Make the file, of what the kernels of SOURCE can do.
@@ -168,10 +159,10 @@ def write(
 @verb.command
 def diff(
     *,
-    sources: tuple[str, ...] = _sources(),
-    file: str | None = _file(),
-    kernels: tuple[str, ...] = _kernels(),
-    cases: tuple[str, ...] = _cases(),
+    sources: tuple[str, ...] = _SOURCES,
+    file: str | None = _FILE,
+    kernels: tuple[str, ...] = _KERNELS,
+    cases: tuple[str, ...] = _CASES,
     strict: bool = verb.flag("--strict-baseline", "Exit code 1 for what is better or gone, too."),
     fmt: str = verb.fmt(),
 ) -> int:
@@ -188,8 +179,7 @@ def diff(
     report = BaselineComparison(
         command=typed_command(), baseline=path.name, problems=measured.problems, changes=changes
     )
-    with standard_output():
-        rendering.show(report, fmt)
+    show_report(report, fmt)
     # Better fails a strict diff too, since the baseline is out of date.
     bad = {"worse", "better", "gone"} if strict else {"worse"}
     return int(any(change.standing in bad for change in changes))
@@ -198,10 +188,10 @@ def diff(
 @verb.command
 def accept(
     *,
-    sources: tuple[str, ...] = _sources(),
-    file: str | None = _file(),
-    kernels: tuple[str, ...] = _kernels(),
-    cases: tuple[str, ...] = _cases(),
+    sources: tuple[str, ...] = _SOURCES,
+    file: str | None = _FILE,
+    kernels: tuple[str, ...] = _KERNELS,
+    cases: tuple[str, ...] = _CASES,
     reason: str = verb.option("--reason", "TEXT", "Why; it must be said of what is worse.", ""),
 ) -> int:
     """Take over what has become of SOURCE's kernels: all, or by --kernel and --case.
@@ -256,16 +246,12 @@ def _changes(path: Path, measured: Measurements) -> tuple[Change, ...]:
 
 
 def _filter_changes(
-    changes: Iterable[Change], kernels: Sequence[str], cases: Sequence[str]
+    changes: Sequence[Change], kernels: Sequence[str], cases: Sequence[str]
 ) -> tuple[Change, ...]:
     """Return the changes of these kernels and cases; raise UnknownName for one without a change."""
-    changes = tuple(changes)
-    filters: tuple[tuple[str, Sequence[str], Callable[[Change], str]], ...]
-    filters = (("kernel", kernels, lambda c: c.kernel), ("case", cases, lambda c: c.case_id))
-    for what, names, of in filters:
-        known = tuple(dict.fromkeys(of(change) for change in changes))
-        # A misspelt name would otherwise leave nothing to compare, and pass.
-        require_known(what, names, known)
+    # A misspelt name would otherwise leave nothing to compare, and pass.
+    require_known("kernel", kernels, {change.kernel for change in changes})
+    require_known("case", cases, {change.case_id for change in changes})
     return tuple(
         change
         for change in changes

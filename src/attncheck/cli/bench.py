@@ -19,7 +19,7 @@ from attncheck.cli.options import (
     start_worker,
     typed_command,
 )
-from attncheck.cli.standard_output import Interrupts, LivePage, show_report
+from attncheck.cli.standard_output import LivePage, interrupts, show_report
 from attncheck.core.errors import UsageError, parse_seconds
 from attncheck.records.bench_report import BenchCell, BenchReport
 
@@ -97,7 +97,7 @@ class BenchOptions:
     )
     seed: int = verb.seed()
     device: str | None = verb.device("Where kernels run", verb.GPU)
-    timeout: str | None = verb.timeout()
+    timeout: float | None = verb.timeout()
     in_process: bool = verb.in_process()
     fmt: str = verb.fmt()
     directory: str = verb.out("bench.json, bench.md and bench.csv")
@@ -107,7 +107,7 @@ class BenchOptions:
 
 
 @verb.command
-def bench(interrupts: Interrupts, options: BenchOptions) -> int:
+def bench(options: BenchOptions) -> int:
     """Time kernels in turns, and judge what the timed calls gave.
 
     The tables of the FlashAttention and FlexAttention papers and of Triton's tutorial, or shapes of
@@ -130,7 +130,7 @@ def bench(interrupts: Interrupts, options: BenchOptions) -> int:
     rendering.check_format(options.fmt)
     check_plots(options.plots)
     rendering.check_writable(options.directory, "bench")
-    report, page = time_kernels(interrupts, options, workers, compilers)
+    report, page = time_kernels(options, workers, compilers)
     how_far = f", {report.incomplete}" if report.incomplete else ""
     with interrupts.writing(options.directory, f"the report is written{how_far}"):
         rendering.write_report(report, options.directory, "bench")
@@ -145,7 +145,6 @@ def bench(interrupts: Interrupts, options: BenchOptions) -> int:
 
 
 def time_kernels(
-    interrupts: Interrupts,
     options: BenchOptions,
     workers: dict[str, Worker | None],
     compilers: Sequence[Worker] = (),
@@ -166,7 +165,7 @@ def time_kernels(
     from attncheck.verify.environment import prepare, usable_device
 
     parse_seconds(options.max_time, "--max-time")
-    seconds = parse_seconds(options.timeout, "--timeout") or math.inf
+    seconds = options.timeout or math.inf
     device = usable_device(options.device)
     end_without_gpu(compilers, device)
     prepare(device)
@@ -184,37 +183,34 @@ def time_kernels(
     if options.shapes and (options.tables or options.lengths or options.dims):
         raise UsageError("--shape stands in place of --table, --length and --head-dim.")
     names: dict[str, Worker | None] = workers or dict.fromkeys(_KERNELS[device])
-    if not workers and device == "cuda" and any(one.reads_cache for one in plan):
+    problems = [one.problem for one in plan]
+    # A decoding step, or keys in pages.
+    reads_cache = any(p.paging is not None or p.query < p.kv for p in problems)
+    if not workers and device == "cuda" and reads_cache:
         names |= dict.fromkeys(_CACHE_KERNELS)
     if options.baseline and options.baseline not in names:
         names |= {options.baseline: start_worker(options.baseline, in_process=options.in_process)}
     with ExitStack() as stack:
         opened = open_kernels(names, device=device, in_process=options.in_process, seconds=seconds)
         hosts = stack.enter_context(opened)
-        _refuse_interpreted([host.subject for host in hosts.values()], device)
+        interpreted = [host.subject.name for host in hosts.values() if host.subject.triton]
+        if interpreted and device == "cpu":
+            raise UsageError(
+                f"kernel {interpreted[0]!r} is interpreted on a CPU, where its time means nothing: "
+                "bench times torch's kernels there."
+            )
         claims = claimed(
             hosts,
             device,
             quiet=options.quiet,
-            check=interrupts.check,
             dtypes=options.dtypes,
-            problems=[one.problem.replace(backward=False) for one in plan if options.shapes],
+            problems=[one.replace(backward=False) for one in problems if options.shapes],
         )
         subjects = [host.subject for host in hosts.values()]
         others: dict[str, str] = {}
         if options.against is not None:
             subjects, others = _with_other_commit(options, subjects, names, stack, device)
-        return _time_cells(interrupts, options, plan, subjects, others, claims, device, compilers)
-
-
-def _refuse_interpreted(subjects: list[Subject], device: str) -> None:
-    """Raise UsageError for a kernel that is interpreted, whose time would mean nothing."""
-    for subject in subjects if device == "cpu" else ():
-        if subject.triton:
-            raise UsageError(
-                f"kernel {subject.name!r} is interpreted on a CPU, where its time means nothing: "
-                "bench times torch's kernels there."
-            )
+        return _time_cells(options, plan, subjects, others, claims, device, compilers)
 
 
 def _with_other_commit(
@@ -261,7 +257,6 @@ def _with_other_commit(
 
 
 def _time_cells(
-    interrupts: Interrupts,
     options: BenchOptions,
     plan: list[BenchPlan],
     subjects: list[Subject],
@@ -315,7 +310,6 @@ def _time_cells(
         total=len(plan),
         what=lambda cell: f"{cell.variant} {cell.table}",
         show=page.show if page else None,
-        interrupts=interrupts,
         quiet=options.quiet,
         max_time=options.max_time,
     )

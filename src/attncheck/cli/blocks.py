@@ -6,7 +6,7 @@ import click
 
 from attncheck.cli import verb
 from attncheck.cli.options import typed_command
-from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.cli.standard_output import interrupts, show_report
 from attncheck.core.mod_spec import Dimensions
 
 DEFAULT_LENGTH, MOST = 4096, 2**20
@@ -17,7 +17,6 @@ _SIZE = click.IntRange(1, MOST)
 
 @verb.command
 def blocks(
-    interrupts: Interrupts,
     *,
     mask: str = verb.argument("MASK"),
     query: int = verb.option("--query", "N", "Rows of the mask.", DEFAULT_LENGTH, type=_SIZE),
@@ -35,7 +34,7 @@ def blocks(
     ),
     mapped: bool = verb.flag("--map", "Also draw the tiles of the first sequence and head."),
     as_json: bool = verb.as_json(),
-) -> None:
+) -> int:
     """Count the tiles that a mask leaves empty, partial and full.
 
     MASK is a name of the library, a mask in JSON such as '{"name": "prefix_lm", "prefix": 64}', or
@@ -45,7 +44,6 @@ def blocks(
     in the partial ones.
     """
     with interrupts.importing():
-        from attncheck.reporting import rendering
         from attncheck.surveys.block_survey import blocks_of, mask_of, survey_blocks
     block_sizes = [blocks_of(size) for size in sizes or (DEFAULT_BLOCK,)]
     report = survey_blocks(
@@ -53,8 +51,7 @@ def blocks(
         Dimensions(batch=batch, heads=heads, query=query, kv=kv or query),
         block_sizes,
         mapped=mapped,
-        command=typed_command(argument=mask if "::" in mask else ""),
+        command=typed_command(arguments=[mask] if "::" in mask else []),
         done=interrupts.check,
     )
-    with standard_output():
-        rendering.show(report, "json" if as_json else "table")
+    return show_report(report, "json" if as_json else "table")

@@ -19,24 +19,23 @@ from msgspec.structs import replace
 from attncheck.cli import verb
 from attncheck.cli.long_runs import progress
 from attncheck.cli.options import few_threads, start_worker, typed_command
-from attncheck.cli.standard_output import Interrupts, standard_output
-from attncheck.core.errors import UnknownName, UsageError, parse_seconds, require_known
+from attncheck.cli.standard_output import interrupts, standard_output
+from attncheck.core.errors import UnknownName, UsageError, require_known
 from attncheck.core.source_files import load_member
 from attncheck.records.json_reports import load_report
 from attncheck.records.record import FAILED_STATUSES, Record, Report
 from attncheck.reporting.exit_codes import check_exit_code
+from attncheck.workers.process import Died
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.cases.check_cases import CheckCase
-    from attncheck.diagnose.diagnosis import CauseSearch
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.subjects.terms import Terms
     from attncheck.verify.calls_ahead import CallsAhead
     from attncheck.verify.kernel_hosts import KernelHost
     from attncheck.verify.kernel_messages import RemoteError
-    from attncheck.workers.process import Died
 
 _MOST_SEARCHES = 4  # searches for a cause among all fault models, each of which takes a second
 _SECONDS_BETWEEN_LOOKS = 0.3  # between checks of --watch for changed files
@@ -90,7 +89,7 @@ class CheckOptions:
     )
     watch: bool = verb.flag("--watch", "Ask again whenever a file beside the kernel's has changed.")
     device: str = verb.device("Where the kernel runs")
-    timeout: str | None = verb.timeout()
+    timeout: float | None = verb.timeout()
     in_process: bool = verb.in_process()
     fmt: str = verb.fmt()
     directory: str = verb.out("check.json and check.md")
@@ -104,7 +103,7 @@ class CheckOptions:
 
 
 @verb.command
-def check(interrupts: Interrupts, options: CheckOptions) -> int:
+def check(options: CheckOptions) -> int:
     """Ask one kernel what wrong kernels answer wrongly: exact probes, then a dozen problems.
 
     SPEC is FILE.py::NAME, package.module:NAME, FOLDER::NAME of the kernels hub, or a kernel of
@@ -118,8 +117,7 @@ def check(interrupts: Interrupts, options: CheckOptions) -> int:
     few_threads(small=options.own_questions)
     options = dataclasses.replace(options, spec=_kernel_spec(options))
     if options.watch:
-        return _watch(interrupts, options.spec)
-    deadline = parse_seconds(options.timeout, "--timeout")
+        return _watch(options.spec)
     if options.last_failed:
         options = dataclasses.replace(options, names=_failed_names(options))
     worker = start_worker(options.spec, in_process=options.in_process)
@@ -132,7 +130,6 @@ def check(interrupts: Interrupts, options: CheckOptions) -> int:
         from attncheck.verify.kernel_messages import RemoteError
         from attncheck.verify.remote_kernel import Deadlines
         from attncheck.verify.verify import assemble_report
-        from attncheck.workers.process import Died
     rendering.check_format(options.fmt)
     options = dataclasses.replace(options, device=usable_device(options.device))
     questions, mods = _questions_and_mods(options)
@@ -145,14 +142,14 @@ def check(interrupts: Interrupts, options: CheckOptions) -> int:
     prepare(options.device)  # before the file's own Triton functions are decorated
     report_facts: dict[str, Any] = {
         "device": options.device,
-        "command": typed_command(argument=options.spec),
+        "command": typed_command(arguments=[options.spec]),
     }
     host = None
     try:
         host = open_kernel(
             options.spec,
             isolated=False if options.in_process else None,
-            deadlines=Deadlines.of(deadline),
+            deadlines=Deadlines.of(options.timeout),
             worker=worker,
             mods=mods,
             **host_options,
@@ -160,7 +157,7 @@ def check(interrupts: Interrupts, options: CheckOptions) -> int:
         with closing(host):
             rendering.check_writable(options.directory, "check")
             report = assemble_report([host.subject], (), **report_facts)
-            report = _check_kernel(interrupts, options, report, host, questions, ahead)
+            report = _check_kernel(options, report, host, questions, ahead)
     except (Died, RemoteError) as error:  # while loading, in a trial, or between two questions
         selection = [one for one in questions if one.name in options.names] or questions
         report = assemble_report((), (), **report_facts)
@@ -179,7 +176,6 @@ def check(interrupts: Interrupts, options: CheckOptions) -> int:
 
 
 def _check_kernel(
-    interrupts: Interrupts,
     options: CheckOptions,
     report: Report,
     host: KernelHost,
@@ -199,14 +195,13 @@ def _check_kernel(
     from attncheck.verify.kernel_hosts import executor_of
     from attncheck.verify.kernel_messages import RemoteError
     from attncheck.verify.question_fit import taken_problem
-    from attncheck.workers.process import Died
 
     device = options.device
     typed: dict[str, Any] = {"dtypes": options.dtypes, "head_dims": options.head_dims}
     claim_options: dict[str, Any] = {**typed, "names": options.names}
     if not options.own_questions:
         claim_options["problems"] = [question.case.problem for question in questions]
-    with progress(CLAIM_TRIALS, quiet=options.quiet, check=interrupts.check) as advance:
+    with progress(CLAIM_TRIALS, quiet=options.quiet) as advance:
         claims = hold_to_claims(
             host,
             kernel=options.spec,
@@ -237,7 +232,7 @@ def _check_kernel(
     executor = executor_of(subject)
     problems = (taken_problem(subject, one.case.problem, executor, device) for one in selection)
     ahead.expect([problem for problem in problems if problem is not None], terms)
-    report = _ask_questions(interrupts, report, subject, selection, options)
+    report = _ask_questions(report, subject, selection, options)
     with suppress(Died, RemoteError):  # the verdict stands without a cause
         report = _add_diagnoses(report, subject, terms, device)
     return report
@@ -281,7 +276,7 @@ def _failed_names(options: CheckOptions) -> tuple[str, ...]:
     return remaining or names
 
 
-def _watch(interrupts: Interrupts, spec: str) -> int:
+def _watch(spec: str) -> int:
     """Run the rest of the command line now, and again whenever a Python file has changed.
 
     Failed questions are asked first, and all questions once those pass; only an interrupt ends it.
@@ -428,7 +423,6 @@ def _questions(options: CheckOptions) -> list[CheckCase]:
 
 
 def _ask_questions(
-    interrupts: Interrupts,
     report: Report,
     subject: Subject,
     questions: list[CheckCase],
@@ -447,7 +441,6 @@ def _ask_questions(
         for question, record in zip(questions, answers, strict=True):
             if question.unclaimed is not None:
                 record = replace(record, unclaimed=question.unclaimed)  # noqa: PLW2901  # the one to show
-            interrupts.check()
             advance(record.variant)
             # A kernel that writes beside its tensors may crash, or change any later answer.
             wild = record.judgement is not None and record.judgement.rule == "memory"
@@ -489,37 +482,31 @@ def _add_diagnoses(report: Report, subject: Subject, terms: Terms | None, device
         terms: Terms on which a plain function takes every problem.
     """
     from attncheck.diagnose.diagnosis import CauseSearch
+    from attncheck.reporting.check_document import worst_record
     from attncheck.verify.kernel_hosts import on_terms
 
     search = CauseSearch(_MOST_SEARCHES)
     for one in report.records:
         search.note(one)
+    records = [*report.records]
     # Within its claims first, since wrong answers beyond them would refute every cause there.
-    report = _diagnose_part(report, search, subject, device)
-    if terms is not None and any(map(_is_beyond, report.records)):
-        report = _diagnose_part(report, search, on_terms(subject, terms), device, beyond=True)
-    return report
+    for beyond in (False, True):
+        places = [i for i, one in enumerate(records) if _is_beyond(one) == beyond]
+        part = [records[i] for i in places]
+        worst = worst_record(replace(report, records=tuple(part)))
+        if worst is None:
+            continue
+        if beyond:
+            if terms is None:
+                break
+            subject = on_terms(subject, terms)
+        # Start with the worst failure, which tells most.
+        diagnosed = search.diagnose_all(part, subject, device=device, first=worst)
+        for i, one in zip(places, diagnosed, strict=True):
+            records[i] = one
+    return replace(report, records=tuple(records))
 
 
 def _is_beyond(record: Record) -> bool:
     """Return whether ``record`` is a failure beyond the kernel's claims."""
     return record.status in FAILED_STATUSES and bool(record.unclaimed)
-
-
-def _diagnose_part(
-    report: Report, search: CauseSearch, subject: Subject, device: str, *, beyond: bool = False
-) -> Report:
-    """Return ``report`` with diagnoses of failures within the claims, or ``beyond`` them."""
-    from attncheck.reporting.check_document import worst_record
-
-    records = [*report.records]
-    places = [i for i, one in enumerate(records) if _is_beyond(one) == beyond]
-    part = [records[i] for i in places]
-    worst = worst_record(replace(report, records=tuple(part)))
-    if worst is None:
-        return report
-    # Start with the worst failure, which tells most.
-    diagnosed = search.diagnose_all(part, subject, device=device, first=worst)
-    for i, one in zip(places, diagnosed, strict=True):
-        records[i] = one
-    return replace(report, records=tuple(records))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class, shell_complete
 
 from attncheck.cli import verb
 from attncheck.cli.standard_output import standard_output
+from attncheck.core.errors import UsageError
+from attncheck.core.formats import MEASURED_DTYPES
 
 _SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_ATTNCHECK_COMPLETE"
 _CONVENTIONS = ("flash_attn", "flex", "native", "paged", "sdpa", "varlen")
+_FORMATS = ("table", "json", "md", "csv", "html")
 
 
 @verb.command
@@ -41,21 +44,18 @@ def complete(group: click.Group, instruction: str) -> int:
         for parameter in command.params:
             names = _NAMES.get(parameter.opts[0])
             if names is not None:
-                parameter.shell_complete = _offer(names)  # type: ignore[assignment]  # of this one alone
+                parameter.shell_complete = partial(_offer, names)  # type: ignore[method-assign]  # of this one alone
     return shell_complete(group, {}, "attncheck", _VARIABLE, instruction)
 
 
-def _offer(names: Callable[[], Iterable[str]]) -> Callable[[Any, str], list[CompletionItem]]:
-    def offer(context: Any, incomplete: str) -> list[CompletionItem]:
-        del context
-        return [CompletionItem(name) for name in sorted(names()) if name.startswith(incomplete)]
-
-    return offer
+def _offer(
+    names: Callable[[], Iterable[str]], _: click.Context, incomplete: str
+) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in sorted(names()) if name.startswith(incomplete)]
 
 
 # Each of these imports no heavy module, since a user who presses a key must not wait for torch.
 def _kernels() -> Iterable[str]:
-    from attncheck.core.errors import UsageError
     from attncheck.subjects.capabilities.configuration import read_configuration
     from attncheck.subjects.capabilities.named_kernels import BUILTIN
 
@@ -64,12 +64,6 @@ def _kernels() -> Iterable[str]:
     except UsageError:  # reported when the file is used
         configured = ()
     return {*BUILTIN, *configured, *(f"{path.name}::" for path in Path.cwd().glob("*.py"))}
-
-
-def _dtypes() -> Iterable[str]:
-    from attncheck.core.formats import MEASURED_DTYPES
-
-    return MEASURED_DTYPES
 
 
 def _variants() -> Iterable[str]:
@@ -84,15 +78,11 @@ def _questions() -> Iterable[str]:
     return {*tagged(CHECK), *(f"decode-{name}" for name in tagged(PROBED))}
 
 
-def _formats() -> Iterable[str]:
-    return ("table", "json", "md", "csv", "html")
-
-
 _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     **dict.fromkeys(("spec", "kernel", "kernels", "--kernel"), _kernels),
-    "--dtype": _dtypes,
+    "--dtype": lambda: MEASURED_DTYPES,
     "--variant": _variants,
     "--question": _questions,
     "--convention": lambda: _CONVENTIONS,
-    "--format": _formats,
+    "--format": lambda: _FORMATS,
 }

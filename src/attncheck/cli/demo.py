@@ -7,7 +7,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ import click
 from attncheck.cli import verb
 from attncheck.cli.options import few_threads
 from attncheck.cli.repro import write_script
-from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.cli.standard_output import interrupts, standard_output
 from attncheck.core.files import check_names, write_texts
 from attncheck.core.source_files import load_module_member
 from attncheck.records.failures import FAILURE_FOLDER, keep_failure
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from attncheck.cases.tier import Tier
     from attncheck.inputs.problem import Case
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.suite.under_test import UnderTest
@@ -43,6 +42,7 @@ MENDED = "EVEN=key.shape[2] % TILE == 0"  # the correct text in its place
 
 
 _FILE = "flash_attention.py"
+_FOLDER = Path("reports") / FAILURE_FOLDER
 _WIDTH = 80
 _USUAL = 1e-2  # the absolute tolerance of the usual test, as in many kernels' own tests
 _LEFT_OUT = ("  kernel ", "  wrong ", "  judged as ")  # lines of a diagnosis that are not shown
@@ -74,7 +74,6 @@ _STORY = {
 
 @verb.command
 def demo(
-    interrupts: Interrupts,
     *,
     device: str | None = verb.device("Where it runs", f"{verb.GPU}, else in Triton's interpreter"),
     kernel_file: str | None = verb.option(
@@ -87,7 +86,10 @@ def demo(
     Exit code 0 when the fault was found, as it should be; 3 when it was not.
     """
     if kernel_file is not None:
-        return _copy(Path(kernel_file))
+        path = Path(kernel_file)
+        write_texts({path.name: source()}, path.parent, what="the kernel", instead="--kernel-file")
+        _say(f"Written to {path}. Next: attncheck check {path}::attention", gap=False)
+        return 0
     few_threads(small=True)
     with interrupts.importing():
         from attncheck.subjects.load import load_subject
@@ -95,7 +97,7 @@ def demo(
     start = time.monotonic()
     device = usable_device(device)
     prepare(device)  # before Triton is imported
-    check_names(_folder(), ["a.json"], what="failures", instead="working directory")
+    check_names(_FOLDER, ["a.json"], what="failures", instead="working directory")
     _say(_STORY["head"].format(lines=len(source().splitlines()), file=_FILE), gap=False)
     _say(_STORY["usual"].format(usual=_USUAL))
     _say_lines(_usual_test(device))
@@ -113,16 +115,6 @@ def demo(
 def source() -> str:
     """Return the source of the wrong kernel."""
     return resources.files("attncheck.demo").joinpath(_FILE).read_text(encoding="utf-8")
-
-
-def _copy(path: Path) -> int:
-    write_texts({path.name: source()}, path.parent, what="the kernel", instead="--kernel-file")
-    _say(f"Written to {path}. Next: attncheck check {path}::attention", gap=False)
-    return 0
-
-
-def _folder() -> Path:
-    return Path("reports") / FAILURE_FOLDER
 
 
 def _usual_test(device: str) -> Iterator[str]:
@@ -172,7 +164,7 @@ def _tell(failure: DemoFailure, device: str) -> None:
     _say_lines([*introduction, ""])
     text = [line for line in kept_failure_text(kept).splitlines() if not line.startswith(_LEFT_OUT)]
     _say_lines([part for line in text for part in _wrap(line, " " * 13)])
-    script = _folder() / f"{kept.id}.py"
+    script = _FOLDER / f"{kept.id}.py"
     case = Case.from_json(failure.smallest.case)
     subject = load_subject(KERNEL)
     options = {"kernel": KERNEL, "convention": "", "device": device, "instead": "working directory"}
@@ -254,6 +246,7 @@ def search_tile_edges(subject: Subject, device: str) -> DemoFailure | None:
 
 
 def _search(name: str, subject: Subject, device: str, most: int) -> DemoFailure | None:
+    from attncheck.cases.tier import TIERS
     from attncheck.suite import pytest_options
     from attncheck.suite.property_spec import PropertySpec, cases
     from attncheck.suite.search import search_cases
@@ -261,7 +254,17 @@ def _search(name: str, subject: Subject, device: str, most: int) -> DemoFailure 
     from attncheck.suite.wrong_answers import WrongAnswer
 
     pytest_options.register()
-    kernel = UnderTest(name, subject, device, dtype=DTYPE, family="full", tier=_tier(most))
+    tier = replace(
+        TIERS["smoke"],
+        examples=most,
+        examples_interpreted=most,
+        examples_gpu=most,
+        longest=_LONGEST,
+        longest_gpu=_LONGEST,
+        most_heads=2,
+        repeats_gpu=1,
+    )
+    kernel = UnderTest(name, subject, device, dtype=DTYPE, family="full", tier=tier)
     spec = PropertySpec(questions=(_QUESTION,), families=("full",), shapes={}, problems={})
     first: list[tuple[Record, int]] = []
 
@@ -280,19 +283,3 @@ def _search(name: str, subject: Subject, device: str, most: int) -> DemoFailure 
         after = kernel.tally.total - before
         return DemoFailure(first=record, smallest=wrong.record, before=before, after=after)
     return None
-
-
-def _tier(most: int) -> Tier:
-    from attncheck.cases.tier import Tier
-
-    return Tier(
-        name="demo",
-        examples=most,
-        examples_interpreted=most,
-        examples_gpu=most,
-        longest=_LONGEST,
-        longest_gpu=_LONGEST,
-        most_heads=2,
-        repeats_gpu=1,
-        profile="attncheck-ci",
-    )

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from attncheck.cli.long_runs import (
     worker_places,
 )
 from attncheck.cli.options import few_threads, typed_command
-from attncheck.cli.standard_output import Interrupts, show_report, standard_output
+from attncheck.cli.standard_output import interrupts, show_report, standard_output
 from attncheck.core.errors import UsageError, parse_seconds, require_known
 from attncheck.core.files import check_names, write_texts
 from attncheck.core.formats import MEASURED_DTYPES
@@ -37,6 +38,9 @@ from attncheck.records.fault_scores import (
     OwnTestsScore,
     SensitivityReport,
 )
+from attncheck.workers.journal_format import JournalContent
+from attncheck.workers.pool import RunEvent
+from attncheck.workers.worker_pool import WorkerPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,8 +48,6 @@ if TYPE_CHECKING:
     from attncheck.faults.fault import HostName
     from attncheck.faults.fault_selection import FaultSelection
     from attncheck.faults.user_suite import UserSuite
-    from attncheck.workers.journal_format import JournalContent
-    from attncheck.workers.pool import RunEvent
 
 _MUTANTS_TABLE = "examples/strangers/mutants.toml"
 _MOST_RUNS = 4  # runs of pytest at the same time, without --jobs
@@ -119,7 +121,7 @@ class FaultOptions:
     listed: bool = verb.flag("--list", "Show the faults, and run none.")
     fresh: bool = verb.fresh()
     max_time: str | None = verb.max_time("; resumable")
-    directory: str = verb.option("--out", "DIR", "Folder for the journal.", "reports/faults")
+    directory: str = verb.out("the journal", "reports/faults")
     quiet: bool = verb.quiet()
     verbose: bool = verb.flag("-v --verbose", "Each score in a line as it is known.")
 
@@ -136,7 +138,7 @@ class FaultOptions:
 
 
 @verb.command
-def faults(interrupts: Interrupts, options: FaultOptions) -> int:
+def faults(options: FaultOptions) -> int:
     """Score the gate: plant faults that real kernels had, and see which it catches.
 
     Each is planted in a copy of a kernel of ours, and asked everything that `attncheck gate` asks,
@@ -159,14 +161,14 @@ def faults(interrupts: Interrupts, options: FaultOptions) -> int:
         raise UsageError("--dtype says in what --sensitivity asks: give it too.")
     # Before the modes below, since --list accepts the options of all of them.
     if options.mutants:
-        return _score_mutants(interrupts, options)
+        return _score_mutants(options)
     if options.listed:
         return _list(options)
     if options.command is not None:
-        return _score_own_tests(interrupts, options)
+        return _score_own_tests(options)
     if options.small:
-        return _measure_sensitivities(interrupts, options)
-    return _score_gate(interrupts, options)
+        return _measure_sensitivities(options)
+    return _score_gate(options)
 
 
 def _list(options: FaultOptions) -> int:
@@ -233,15 +235,14 @@ def _selection(options: FaultOptions, device: str, tier: str) -> FaultSelection:
 # Scoring the gate on planted faults
 
 
-def _score_gate(interrupts: Interrupts, options: FaultOptions) -> int:
+def _score_gate(options: FaultOptions) -> int:
     """Score the chosen faults, write and show the report; return the exit code."""
     from attncheck.faults.score_report import fault_report
 
     device, tier = _device_and_tier(options)
     selection, file = _selection(options, device, tier), _kernel_file(options)
-    head = planted_header(selection, device=device, tier=tier, file=file, typed=options.typed)
+    head = planted_header(selection, device=device, tier=tier, file=file)
     return _run_and_score(
-        interrupts,
         options,
         selection,
         head,
@@ -253,9 +254,9 @@ def _score_gate(interrupts: Interrupts, options: FaultOptions) -> int:
 
 
 def planted_header(
-    selection: FaultSelection, *, device: str, tier: str, file: Path | None, typed: str
+    selection: FaultSelection, *, device: str, tier: str, file: Path | None
 ) -> dict[str, Any]:
-    """Return the journal's header: what makes two runs the same, and when the first began."""
+    """Return what makes two runs the same, for the journal's header."""
     from attncheck.faults.fault_selection import source_digest
 
     return {
@@ -264,15 +265,13 @@ def planted_header(
         "tier": tier,
         "file": str(file) if file else "",
         "sources": source_digest(file),
-        "started": started_now(),
-        "typed": typed,
     }
 
 
 # Mutants of a user's kernels
 
 
-def _score_mutants(interrupts: Interrupts, options: FaultOptions) -> int:
+def _score_mutants(options: FaultOptions) -> int:
     """Score the chosen mutants, or list them; return the exit code.
 
     Raises:
@@ -300,11 +299,8 @@ def _score_mutants(interrupts: Interrupts, options: FaultOptions) -> int:
         "faults": [unit.kernel for unit in units],
         "tier": tool,
         "sources": " ".join(map(source_digest, files)),
-        "started": started_now(),
-        "typed": options.typed,
     }
     return _run_and_score(
-        interrupts,
         options,
         FaultSelection(units=tuple(units)),
         head,
@@ -318,7 +314,7 @@ def _score_mutants(interrupts: Interrupts, options: FaultOptions) -> int:
 # A user's own tests, run with faulty kernels in place of the tested function
 
 
-def _score_own_tests(interrupts: Interrupts, options: FaultOptions) -> int:
+def _score_own_tests(options: FaultOptions) -> int:
     """Score the tests, write and show the report; return the exit code.
 
     Raises:
@@ -327,7 +323,6 @@ def _score_own_tests(interrupts: Interrupts, options: FaultOptions) -> int:
     """
     from attncheck.faults.fault_selection import select_faults
     from attncheck.faults.user_suite import UserSuite, check_scorable
-    from attncheck.workers.worker_pool import WorkerPlace
 
     assert options.command is not None, "who calls this has one"
     if options.replace is None:
@@ -347,10 +342,9 @@ def _score_own_tests(interrupts: Interrupts, options: FaultOptions) -> int:
     if not selection.units:
         raise UsageError(f"none of these faults is planted in {host}: nothing is to be scored.")
     names = [unit.kernel.rpartition("@")[0] for unit in selection.units]
-    head = own_tests_header(suite, selection, typed=options.typed)
+    head = own_tests_header(suite, selection)
     suite_options = {"command": suite.command, "replace": suite.replace}
     return _run_and_score(
-        interrupts,
         options,
         selection,
         head,
@@ -362,8 +356,8 @@ def _score_own_tests(interrupts: Interrupts, options: FaultOptions) -> int:
     )
 
 
-def own_tests_header(suite: UserSuite, selection: FaultSelection, *, typed: str) -> dict[str, Any]:
-    """Return the journal's header: what makes two runs the same, and when the first began."""
+def own_tests_header(suite: UserSuite, selection: FaultSelection) -> dict[str, Any]:
+    """Return what makes two runs the same, for the journal's header."""
     from attncheck.faults.fault_selection import source_digest
     from attncheck.faults.user_suite import project_digest
 
@@ -374,8 +368,6 @@ def own_tests_header(suite: UserSuite, selection: FaultSelection, *, typed: str)
         "folder": str(suite.folder),
         "faults": list(selection.names),
         "sources": f"{source_digest(None)} {project_digest(suite)}",
-        "started": started_now(),
-        "typed": typed,
     }
 
 
@@ -411,15 +403,17 @@ def _own_tests_report(
 # Sensitivity: the smallest fault that is seen
 
 
-def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int:
+def _measure_sensitivities(options: FaultOptions) -> int:
     """Measure the smallest size of each continuous fault that is seen, in each dtype.
 
     Raise UnknownName if there is no such fault, dtype or tier.
     """
     from attncheck.faults.continuous_faults import CONTINUOUS_FAULTS, continuous_fault_named
+    from attncheck.faults.sensitivity import measure_sensitivity
     from attncheck.gate.planning import Choices
 
     device, tier = _device_and_tier(options)
+    measure = partial(measure_sensitivity, tier=tier, device=device)
     names = [continuous_fault_named(name).id for name in options.names] or list(CONTINUOUS_FAULTS)
     dtypes = Choices.of_tier(tier, dtypes=tuple(options.dtypes or MEASURED_DTYPES)).dtypes
     pairs = [(name, dtype) for dtype in dtypes for name in names]
@@ -431,34 +425,29 @@ def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int
         progress(len(pairs), quiet=options.quiet) as advance,
         ProcessPoolExecutor(jobs, mp_context=spawn) as pool,
     ):
-        running = {pool.submit(_sensitivity, *each, tier, device): each for each in pairs}
+        running = {pool.submit(measure, *each): each for each in pairs}
         for future in as_completed(running):
             # In order of completion; the report restores the order of the plan.
             results[running[future]] = future.result()
             advance(" ".join(running[future]))
     report = SensitivityReport(command=options.typed, seen=tuple(results[each] for each in pairs))
-    return _write_and_show(interrupts, report, options)
-
-
-def _sensitivity(fault: str, dtype: str, tier: str, device: str) -> FaultSensitivity:
-    """Measure one fault in one dtype; runs in a process of its own."""
-    from attncheck.faults.sensitivity import measure_sensitivity
-
-    return measure_sensitivity(fault, dtype, tier=tier, device=device)
+    return _write_and_show(report, options)
 
 
 # Shared by all modes
 
 
 def _run_and_score(
-    interrupts: Interrupts,
     typed: FaultOptions,
     selection: FaultSelection,
-    head: dict[str, Any],
+    plan: dict[str, Any],
     report: Callable[[JournalContent], msgspec.Struct],
     **run_options: Any,
 ) -> int:
     """Run the selected units, write and show the journal's report; return the exit code.
+
+    Args:
+        plan: What makes two runs the same, for the journal's header.
 
     Raises:
         UsageError: if --max-time or the folder is invalid.
@@ -468,6 +457,7 @@ def _run_and_score(
 
     seconds = parse_seconds(typed.max_time, "--max-time")
     check_names(typed.directory, [JOURNAL])
+    head = {**plan, "started": started_now(), "typed": typed.typed}
     _, resume = resumable(typed.directory, head, _change_since, fresh=typed.fresh)
     end, content = run_with_journal(
         selection.units,
@@ -481,7 +471,7 @@ def _run_and_score(
         priority=priority,
         **run_options,
     )
-    return print_run_end(end, _write_and_show(interrupts, report(content), typed))
+    return print_run_end(end, _write_and_show(report(content), typed))
 
 
 def _change_since(_: JournalContent, differs: set[str]) -> str | None:
@@ -524,7 +514,7 @@ class FaultProgress:
         return ", ".join(parts)
 
 
-def _write_and_show(interrupts: Interrupts, report: msgspec.Struct, options: FaultOptions) -> int:
+def _write_and_show(report: msgspec.Struct, options: FaultOptions) -> int:
     """Write each file in its format, then show the table; return the report's exit code."""
     from attncheck.reporting import rendering
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 from attncheck.cli import verb
 from attncheck.cli.long_runs import progress
 from attncheck.cli.options import few_threads, open_host, start_worker, typed_command
-from attncheck.cli.standard_output import Interrupts, show_report
-from attncheck.core.errors import parse_seconds
+from attncheck.cli.standard_output import interrupts, show_report
 from attncheck.core.formats import MEASURED_DTYPES
 
 
 @verb.command
 def fingerprint(
-    interrupts: Interrupts,
     *,
     kernel: str = verb.argument("KERNEL"),
     convention: str = verb.convention("the one that its signature shows"),
     dtypes: tuple[str, ...] = verb.dtypes("all"),
     device: str | None = verb.device("Where the kernel runs"),
-    timeout: str | None = verb.timeout(),
+    timeout: float | None = verb.timeout(),
     as_json: bool = verb.as_json(),
     quiet: bool = verb.quiet(),
 ) -> int:
@@ -31,7 +29,6 @@ def fingerprint(
     the kernel takes none of the inputs.
     """
     few_threads(small=False)
-    seconds = parse_seconds(timeout, "--timeout")
     worker = start_worker(kernel, in_process=False)
     with interrupts.importing():
         from attncheck.cases.variants import check_measured
@@ -46,10 +43,10 @@ def fingerprint(
 
     host_options = {"convention": convention, "device": device}
     with (
-        open_host(kernel, worker, seconds=seconds, **host_options) as host,
-        progress(len(dtype_names), quiet=quiet, check=interrupts.check) as advance,
+        open_host(kernel, worker, seconds=timeout, **host_options) as host,
+        progress(len(dtype_names), quiet=quiet) as advance,
     ):
-        subject, command = host.subject, typed_command(argument=kernel)
+        subject, command = host.subject, typed_command(arguments=[kernel])
         report = survey_arithmetic(
             subject, dtype_names, device=device, command=command, done=advance
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 import msgspec
@@ -31,7 +30,7 @@ from attncheck.cli.long_runs import (
     worker_places,
 )
 from attncheck.cli.options import few_threads, typed_command
-from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.cli.standard_output import interrupts, standard_output
 from attncheck.core.errors import UnknownName, UsageError, parse_seconds
 from attncheck.core.files import check_names
 from attncheck.core.sanitize_text import one_line, shortened
@@ -39,20 +38,20 @@ from attncheck.records.baseline_entries import Baseline, read_baseline
 from attncheck.records.record import FAILED_STATUSES, reason_of
 from attncheck.records.run_reports import Answer, GateReport
 from attncheck.reporting.gate_verdict import Policy, failure_groups, gate_exit_code
+from attncheck.workers.journal_format import JournalContent
+from attncheck.workers.pool import RunEnd, RunEvent
+from attncheck.workers.units import Done, Shard, Unit
+from attncheck.workers.worker_pool import Cluster
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from attncheck.gate.other_commit import CommitTree
     from attncheck.gate.planning import Choices
-    from attncheck.workers.journal_format import JournalContent
-    from attncheck.workers.pool import RunEnd, RunEvent
-    from attncheck.workers.units import Done, Unit
 
 FAILURES = "reports/failures"  # the folder of kept failures, where attncheck repro looks for them
 
 _PER_RUN = {"seed", "started", "typed"}  # keys of a journal's header that are no part of the plan
-_SOURCE_KEYS = frozenset({"sources", "started", "seed", "typed"})
 _SCRIPTS, _SCRIPT_SECONDS = 5, 120  # number of scripts, and seconds that each may take
 _FEWEST, _LEAST = 10, 0.05  # results, and their share of all units, needed to estimate the rest
 
@@ -79,7 +78,7 @@ class GateOptions:
     skipped: tuple[str, ...] = verb.several("--skip", "NAME", "Leave a stage out.")
     exitfirst: bool = verb.flag("-x --exitfirst", "Stop at the first failure.")
     jobs: int | None = verb.jobs("Kernels")
-    timeout: str | None = verb.timeout()
+    timeout: float | None = verb.timeout()
     max_time: str | None = verb.max_time("; resumable")
     seed: int | None = verb.option(
         "--seed",
@@ -117,27 +116,21 @@ class GateOptions:
     fresh: bool = verb.fresh()
     in_process: bool = verb.in_process()
     fmt: str = verb.fmt("table, json, csv, md, html, junit, sarif or github")
-    directory: str = verb.option(
-        "--out", "DIR", "Folder for the journal and the reports.", "reports/gate"
-    )
+    directory: str = verb.out("the journal and the reports", "reports/gate")
     quiet: bool = verb.quiet()
     verbose: bool = verb.flag("-v --verbose", "Each failure in a line as it is found.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateRun:
+class GateRun(NamedTuple):
     """One run of the gate."""
 
-    kernels: tuple[str, ...]  # as typed or configured
-    device: str
     choices: Choices
-    shard: str  # ``2/4``; empty for a whole run
-    head: dict[str, Any]
-    units: tuple[Unit, ...]  # the units of work to begin with
+    head: dict[str, Any]  # the header of its journal
+    units: list[Unit]  # the units of work to begin with
 
 
 @verb.command
-def gate(interrupts: Interrupts, options: GateOptions) -> int:
+def gate(options: GateOptions) -> int:
     """Ask kernels everything that a change of them needs: is every answer right, and repeatable?
 
     KERNEL is FILE.py::NAME, package.module:NAME, a kernel of `attncheck list`, or a name of
@@ -152,7 +145,6 @@ def gate(interrupts: Interrupts, options: GateOptions) -> int:
         from attncheck.reporting.rendering import GATE_FORMATS, check_format
     check_format(options.fmt, GATE_FORMATS)
     parse_seconds(options.max_time, "--max-time")
-    parse_seconds(options.timeout, "--timeout")
     file = Path(options.baseline) if options.baseline is not None else None
     baseline = (file.name, read_baseline(file)) if file else None
     kernels = _kernels_of(options.kernels)
@@ -170,12 +162,12 @@ def gate(interrupts: Interrupts, options: GateOptions) -> int:
     with _other_commit(options, kernels) as tree:
         run = plan_run(options, kernels, tree=tree, baseline=baseline[1] if baseline else None)
         end, content = run_gate(run, options)
-    code = _finish(interrupts, options, end, content, baseline)
+    code = _finish(options, end, content, baseline)
     # A failed gate matters more than times, and an interrupted one must end at once.
-    return code or _time(interrupts, options, kernels) if options.timed and not end.why else code
+    return code or _time(options, kernels) if options.timed and not end.why else code
 
 
-def _time(interrupts: Interrupts, options: GateOptions, kernels: tuple[str, ...]) -> int:
+def _time(options: GateOptions, kernels: tuple[str, ...]) -> int:
     """Time the kernels, with no workers running; write that report and return its exit code."""
     from attncheck.reporting import exit_codes, rendering
     from attncheck.reporting.bench_document import bench_counts
@@ -191,7 +183,7 @@ def _time(interrupts: Interrupts, options: GateOptions, kernels: tuple[str, ...]
         quiet=options.quiet,
     )
     try:
-        report, _ = time_kernels(interrupts, bench_options, dict.fromkeys(kernels))
+        report, _ = time_kernels(bench_options, dict.fromkeys(kernels))
     except UsageError as error:  # for example an interpreted kernel; the gate itself is done
         click.echo(f"attncheck: --bench: {one_line(str(error))}", err=True)
         return exit_codes.INCOMPLETE
@@ -216,13 +208,11 @@ def plan_run(
     if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
         raise UsageError(f"a gate needs {missing[0]}: pip install 'attncheck[properties]'.")
     from attncheck.cases.tier import default_tier, tier_named
-    from attncheck.gate.gate_report import journal_header
     from attncheck.gate.plan import describe_units, replay_units
     from attncheck.gate.planning import BaselineCases, Choices, parse_stages
     from attncheck.gate.sources import source_fingerprint
     from attncheck.subjects.conventions.declarations import convention_named
     from attncheck.verify.environment import usable_device
-    from attncheck.workers.units import Shard
 
     # Report a misspelt name here, not in every worker.
     if options.convention:
@@ -243,7 +233,7 @@ def plan_run(
         stages=parse_stages(options.stages, options.skipped),
         dtypes=options.dtypes,
         isolated=not options.in_process,
-        timeout=parse_seconds(options.timeout, "--timeout") or 0.0,
+        timeout=options.timeout or 0.0,
         failures=str(Path(FAILURES).absolute()),
         sanitizer=options.sanitizer,
         tree=tree,
@@ -256,15 +246,16 @@ def plan_run(
     if options.sanitizer and "memory" not in choices.stages:
         raise UsageError("--sanitizer is part of the stage 'memory': it is left out.")
     sources = source_fingerprint(kernels, (options.directory, str(Path(FAILURES).parent)))
-    head = journal_header(
-        kernels,
-        device=device,
-        convention=options.convention,
-        started=started_now(),
-        plan=choices.plan() | {"sources": sources},
-        shard=shard,
-        typed=_typed_command(kernels),
-    )
+    head = {
+        "kernels": list(kernels),
+        "device": device,
+        "convention": options.convention,
+        **choices.plan(),
+        "sources": sources,
+        "shard": shard,
+        "started": started_now(),
+        "typed": typed_command(files={"--baseline"}, arguments=kernels),
+    }
     # A resumed run keeps the seed of its first part, or its units would differ.
     if draws_anew:
         head["seed"] = _seed_of(head, existing_journal(options.directory, fresh=options.fresh))
@@ -275,14 +266,7 @@ def plan_run(
         units += replay_units(
             kernels, FAILURES, stages=choices.stages, dtypes=choices.dtypes, **common
         )
-    return GateRun(
-        kernels=kernels,
-        device=device,
-        choices=choices,
-        shard=shard,
-        head=head,
-        units=tuple(units),
-    )
+    return GateRun(choices, head, units)
 
 
 def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent]:
@@ -293,31 +277,26 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
         UsageError: if a kernel cannot be loaded.
     """
     from attncheck.gate.plan import kernel_key, priority
-    from attncheck.workers.units import Shard
-    from attncheck.workers.worker_pool import Cluster
 
     if not run.choices.isolated:
         click.echo("attncheck: --in-process: the kernel can end or alter the judge.", err=True)
     before, resume = resumable(options.directory, run.head, _change_since, fresh=options.fresh)
     units = [unit for unit in run.units if not (resume and _is_replayed(unit, before))]
-    # Units of another commit come from the plan, the journal and descriptions of kernels.
-    known_units = [*units, *(before.units.values() if resume and before else ())]
-    of_other_commit = {unit.id for unit in known_units if unit.commit}
     usage_errors: list[str] = []
 
     # Called for each finished unit; returns whether to stop the run.
-    def stop(done: Done) -> bool:
-        of_other_commit.update(unit.id for unit in done.units if unit.commit)
+    def stop(unit: Unit, done: Done) -> bool:
         if "usage" in done.facts:
             usage_errors.append(str(done.facts["usage"]))
             return True
-        if not options.exitfirst or done.unit in of_other_commit:  # those cannot fail the gate
+        if not options.exitfirst or unit.commit:  # another commit's answers cannot fail the gate
             return False
         return any(answer.record.status in FAILED_STATUSES for answer in done.answers)
 
-    workers: Any = worker_places(options.jobs, run.device)
+    device = run.head["device"]
+    workers: Any = worker_places(options.jobs, device)
     if options.cluster is not None:
-        workers = Cluster(address=options.cluster, device=run.device, most=options.jobs)
+        workers = Cluster(address=options.cluster, device=device, most=options.jobs)
     ended = run_with_journal(
         units,
         run.head,
@@ -332,7 +311,7 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
         stop=stop,
         priority=priority,
         product=kernel_key,
-        mine=Shard.parse(run.shard).has,
+        mine=Shard.parse(run.head["shard"]).has,
         workers=workers,
     )
     if usage_errors:
@@ -342,7 +321,7 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
 
 def _preload_options(run: GateRun) -> dict[str, Any]:
     """Return the option that has workers load a single kernel on a GPU during planning."""
-    if run.device == "cpu" or len(run.kernels) > 1:
+    if run.head["device"] == "cpu" or len(run.head["kernels"]) > 1:
         return {}
     unit = next(unit for unit in run.units if unit.kind == "describe")
     return {"ahead": msgspec.json.encode(unit).decode()}
@@ -351,7 +330,7 @@ def _preload_options(run: GateRun) -> dict[str, Any]:
 def _change_since(before: JournalContent, differs: set[str]) -> str | None:
     """Return the change of sources since a run, "" for none; None if it was another run."""
     # With equal sources and another seed it is another run, not a changed kernel.
-    if differs - _SOURCE_KEYS or ("seed" in differs and "sources" not in differs):
+    if differs - _PER_RUN - {"sources"} or ("seed" in differs and "sources" not in differs):
         return None
     from attncheck.gate.sources import changed_source
 
@@ -504,7 +483,6 @@ def _failure_line(answer: Answer) -> str:
 
 
 def _finish(
-    interrupts: Interrupts,
     options: GateOptions,
     end: RunEnd,
     content: JournalContent,
@@ -514,7 +492,7 @@ def _finish(
     from attncheck.gate.gate_report import build_report
     from attncheck.reporting.rendering import show, write_gate
 
-    command = _typed_command(content.head.get("kernels", ()))
+    command = typed_command(files={"--baseline"}, arguments=content.head["kernels"])
     report = build_report(content, command=command, baseline=baseline)
     # An interrupted run must end soon, and scripts take seconds each.
     scripts = {} if end.why == "interrupted" else _failure_scripts(report, options.directory)
@@ -526,17 +504,6 @@ def _finish(
         strict=options.strict, strict_baseline=options.strict_baseline, flaky=options.flaky
     )
     return print_run_end(end, gate_exit_code(report, policy))
-
-
-def _typed_command(kernels: Iterable[str]) -> str:
-    """Return the command line with files without their folders, for a report read elsewhere."""
-    command = typed_command(files={"--baseline"})
-    for kernel in kernels:
-        file, colons, name = str(kernel).partition("::")
-        if colons:
-            without_folder = f"{Path(file).name}{colons}{name}"
-            command = command.replace(shlex.quote(str(kernel)), shlex.quote(without_folder))
-    return command
 
 
 def _failure_scripts(report: GateReport, directory: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from attncheck.cli import verb
 from attncheck.cli.probe import RIGHT, name_of, run_probe
-from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.cli.standard_output import interrupts, standard_output
 from attncheck.reporting.exit_codes import UNTESTED
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 @verb.command
 def init(
-    interrupts: Interrupts,
     *,
     spec: str = verb.argument("SPEC"),
     name: str | None = verb.option(
@@ -35,7 +34,7 @@ def init(
     dry_run: bool = verb.flag("--dry-run", "Show the table, and write nothing."),
     convention: str = verb.convention(RIGHT),
     device: str | None = verb.device("Where the kernel is tried", verb.GPU),
-    timeout: str | None = verb.timeout(),
+    timeout: float | None = verb.timeout(),
     quiet: bool = verb.quiet(),
 ) -> int:
     """Write what a kernel takes, as `attncheck probe` finds it, into a file of the project.
@@ -56,7 +55,7 @@ def init(
     name = name or name_of(spec)
     check_kernel_name(name, path, force=force or dry_run)  # before a minute is spent
     arguments = (convention, device, timeout)
-    _, kernel, detected = run_probe(interrupts, spec, *arguments, quiet=quiet)
+    _, kernel, detected = run_probe(spec, *arguments, quiet=quiet)
     if detected.base is None:
         reasons = (one.reason for one in detected.tried)
         reason = next(filter(None, reasons), "it refuses everything")

@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 
+from attncheck.cli.standard_output import interrupts
 from attncheck.core.errors import parse_seconds
 from attncheck.core.sanitize_text import one_line
 from attncheck.reporting.exit_codes import INTERRUPTED
+from attncheck.workers.journal import Journal
+from attncheck.workers.journal_format import JournalContent, JournalError, read_journal
+from attncheck.workers.pool import RunEnd, RunEvent, run_units
+from attncheck.workers.units import Unit
+from attncheck.workers.worker_pool import WorkerPlace
 
 if TYPE_CHECKING:
-    from attncheck.cli.standard_output import Interrupts
     from attncheck.verify.kernel_hosts import KernelHost
-    from attncheck.workers.journal_format import JournalContent
-    from attncheck.workers.pool import RunEnd, RunEvent
-    from attncheck.workers.units import Unit
-    from attncheck.workers.worker_pool import WorkerPlace
 
 
 T = TypeVar("T")
@@ -43,14 +44,12 @@ class RunCounter(Protocol):
 
 
 @contextmanager
-def progress(
-    total: int, *, quiet: bool, check: Callable[[], None] = lambda: None
-) -> Iterator[Callable[..., None]]:
+def progress(total: int, *, quiet: bool) -> Iterator[Callable[..., None]]:
     """Yield ``advance(what, show)``, to be called once for each of ``total`` pieces of work.
 
     With ``done=False`` it only shows the current work and counts nothing. Everything goes to
     standard error, so that standard output has only the report. Output of ``show`` goes above the
-    bar. Each call begins with ``check``, which may raise.
+    bar. Each call raises KeyboardInterrupt if an interrupt was swallowed before.
     """
     start, count = time.monotonic(), 0
     with _meter(quiet=quiet, estimates=True) as (update, _, bar):
@@ -59,7 +58,7 @@ def progress(
             what: str, show: Callable[[], None] | None = None, *, done: bool = True
         ) -> None:
             nonlocal count
-            check()
+            interrupts.check()
             if not done:
                 update(count, total, what, f"{count}/{total} cells ({what})")
                 return
@@ -87,7 +86,6 @@ def collect(
     total: int,
     what: Callable[[T], str],
     show: Callable[[T], None] | None,
-    interrupts: Interrupts,
     quiet: bool,
     max_time: str | None,
 ) -> tuple[list[T], str]:
@@ -103,7 +101,7 @@ def collect(
     reason, results = "", []
     try:
         with (
-            progress(total, quiet=quiet, check=interrupts.check) as advance,
+            progress(total, quiet=quiet) as advance,
             _time_limit(parse_seconds(max_time, "--max-time")) as is_up,
         ):
             for one in make(partial(advance, done=False)):
@@ -151,7 +149,6 @@ def claimed(
     device: str,
     *,
     quiet: bool,
-    check: Callable[[], None],
     **options: Any,
 ) -> dict[str, tuple[str, ...]]:
     """Restrict plain functions to the problems that they support; return lines on it by kernel.
@@ -166,28 +163,11 @@ def claimed(
         # Imported late, since all trials come with it.
         from attncheck.verify.claims import CLAIM_TRIALS, hold_to_claims
 
-        with progress(CLAIM_TRIALS, quiet=quiet, check=check) as advance:
+        with progress(CLAIM_TRIALS, quiet=quiet) as advance:
             claims = hold_to_claims(host, kernel=kernel, device=device, advance=advance, **options)
         if claims is not None and (claim_lines := tuple(claims.lines())):
             lines[host.subject.name] = claim_lines
     return lines
-
-
-@contextmanager
-def run_progress(
-    counter: RunCounter, *, quiet: bool, verbose: bool
-) -> Iterator[Callable[[RunEvent], None]]:
-    """Yield a callback for every event of a run; ``verbose`` also shows the counter's lines."""
-    with _meter(quiet=quiet, estimates=False) as (update, say, _):
-
-        def on_event(event: RunEvent) -> None:
-            for text in counter.hear(event):
-                if verbose:
-                    say(text)
-            line = counter.line(event)
-            update(event.finished, event.known, line, line)
-
-        yield on_event
 
 
 def time_left(seconds: float) -> str:
@@ -209,8 +189,18 @@ def _meter(*, quiet: bool, estimates: bool) -> Iterator[tuple[Update, Callable[[
     if quiet:
         yield lambda *_: None, lambda _: None, None
     elif console.is_terminal:
-        with _bar(console, estimates=estimates) as display:
-            yield display
+        from rich import progress as rich
+
+        counts = (rich.MofNCompleteColumn(), rich.TimeRemainingColumn()) if estimates else ()
+        columns = (rich.BarColumn(), *counts, rich.TextColumn("{task.description}"))
+        with rich.Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("starting", total=None)
+
+            def draw(finished: int, known: int, what: str, _: str) -> None:
+                description = what.replace("[", "\\[")  # [ in a kernel's name is no markup
+                bar.update(task, total=known, completed=finished, description=description)
+
+            yield draw, lambda text: bar.console.print(text, markup=False, highlight=False), bar
     else:
         last = time.monotonic()
 
@@ -221,22 +211,6 @@ def _meter(*, quiet: bool, estimates: bool) -> Iterator[tuple[Update, Callable[[
                 _say(counts_and_words[-1])
 
         yield update, _say, None
-
-
-@contextmanager
-def _bar(console: Any, *, estimates: bool) -> Iterator[tuple[Update, Callable[[str], None], Any]]:
-    from rich import progress as rich
-
-    counts = (rich.MofNCompleteColumn(), rich.TimeRemainingColumn()) if estimates else ()
-    columns = (rich.BarColumn(), *counts, rich.TextColumn("{task.description}"))
-    with rich.Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def update(finished: int, known: int, what: str, _: str) -> None:
-            description = what.replace("[", "\\[")  # [ in a kernel's name is no markup
-            bar.update(task, total=known, completed=finished, description=description)
-
-        yield update, lambda text: bar.console.print(text, markup=False, highlight=False), bar
 
 
 def _say(text: str) -> None:
@@ -264,8 +238,6 @@ def usable_cores() -> int:
 
 def worker_places(jobs: int | None, device: str) -> list[WorkerPlace]:
     """Return the places of workers: each GPU in turn, or the CPU with one thread each."""
-    from attncheck.workers.worker_pool import WorkerPlace
-
     cores = usable_cores()
     if device == "cpu":
         return [WorkerPlace(threads=1)] * (jobs or min(cores, _MOST_WORKERS))
@@ -285,8 +257,6 @@ def worker_places(jobs: int | None, device: str) -> list[WorkerPlace]:
 
 def existing_journal(directory: str, *, fresh: bool) -> JournalContent | None:
     """Return the journal of a folder; None if there is none or ``fresh`` is set."""
-    from attncheck.workers.journal_format import JournalError, read_journal
-
     path = Path(directory) / JOURNAL
     if fresh or not path.exists():
         return None
@@ -341,21 +311,26 @@ def run_with_journal(  # all arguments of one run
 
     Args:
         units: The units of work; those with a result in the journal are not repeated.
+        counter: Counts the events; ``verbose`` shows its lines.
         check: Raises UsageError if nothing can be run; called after the journal was opened and is
             known to be this run's.
 
     Raises:
         JournalError: if the journal holds another, unfinished run.
     """
-    from attncheck.workers.journal import Journal
-    from attncheck.workers.pool import run_units
-
     # Open the journal before slow checks, since it may belong to another run.
     with Journal.open(Path(directory) / JOURNAL, head, resume=resume) as journal:
         check()
-        with run_progress(counter, quiet=quiet, verbose=verbose) as on_event:
+        with _meter(quiet=quiet, estimates=False) as (update, say, _):
+
+            def on_event(event: RunEvent) -> None:
+                for text in counter.hear(event):
+                    if verbose:
+                        say(text)
+                line = counter.line(event)
+                update(event.finished, event.known, line, line)
+
             end = run_units(units, journal=journal, on_event=on_event, **run_options)
-        journal.end(end.why)
     return end, journal.content
 
 

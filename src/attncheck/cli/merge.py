@@ -7,16 +7,17 @@ from pathlib import Path
 import click
 
 from attncheck.cli import verb
-from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.cli.standard_output import interrupts, standard_output
 from attncheck.core.errors import UsageError
 from attncheck.core.files import write_files
 from attncheck.core.sanitize_text import one_line
 from attncheck.reporting.exit_codes import INCOMPLETE, PASSED
+from attncheck.workers.journal import merge_journals, merged_journal_bytes, missing_shards
+from attncheck.workers.journal_format import JournalError, read_journal
 
 
 @verb.command
 def merge(
-    interrupts: Interrupts,
     *,
     journals: tuple[str, ...] = verb.argument("JOURNAL...", nargs=-1, required=True),
     target: str = verb.option("--out", "FILE", "The merged journal.", required=True),
@@ -29,9 +30,6 @@ def merge(
 
     Exit code 2 when a file is no journal, 3 when a shard is missing, or has not finished.
     """
-    from attncheck.workers import journal as parts
-    from attncheck.workers.journal_format import JournalError, read_journal
-
     interrupts.check()
     try:
         contents = {name: read_journal(Path(name)) for name in journals}
@@ -40,10 +38,10 @@ def merge(
     # The dictionary keeps one of two equal names; the second may be meant to be another shard.
     if len(contents) < len(journals):
         raise UsageError("a journal is named twice.")
-    merged, missing = parts.merge_journals(contents), parts.missing_shards(list(contents.values()))
+    merged, missing = merge_journals(contents), missing_shards(list(contents.values()))
     path = Path(target)
     with interrupts.writing(target):
-        files = {path.name: parts.merged_journal_bytes(merged)}
+        files = {path.name: merged_journal_bytes(merged)}
         write_files(files, path.parent, what="the merged journal")
     unfinished = len(merged.unanswered)
     with standard_output():

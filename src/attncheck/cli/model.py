@@ -11,8 +11,8 @@ import click
 from attncheck.cli import verb
 from attncheck.cli.long_runs import progress
 from attncheck.cli.options import open_kernels, start_worker, typed_command, was_typed
-from attncheck.cli.standard_output import Interrupts, standard_output
-from attncheck.core.errors import UsageError, parse_seconds
+from attncheck.cli.standard_output import interrupts, show_report
+from attncheck.core.errors import UsageError
 from attncheck.records.failures import FAILURE_FOLDER
 from attncheck.records.model_report import ModelRecord, ModelReport
 
@@ -25,7 +25,6 @@ _DEFAULT_RIGHT = 19
 
 @verb.command
 def model(
-    interrupts: Interrupts,
     *,
     specs: tuple[str, ...] = verb.argument("SPEC...", nargs=-1, required=True),
     kernels: tuple[str, ...] = verb.several(
@@ -67,7 +66,7 @@ def model(
         "--seed", "", "Of random weights and tokens.", 0, type=click.IntRange(min=0)
     ),
     device: str | None = verb.device("Where the model runs", verb.GPU),
-    timeout: str | None = verb.timeout(),
+    timeout: float | None = verb.timeout(),
     in_process: bool = verb.in_process(),
     fmt: str = verb.fmt(),
     directory: str = verb.out("model.json, model.md and model.html"),
@@ -89,7 +88,7 @@ def model(
     """
     workers = {each: start_worker(each, in_process=in_process) for each in kernels}
     with interrupts.importing():
-        from attncheck.reporting import exit_codes, rendering
+        from attncheck.reporting import rendering
         from attncheck.reporting.image_files import check_plots, write_plots
         from attncheck.surveys.swapped_model import ModelSize, describe_model, transformers_version
     rendering.check_format(fmt)
@@ -118,11 +117,12 @@ def model(
     foreign = workers or dict.fromkeys(names)
     peers: list[Subject] = [subject_named(name) for name in names if name not in foreign]
     total = len(specs) * (1 + right + len(foreign) + len(peers))
-    seconds = parse_seconds(timeout, "--timeout") or math.inf
     records: list[ModelRecord] = []
     with (
-        open_kernels(foreign, device=device, in_process=in_process, seconds=seconds) as hosts,
-        progress(total, quiet=quiet, check=interrupts.check) as advance,
+        open_kernels(
+            foreign, device=device, in_process=in_process, seconds=timeout or math.inf
+        ) as hosts,
+        progress(total, quiet=quiet) as advance,
     ):
         for kernel, host in hosts.items():
             hold_to_convention(host, kernel=kernel, device=device)
@@ -149,9 +149,7 @@ def model(
             write_plots(report, plots)
         elif plots:
             click.echo("attncheck: no kernel took a model: no plot is drawn.", err=True)
-    with standard_output():
-        rendering.show(report, fmt)
-    return exit_codes.exit_code(report)
+    return show_report(report, fmt)
 
 
 def _refuse_sizes(specs: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ import click
 from attncheck.cli import verb
 from attncheck.cli.long_runs import progress
 from attncheck.cli.options import not_applicable, open_kernels, start_worker, typed_command
-from attncheck.cli.standard_output import Interrupts, show_report
+from attncheck.cli.standard_output import interrupts, show_report
 from attncheck.core.errors import UsageError
 from attncheck.core.mod_spec import Dimensions
 
@@ -25,7 +25,6 @@ DEFAULT_SHAPE = "2x2x40/48"
 
 @verb.command
 def mods(
-    interrupts: Interrupts,
     *,
     file: str = verb.argument("FILE.py[::NAME]"),
     kernels: tuple[str, ...] = verb.kernels("all built in that take score mods"),
@@ -69,14 +68,14 @@ def mods(
         name = Path(path).name
         # Report all mods that cannot be traced before the comparisons, which take longer.
         _refuse(file_mods, name, dimensions, device)
-        with progress(len(file_mods), quiet=quiet, check=interrupts.check) as advance:
+        with progress(len(file_mods), quiet=quiet) as advance:
             report = survey_mods(
                 file_mods,
                 subjects,
                 file=name,
                 dimensions=dimensions,
                 device=device,
-                command=typed_command(files={"--kernel"}, argument=file),
+                command=typed_command(files={"--kernel"}, arguments=[file]),
                 done=advance,
                 path=path,
             )

@@ -14,13 +14,13 @@ import click
 from click.core import ParameterSource
 
 from attncheck.core.errors import UsageError
+from attncheck.workers.process import KERNEL_SERVER, Died, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.kernel_hosts import KernelHost
-    from attncheck.workers.process import Died, Worker
 
 _SECONDS_TO_END = 5.0  # for a killed process to end, which a GPU driver may delay
 
@@ -32,7 +32,6 @@ def start_worker(kernel: str, *, in_process: bool, echo: bool = True) -> Worker 
     on an error. Its prints are shown unless ``echo`` is false.
     """
     from attncheck.subjects.capabilities.named_kernels import BUILTIN
-    from attncheck.workers.process import KERNEL_SERVER, Worker
 
     if in_process or kernel in BUILTIN:
         return None
@@ -78,12 +77,12 @@ def few_threads(*, small: bool) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def typed_command(*, files: Collection[str] = (), argument: str = "") -> str:
+def typed_command(*, files: Collection[str] = (), arguments: Collection[str] = ()) -> str:
     """Return the typed command line for a report, without --out.
 
     Args:
         files: Options whose value is a file, or ``FILE.py::NAME``, and loses its folder.
-        argument: An argument whose value is a file likewise.
+        arguments: Arguments whose value is a file likewise.
     """
     # From argv, not from click, which would add defaults to the typed words.
     words = iter(sys.argv[1:])
@@ -97,7 +96,7 @@ def typed_command(*, files: Collection[str] = (), argument: str = "") -> str:
             value = _without_folder(value if equals else next(words, ""))
             command += [f"{option}={value}"] if equals else [option, value]
         else:
-            command.append(_without_folder(word) if word == argument else word)
+            command.append(_without_folder(word) if word in arguments else word)
     return shlex.join(command)
 
 
@@ -154,7 +153,6 @@ def open_kernels(
     """
     from attncheck.verify.kernel_hosts import open_kernel
     from attncheck.verify.remote_kernel import Deadlines
-    from attncheck.workers.process import Died
 
     hosts: dict[str, KernelHost] = {}
     with ExitStack() as stack:

@@ -10,7 +10,7 @@ import click
 from attncheck.cli import verb
 from attncheck.cli.long_runs import progress
 from attncheck.cli.options import typed_command
-from attncheck.cli.standard_output import Interrupts, show_report
+from attncheck.cli.standard_output import interrupts, show_report
 from attncheck.core.errors import UsageError
 from attncheck.records.survey_reports import CertificateReport, OracleReport
 
@@ -23,7 +23,6 @@ LEAST_DIGITS, MOST_DIGITS = 17, 1000
 
 @verb.command
 def oracles(
-    interrupts: Interrupts,
     *,
     distributions: tuple[str, ...] = verb.several(
         "--distribution", "NAME", "Of the inputs (repeatable; default: all)."
@@ -106,7 +105,7 @@ def oracles(
     if directory is not None:
         # Check now, since the survey takes minutes and its report would be lost.
         rendering.check_writable(directory, name)
-    with progress(len(cells), quiet=quiet, check=interrupts.check) as advance:
+    with progress(len(cells), quiet=quiet) as advance:
         named_problems = [(cell.variant, cell.problem) for cell in cells]
         report = survey(named_problems, command=typed_command(), done=advance)
     if directory is not None:

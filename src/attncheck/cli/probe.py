@@ -14,8 +14,7 @@ import msgspec
 from attncheck.cli import verb
 from attncheck.cli.long_runs import progress
 from attncheck.cli.options import few_threads, open_host, start_worker
-from attncheck.cli.standard_output import Interrupts, standard_output
-from attncheck.core.errors import parse_seconds
+from attncheck.cli.standard_output import interrupts, standard_output
 from attncheck.reporting.document import (
     Cell,
     Column,
@@ -41,12 +40,11 @@ _QUESTIONS = 70  # approximate number of questions of a probe, for the progress 
 
 @verb.command
 def probe(
-    interrupts: Interrupts,
     *,
     spec: str = verb.argument("SPEC"),
     convention: str = verb.convention(RIGHT),
     device: str | None = verb.device("Where the kernel runs", verb.GPU),
-    timeout: str | None = verb.timeout(),
+    timeout: float | None = verb.timeout(),
     as_json: bool = verb.as_json(),
     quiet: bool = verb.quiet(),
 ) -> int:
@@ -64,7 +62,7 @@ def probe(
     from attncheck.verify.proposed_table import propose_table
 
     arguments = (convention, device, timeout)
-    device, kernel, detected = run_probe(interrupts, spec, *arguments, quiet=quiet)
+    device, kernel, detected = run_probe(spec, *arguments, quiet=quiet)
     name, table = name_of(spec), ""
     if detected.base is not None:
         path = default_path()
@@ -82,17 +80,15 @@ def probe(
 
 
 def run_probe(
-    interrupts: Interrupts,
     spec: str,
     convention: str,
     device: str | None,
-    timeout: str | None,
+    timeout: float | None,
     *,
     quiet: bool,
 ) -> tuple[str, Entry, DetectedCapabilities]:
     """Return the device, the kernel and its detected capabilities; raise UsageError on failure."""
     few_threads(small=True)
-    seconds = parse_seconds(timeout, "--timeout")
     worker = start_worker(spec, in_process=False)
     from attncheck.subjects.conventions.convention import ConventionOptions
     from attncheck.subjects.terms import Terms
@@ -104,14 +100,14 @@ def run_probe(
     device = usable_device(device)
     prepare(device)
     host_options = {"convention": convention, "device": device}
-    with open_host(spec, worker, seconds=seconds, **host_options) as host:
+    with open_host(spec, worker, seconds=timeout, **host_options) as host:
         kernel, subject = host.entry(), host.subject
 
         def subject_on_terms(name: str, options: ConventionOptions) -> Subject:
             values = {each: getattr(options, each) for each in kernel.options}
             return on_terms(subject, Terms(convention=name, **values))
 
-        with progress(_QUESTIONS, quiet=quiet, check=interrupts.check) as advance:
+        with progress(_QUESTIONS, quiet=quiet) as advance:
             detected = detect_capabilities(
                 subject_on_terms,
                 (convention,) if convention else kernel.conventions,

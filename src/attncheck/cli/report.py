@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from attncheck.cli import verb
-from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.cli.standard_output import interrupts, standard_output
 from attncheck.core import json_numbers
 from attncheck.core.errors import UsageError, require_known
 from attncheck.records.bench_report import BenchReport
@@ -18,6 +18,7 @@ from attncheck.records.model_report import ModelReport
 from attncheck.records.record import Report
 from attncheck.records.run_reports import GateReport
 from attncheck.reporting.gate_verdict import failure_groups
+from attncheck.workers.journal_format import JournalError, read_journal
 
 # Fields that identify each kind of report; the first match counts.
 _KINDS: tuple[tuple[Any, set[str]], ...] = (
@@ -31,7 +32,6 @@ _LARGEST_SCRIPT = 2**20  # bytes of a script up to which it is copied into a pag
 
 @verb.command
 def report(
-    interrupts: Interrupts,
     *,
     source: str = verb.argument("SOURCE"),
     fmt: str = verb.option(
@@ -107,7 +107,6 @@ def _load_any(path: Path) -> GateReport | Report | BenchReport | ModelReport:
 def read_run_journal(path: Path) -> GateReport:
     """Return the report of the gate's journal ``path``; raise UsageError if it is no journal."""
     from attncheck.gate.gate_report import build_report as of_content
-    from attncheck.workers.journal_format import JournalError, read_journal
 
     try:
         return of_content(read_journal(path))

@@ -11,14 +11,15 @@ import click
 
 from attncheck.cli import verb
 from attncheck.cli.options import few_threads, start_worker
-from attncheck.cli.standard_output import Interrupts, standard_output
-from attncheck.core.errors import UsageError, parse_seconds, recorded_file
+from attncheck.cli.standard_output import interrupts, standard_output
+from attncheck.core.errors import UsageError, recorded_file
 from attncheck.core.files import write_texts
 from attncheck.core.sanitize_text import one_line
 from attncheck.records.failures import Reproduction, find_reproduction
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, Record
 from attncheck.reporting.exit_codes import record_exit_code
+from attncheck.workers.process import Died
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Case
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 @verb.command
 def repro(
-    interrupts: Interrupts,
     *,
     wanted: str = verb.argument("ID|FILE"),
     kernel: str | None = verb.option(
@@ -39,7 +39,7 @@ def repro(
     ),
     convention: str = verb.convention("as it was, or the one that fits"),
     device: str | None = verb.device("Where the kernel runs", "where it did"),
-    timeout: str | None = verb.timeout(),
+    timeout: float | None = verb.timeout(),
     in_process: bool = verb.in_process(),
     recording: str | None = verb.option(
         "--inputs",
@@ -70,7 +70,6 @@ def repro(
 
     check_plots(plots)
     original = find_reproduction(wanted, reports, kernel or "")
-    seconds = parse_seconds(timeout, "--timeout")
     spec, convention = kernel or original.kernel, convention or original.convention
     worker = start_worker(spec, in_process=in_process) if spec else None
     with interrupts.importing():
@@ -78,7 +77,6 @@ def repro(
         from attncheck.verify.claims import hold_to_convention
         from attncheck.verify.deaths import death_record
         from attncheck.verify.environment import prepare
-        from attncheck.workers.process import Died
     device = _device(device, original)
     mods = _load_recording(recording, original)
     case = _case(original, device)
@@ -86,7 +84,7 @@ def repro(
     host_options: dict[str, Any] = {"convention": convention, "device": device}
     try:
         isolated = False if in_process else None
-        run: dict[str, Any] = {"isolated": isolated, "seconds": seconds, "worker": worker}
+        run: dict[str, Any] = {"isolated": isolated, "seconds": timeout, "worker": worker}
         host = _open(spec, original, mods=mods, **run, **host_options)
     except Died as error:
         record = death_record(error, case, kernel=spec)

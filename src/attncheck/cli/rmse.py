@@ -23,7 +23,7 @@ from attncheck.cli.options import (
     typed_command,
     was_typed,
 )
-from attncheck.cli.standard_output import Interrupts, LivePage, show_report, standard_output
+from attncheck.cli.standard_output import LivePage, interrupts, show_report, standard_output
 from attncheck.core.errors import UsageError, parse_seconds
 from attncheck.records.json_reports import load_report
 from attncheck.records.record import Record, Report, join_reports
@@ -90,7 +90,7 @@ class RmseOptions:
     )
     seed: int = verb.seed()
     device: str = verb.device("Where kernels run")
-    timeout: str | None = verb.timeout()
+    timeout: float | None = verb.timeout()
     in_process: bool = verb.in_process()
     fmt: str = verb.fmt()
     directory: str = verb.out("rmse.json, rmse.md and rmse.csv")
@@ -111,7 +111,7 @@ class RmseOptions:
 
 
 @verb.command
-def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
+def rmse(options: RmseOptions) -> int:
     """Measure each kernel's RMSE against exact attention in fp64.
 
     Every error also stands beside the two that bound what can be asked: the rounding floor (the
@@ -148,7 +148,7 @@ def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
     else:
         if options.backward:
             _refuse_with("--backward", ("plots",), "gives gradients, which a plot does not show")
-        report, page = _measure(interrupts, options, workers, compilers)
+        report, page = _measure(options, workers, compilers)
         if options.explained is not None:
             return exit_codes.exit_code(report)
         directory = options.directory
@@ -166,7 +166,6 @@ def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
 
 
 def _measure(
-    interrupts: Interrupts,
     options: RmseOptions,
     workers: Mapping[str, Worker | None],
     compilers: Sequence[Worker],
@@ -184,7 +183,7 @@ def _measure(
 
     parse_seconds(options.max_time, "--max-time")
     # Without --timeout calls may take hours, since rmse measures and does not look for hangs.
-    seconds = parse_seconds(options.timeout, "--timeout") or math.inf
+    seconds = options.timeout or math.inf
     mod_options = {"mask": options.mask, "score": options.score}
     mods = {name: text for name, text in mod_options.items() if text and is_mod_reference(text)}
     device = usable_device(options.device)
@@ -202,11 +201,10 @@ def _measure(
     how: dict[str, Any] = {"in_process": options.in_process, "seconds": seconds, "mods": mods}
     died: dict[str, Died] = {}
     with open_kernels(kernels, device=device, died=died, **how) as hosts:
-        return _measure_kernels(interrupts, options, hosts, died, compilers)
+        return _measure_kernels(options, hosts, died, compilers)
 
 
 def _measure_kernels(
-    interrupts: Interrupts,
     options: RmseOptions,
     hosts: Mapping[str, KernelHost],
     died: Mapping[str, Died],
@@ -224,7 +222,6 @@ def _measure_kernels(
         hosts,
         device,
         quiet=options.quiet,
-        check=interrupts.check,
         dtypes=options.dtypes,
         problems=[cell.problem for cell in cells if typed],
     )
@@ -249,7 +246,7 @@ def _measure_kernels(
         kernels=report.kernels | dict.fromkeys(died, ""),
         records=tuple(_death_records(died, cells, *report.environments)),
     )
-    return _add_records(interrupts, options, report, cells, subjects, compilers)
+    return _add_records(options, report, cells, subjects, compilers)
 
 
 def _death_records(died: Mapping[str, Died], cells: list[Cell], key: str) -> Iterator[Record]:
@@ -264,7 +261,6 @@ def _death_records(died: Mapping[str, Died], cells: list[Cell], key: str) -> Ite
 
 
 def _add_records(
-    interrupts: Interrupts,
     options: RmseOptions,
     report: Report,
     cells: list[Cell],
@@ -294,7 +290,6 @@ def _add_records(
             total=sum(map(len, subjects_of_cells)),
             what=lambda record: f"{record.kernel} {record.variant} {record.heads}",
             show=show,
-            interrupts=interrupts,
             quiet=options.quiet,
             max_time=options.max_time,
         )

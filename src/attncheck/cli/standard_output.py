@@ -194,12 +194,16 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
         self.raised = False
         self.message = "interrupted; nothing was written."
         self._is_listening = self._is_writing = self._is_pending = False
 
     def listen(self) -> None:
         """Handle SIGINT from now on, unless the parent ignores it or a handler is already set."""
+        self._reset()  # main may have run in this process before
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._on_interrupt)
             self._is_listening = True
@@ -260,3 +264,7 @@ class Interrupts:
         warnings.simplefilter("ignore")
         sys.unraisablehook = lambda _: None
         raise KeyboardInterrupt
+
+
+interrupts = Interrupts()
+"""The handling of SIGINT in this process, which runs one verb."""

@@ -3,7 +3,7 @@
 The declaration of an option is the default of a parameter, or of a dataclass's field::
 
     @verb.command
-    def blocks(interrupts: Interrupts, *, mask: str = verb.argument("MASK")) -> None: ...
+    def blocks(*, mask: str = verb.argument("MASK")) -> None: ...
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import field, fields, is_dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, get_type_hints
 
 import click
 
-from attncheck.cli.standard_output import Interrupts, Verb
+from attncheck.cli.standard_output import Verb
+from attncheck.core.errors import parse_seconds
 
 
 def option(flags: str, metavar: str, text: str, default: Any = None, **how: Any) -> Any:
@@ -53,25 +54,23 @@ def argument(metavar: str, **how: Any) -> Any:
 def command(function: Callable[..., int | None]) -> Verb:
     """Return the command of a function, whose parameters are the declared arguments and options.
 
-    A parameter of a dataclass type receives that class's declared fields; one of type Interrupts
-    receives the running handler. The function returns the exit code.
+    A parameter of a dataclass type receives that class's declared fields. The function returns the
+    exit code.
     """
     declared: dict[str, Any] = {}
     dataclass_fields: dict[str, tuple[Any, list[str]]] = {}
-    hints = get_type_hints(function)
-    for name, kind in hints.items():
+    for name, kind in get_type_hints(function).items():
         if is_dataclass(kind):
             dataclass_fields[name] = kind, [one.name for one in fields(kind)]
             declared |= {one.name: one for one in fields(kind)}
-        elif kind is not Interrupts and name != "return":
+        elif name != "return":
             declared[name] = inspect.signature(function).parameters[name].default
 
     @wraps(function)
     def callback(**typed: Any) -> int | None:
-        running = click.get_current_context().ensure_object(Interrupts)
         for name, (kind, names) in dataclass_fields.items():
             typed[name] = kind(**{one: typed.pop(one) for one in names})
-        return function(*[running] * (Interrupts in hints.values()), **typed)
+        return function(**typed)
 
     parameters: list[click.Parameter] = []
     for name, one in declared.items():
@@ -120,41 +119,10 @@ def max_time(then: str) -> Any:
     return option("--max-time", "TIME", f"Stop then, such as 10m{then}.")
 
 
-def fresh() -> Any:
-    """Return ``--fresh`` of a run with a journal."""
-    return flag("--fresh", "Forget an unfinished run, in place of going on.")
-
-
 def plots(draws: str) -> Any:
     """Return ``--plot``."""
     text = f"{draws}, to FILE.png or FILE.svg (repeatable; needs attncheck[plot])."
     return several("--plot", "FILE", text)
-
-
-def seed() -> Any:
-    """Return ``--seed`` of the inputs."""
-    return option("--seed", "", "Which draw of the inputs.", 0, type=click.IntRange(min=0))
-
-
-def quiet() -> Any:
-    """Return ``--quiet``."""
-    return flag("-q --quiet", "No progress.")
-
-
-def as_json() -> Any:
-    """Return ``--json`` for standard output."""
-    return flag("--json", "JSON on standard output, nothing else.")
-
-
-def timeout() -> Any:
-    """Return ``--timeout`` of a call."""
-    return option("--timeout", "TIME", "Of one call of a kernel, such as 90s.")
-
-
-def in_process() -> Any:
-    """Return ``--in-process``."""
-    text = "For a debugger: call kernels in the judge's process, where they can break it."
-    return flag("--in-process", text)
 
 
 def fmt(names: str = "table, json, md, csv or html") -> Any:
@@ -169,3 +137,22 @@ def fmt(names: str = "table, json, md, csv or html") -> Any:
 def out(files: str, directory: str = "reports") -> Any:
     """Return ``--out``, the folder for ``files``."""
     return option("--out", "DIR", f"Folder for {files}.", directory)
+
+
+def _parse_time(_: click.Context, parameter: click.Parameter, typed: str | None) -> float | None:
+    return parse_seconds(typed, parameter.opts[0])
+
+
+# Options that are the same in every verb.
+as_json = partial(flag, "--json", "JSON on standard output, nothing else.")
+fresh = partial(flag, "--fresh", "Forget an unfinished run, in place of going on.")
+in_process = partial(
+    flag,
+    "--in-process",
+    "For a debugger: call kernels in the judge's process, where they can break it.",
+)
+quiet = partial(flag, "-q --quiet", "No progress.")
+seed = partial(option, "--seed", "", "Which draw of the inputs.", 0, type=click.IntRange(min=0))
+timeout = partial(
+    option, "--timeout", "TIME", "Of one call of a kernel, such as 90s.", callback=_parse_time
+)

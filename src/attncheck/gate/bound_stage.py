@@ -81,7 +81,7 @@ def _bound_units(planning: Planning) -> Iterator[Unit]:
     for number, row in enumerate([*rows, *repeated]):
         problem = row_problem(row, shapes, seed + number)
         name = row_name(row) + (f" {AGAIN}" if number >= len(rows) else "")
-        unit = planning.nearest_unit("bounds", problem, name.strip())
+        unit = planning.nearest_unit(problem, name.strip())
         if unit is None:
             continue
         # A moved problem may lack values that its row was meant to cover.
@@ -116,7 +116,7 @@ def _softmax_units(planning: Planning) -> Iterator[Unit]:
             distribution=row["distribution"],
             seed=planning.choices.seed + number,
         )
-        unit = planning.nearest_unit("bounds", problem, SOFTMAX)
+        unit = planning.nearest_unit(problem, SOFTMAX)
         if unit is not None:
             yield unit
 
@@ -154,7 +154,8 @@ def axes_of(planning: Planning) -> dict[str, tuple[Any, ...]]:
         "shape": tuple(SHAPES[tier.sizes_on(planning.device)]),
     }
     # A kernel that takes sinks or pages may still refuse some of their variants.
-    more = [n for n in AXES["stored"][len(_KINDS) :] if kinds and _kind_of(n) in kinds]
+    further = AXES["stored"][len(_KINDS) :]
+    more = [name for name in further if ("paged" if "paging" in STORED[name] else "sink") in kinds]
     axes |= {
         "extent": _taken_values(planning, "extent", axes, AXES["extent"][1:]),
         "score": _taken_values(planning, "score", axes, AXES["score"][1:]),
@@ -164,10 +165,6 @@ def axes_of(planning: Planning) -> dict[str, tuple[Any, ...]]:
     }
     limits = {} if tier.all_values else _LEADING_VALUES
     return {name: values[: limits.get(name, len(values))] for name, values in axes.items()}
-
-
-def _kind_of(stored: str) -> str:
-    return "paged" if "paging" in STORED[stored] else "sink"
 
 
 def _taken_values(
@@ -220,13 +217,10 @@ def _mask_refusal(planning: Planning, mask: str, kind: ProblemKind) -> str:
 
 
 def _drop_value(planning: Planning, variant: str, reason: str, **values: str) -> None:
-    planning.drop("bounds", Case(problem=_plain_problem(planning, **values)), variant, reason)
-
-
-def _plain_problem(planning: Planning, **values: str) -> Problem:
-    """Return the plainest Problem with the given values of axes."""
-    row = PLAIN_ROW | {"shape": "even", "dtype": planning.dtypes[0]}
-    return row_problem(row | values, planning.choices.tier.sizes_on(planning.device), 0)
+    """Record that no Problem with these values is asked, with the plainest one of them."""
+    row = PLAIN_ROW | {"shape": "even", "dtype": planning.dtypes[0]} | values
+    problem = row_problem(row, planning.choices.tier.sizes_on(planning.device), 0)
+    planning.drop("bounds", Case(problem=problem), variant, reason)
 
 
 # ------------------------------------------------------------ stage baseline

@@ -58,15 +58,11 @@ def shrink_case(
                 return None if best is failed else best
             tried_ids.add(case.id)
             record = ask(case)
-            if fails_alike(record, failed) and explained(record):
+            alike = record.status in FAILED_STATUSES and symptom(record) == symptom(failed)
+            if alike and explained(record):
                 best, progressed = record, True
                 break
     return None if best is failed else best
-
-
-def fails_alike(record: Record, failed: Record) -> bool:
-    """Return whether ``record`` is a failure with the same symptom as ``failed``."""
-    return record.status in FAILED_STATUSES and symptom(record) == symptom(failed)
 
 
 def plainer_cases(case: Case) -> Iterator[Case]:
@@ -82,28 +78,22 @@ def plainer_cases(case: Case) -> Iterator[Case]:
 
 def _changes(problem: Problem) -> Iterator[dict[str, Any]]:
     softmax = problem.operation == "softmax"
-    yield from _smaller_value(problem, "batch", (1,))
+    if problem.batch > 1:
+        yield {"batch": 1}
     if not softmax:
         yield from _fewer_heads(problem)
-        for name in ("dcaptured", "dlse", "backward", "sink"):
-            yield from _without_feature(problem, name)
+        yield from _fewer_features(problem)
         yield from _plainer_mods(problem)
     elif problem.heads > 1:
         yield {"heads": 1, "kv_heads": 1}
-    for name in ("query", "kv"):
-        yield from _shorter_length(problem, name)
-    yield from _shorter_lengths(problem)
+    for names in (("query",), ("kv",), ("query", "kv")):
+        yield from _shorter_lengths(problem, names)
     if not softmax:
         yield from _smaller_dims(problem)
     if problem.distribution != "normal":
         yield {"distribution": "normal"}
-    yield from _smaller_value(problem, "seed", (0,))
-
-
-def _smaller_value(
-    problem: Problem, name: str, values: tuple[int, ...]
-) -> Iterator[dict[str, Any]]:
-    yield from ({name: value} for value in values if value < getattr(problem, name))
+    if problem.seed:
+        yield {"seed": 0}
 
 
 def _fewer_heads(problem: Problem) -> Iterator[dict[str, Any]]:
@@ -113,8 +103,10 @@ def _fewer_heads(problem: Problem) -> Iterator[dict[str, Any]]:
             yield {"heads": heads, "kv_heads": kv_heads}
 
 
-def _without_feature(problem: Problem, name: str) -> Iterator[dict[str, Any]]:
-    if getattr(problem, name):
+def _fewer_features(problem: Problem) -> Iterator[dict[str, Any]]:
+    for name in ("dcaptured", "dlse", "backward", "sink"):
+        if not getattr(problem, name):
+            continue
         # Without a backward, no gradient of LSE or of a score mod's tensors can be asked for.
         gradients = {"dlse": False, "dcaptured": False} if name == "backward" else {}
         yield {name: False} | gradients
@@ -135,35 +127,29 @@ def _plainer_mods(problem: Problem) -> Iterator[dict[str, Any]]:
         yield {"scale": USUAL_SCALE}
 
 
-def _shorter_length(problem: Problem, name: str) -> Iterator[dict[str, Any]]:
-    length = getattr(problem, name)
+def _shorter_lengths(problem: Problem, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Yield a shorter length, or of both if they are equal, as some kernels and masks need it."""
+    length = getattr(problem, names[0])
+    if any(getattr(problem, name) != length for name in names):
+        return
     for shorter in dict.fromkeys((*_LENGTHS, length // 2, length - 16, length - 1)):
         if 0 < shorter < length:
-            yield {name: shorter} | _fitting_mask(problem, name, shorter)
+            lengths = dict.fromkeys(names, shorter)
+            yield lengths | _fitting_mask(problem, lengths)
 
 
-def _shorter_lengths(problem: Problem) -> Iterator[dict[str, Any]]:
-    """Yield shorter equal lengths, for kernels and masks that only take equal lengths."""
-    if problem.query == problem.kv:
-        for change in _shorter_length(problem, "query"):
-            length = change["query"]
-            yield {"query": length, "kv": length} | _fitting_mask(problem, "both", length)
-
-
-def _fitting_mask(problem: Problem, name: str, length: int) -> dict[str, Any]:
-    """Return the change of a mask's list of lengths that a shorter length requires."""
+def _fitting_mask(problem: Problem, changes: dict[str, int]) -> dict[str, Any]:
+    """Return the change of a mask's list of lengths that shorter lengths require."""
     spec = problem.mask.to_json()
-    if problem.mask.name == "padding" and name in {"kv", "both"}:
-        return {
-            "mask": Spec.from_json(spec | {"lengths": [min(n, length) for n in spec["lengths"]]})
-        }
-    if problem.mask.name != "document":
+    if problem.mask.name == "padding" and "kv" in changes:
+        lengths = [min(n, changes["kv"]) for n in spec["lengths"]]
+    elif problem.mask.name == "document":
+        # Documents must cover the longer length; two of them preserve a border.
+        total = max(changes.get("query", problem.query), changes.get("kv", problem.kv))
+        lengths = [total // 2, total - total // 2] if total > 1 else [total]
+    else:
         return {}
-    other = {"query": problem.kv, "kv": problem.query, "both": length}[name]
-    total = max(length, other)
-    # Documents must cover the longer length; two of them preserve a border.
-    parts = [total // 2, total - total // 2] if total > 1 else [total]
-    return {"mask": Spec.from_json(spec | {"lengths": parts})}
+    return {"mask": Spec.from_json(spec | {"lengths": lengths})}
 
 
 def _smaller_dims(problem: Problem) -> Iterator[dict[str, Any]]:
@@ -215,10 +201,8 @@ class FailureLog:
         """
         case, tier = Case.from_json(unit.case), self._choices.tier
         # One failure of each question and direction is enough.
-        kind, kinds_done = (
-            f"{case.question} {case.problem.backward}",
-            self._shrunk.setdefault(unit.kernel, set()),
-        )
+        kind = f"{case.question} {case.problem.backward}"
+        kinds_done = self._shrunk.setdefault(unit.kernel, set())
         if kind in kinds_done or len(kinds_done) >= tier.shrinks:
             return None
         kinds_done.add(kind)

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from attncheck.gate.other_commit import rename_kernels
 from attncheck.records import baseline_comparison
 from attncheck.records.baseline_comparison import measurements, merge_changes
 from attncheck.records.baseline_entries import Baseline
@@ -20,28 +19,6 @@ from attncheck.records.run_reports import STAGES, Answer, Change, FailureCause, 
 from attncheck.reporting.gate_verdict import failing_statuses, failure_groups, policy_of, questions
 from attncheck.workers.journal_format import JournalContent
 from attncheck.workers.units import Shard, Unit
-
-
-def journal_header(
-    kernels: tuple[str, ...],
-    *,
-    device: str,
-    convention: str,
-    started: str,
-    plan: Mapping[str, Any],
-    shard: str = "",
-    typed: str = "",
-) -> dict[str, Any]:
-    """Return the header of a journal, which identifies the run and says how it began."""
-    return {
-        "kernels": list(kernels),
-        "device": device,
-        "convention": convention,
-        **plan,
-        "shard": shard,
-        "started": started,
-        "typed": typed,
-    }
 
 
 def command_line(head: Mapping[str, Any]) -> str:
@@ -54,12 +31,8 @@ def command_line(head: Mapping[str, Any]) -> str:
         # All stages are the default, and are not listed.
         if name != "stages" or tuple(chosen) != STAGES:
             words += [word for each in chosen for word in (option, each)]
-    if head.get("against"):
-        words += ["--against", str(head["against"])]
-    if head.get("seed"):
-        words += ["--seed", str(head["seed"])]
-    if head.get("shard"):
-        words += ["--shard", str(head["shard"])]
+    for name in ("against", "seed", "shard"):
+        words += [f"--{name}", str(head[name])] if head.get(name) else []
     return shlex.join(words)
 
 
@@ -187,7 +160,6 @@ def _changes_since_commit(
     """
     local_names = {str(f["kernel"]): str(f["name"]) for f in _descriptions(content)}
     before: list[Answer] = []
-    names: dict[str, str] = {}
     missing: dict[str, str] = {}
     compared: set[str] = set()
     for id_, done in content.results.items():
@@ -195,12 +167,10 @@ def _changes_since_commit(
         if unit.commit:
             compared.add(replace(unit, commit="").id)
             here = local_names.get(unit.kernel, unit.kernel)
-            before += done.answers
-            names.update({answer.record.kernel: here for answer in done.answers})
+            before += [replace(a, record=replace(a.record, kernel=here)) for a in done.answers]
             missing.update({here: str(done.facts["missing"])} if "missing" in done.facts else {})
     after = [answer for answer in answers if answer.unit in compared]
-    renamed = rename_kernels(before, names)
-    changes = baseline_comparison.compare_answers(renamed, after, environments)
+    changes = baseline_comparison.compare_answers(before, after, environments)
     return tuple(
         replace(change, reason=missing[change.kernel])
         if change.standing == "new" and change.kernel in missing

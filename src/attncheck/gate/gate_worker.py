@@ -159,9 +159,6 @@ class GateWorker:
             host = self._hosts.of(unit)
         except UsageError as error:
             return Done(unit=unit.id, facts={"usage": str(error)}, harness=str(error))
-        return self._do_kind(unit, host)
-
-    def _do_kind(self, unit: Unit, host: KernelHost) -> Done:
         if unit.kind == "describe":
             return self._describe(unit, host)
         if unit.kind == "draw":
@@ -396,7 +393,12 @@ class _KernelHosts:
 
     def _start_on_claims(self, unit: Unit) -> KernelHost:
         """Start a kernel; for a plain function, find the problems that it takes, its claims."""
-        host = self._start(unit)
+        host = open_kernel(
+            unit.kernel,
+            isolated=self._choices.isolated,
+            here=self._executor(),
+            **self._host_options(unit),
+        )
         try:
             self.claims = hold_to_claims(
                 host,
@@ -409,14 +411,6 @@ class _KernelHosts:
             host.close()
             raise
         return host
-
-    def _start(self, unit: Unit) -> KernelHost:
-        return open_kernel(
-            unit.kernel,
-            isolated=self._choices.isolated,
-            here=self._executor(),
-            **self._host_options(unit),
-        )
 
     def _start_other(self, unit: Unit) -> KernelHost:
         """Start another commit's kernel, in a process of its own since module names are equal."""

@@ -19,16 +19,13 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
-from attncheck.records.run_reports import Answer
 
 _GIT_SECONDS = 300  # Time limit of git, which may write the files of a large repository.
 # Variables that git sets for a hook, which would redirect our commands to the hook's index.
@@ -183,18 +180,6 @@ def commit_tree(ref: str, start: Path | None = None) -> Iterator[CommitTree]:
     finally:
         _remove(repository, root)
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def rename_kernels(answers: Iterable[Answer], names: Mapping[str, str]) -> tuple[Answer, ...]:
-    """Return ``answers`` with the kernels' names of a tree replaced by those here.
-
-    Args:
-        names: Name of a kernel there → name here; other names are kept.
-    """
-    return tuple(
-        replace(a, record=replace(a.record, kernel=names.get(a.record.kernel, a.record.kernel)))
-        for a in answers
-    )
 
 
 def _commit(repository: Path, ref: str) -> str:

@@ -169,16 +169,16 @@ class Planning(KernelSupport):
             case=case.to_json(),
         )
 
-    def nearest_unit(self, stage: Stage, problem: Problem, variant: str) -> Unit | None:
-        """Return the unit that compares the nearest Problem; None if the kernel takes none.
+    def nearest_unit(self, problem: Problem, variant: str) -> Unit | None:
+        """Return the unit of bounds with the nearest Problem; None if the kernel takes none.
 
         Refusals are recorded as answers, so that they are visible in the report.
         """
         moved = self.nearest(problem)
         if moved is None:
-            self.drop(stage, Case(problem=problem), variant, self.reason)
+            self.drop("bounds", Case(problem=problem), variant, self.reason)
             return None
-        return self.unit_of(stage, Case(problem=moved), variant)
+        return self.unit_of("bounds", Case(problem=moved), variant)
 
     def drop(self, stage: Stage, case: Case, variant: str, reason: str) -> None:
         """Record an answer that says why ``case`` is not asked."""
@@ -187,10 +187,6 @@ class Planning(KernelSupport):
         )
         record = replace(record, status="unsupported", reason=reason)
         self.refused.append(Answer(unit=self.unit.id, stage=stage, record=record))
-
-    def adapted(self, problem: Problem) -> tuple[Problem, ...]:
-        """Return ``problem``, or paged versions of it for a kernel that only takes paged keys."""
-        return question_fit.adapted_problems(self.subject, problem, self.executor)
 
     def fitting(self, question: str, problem: Problem) -> Problem | None:
         """Return the nearest Problem that the kernel takes and that fits ``question``, or None."""

@@ -16,6 +16,7 @@ from attncheck.records.run_reports import Stage
 from attncheck.suite import property_spec
 from attncheck.suite.kernel_support import NOT_APPLICABLE
 from attncheck.suite.known_failures import FILE, KnownFailure, read_known_failures
+from attncheck.suite.property_spec import PropertySpec
 from attncheck.suite.property_spec import cases as property_cases
 from attncheck.suite.search import DrawingKernel, draw_cases
 from attncheck.verify.question_fit import compares_launches
@@ -30,20 +31,11 @@ Pair = tuple[str, str]
 def property_units(planning: Planning) -> Iterator[Unit]:
     """Yield units that draw cases, each for a property, a dtype and a mask family."""
     used: Counter[str] = Counter()
-    for each in property_spec.properties():
-        pairs = _applicable_pairs(planning, each)
+    for name, spec in property_spec.properties().items():
+        pairs = _applicable_pairs(planning, name, spec)
         for dtype, family in choose_pairs(pairs, planning.choices.tier.combinations, used):
-            yield Unit(
-                kind="draw",
-                stage=_STAGE,
-                kernel=planning.unit.kernel,
-                convention=planning.unit.convention,
-                device=planning.device,
-                tier=planning.unit.tier,
-                test=each.id,
-                dtype=dtype,
-                family=family,
-            )
+            part = {"test": name, "dtype": dtype, "family": family}
+            yield replace(planning.unit, kind="draw", stage=_STAGE, alone=False, **part)
 
 
 def choose_pairs(pairs: Sequence[Pair], most: int, used: Counter[str]) -> list[Pair]:
@@ -78,7 +70,7 @@ def drawn_units(unit: Unit, planning: Planning, known: KnownFailures) -> list[Un
     Raises:
         AttncheckError: for a property that this version lacks.
     """
-    spec = property_spec.property_named(unit.test).spec
+    spec = property_spec.property_named(unit.test)
     entry = known.of_draw(unit)
     cases = [] if entry is None else [entry.case_in(unit.dtype)]
     # A machine-dependent failure may not occur here, so that other cases are drawn too.
@@ -101,9 +93,9 @@ def drawn_units(unit: Unit, planning: Planning, known: KnownFailures) -> list[Un
     return [planning.unit_of(_STAGE, case, unit.family, unit.test) for case in cases]
 
 
-def _applicable_pairs(planning: Planning, each: property_spec.Property) -> list[Pair]:
+def _applicable_pairs(planning: Planning, name: str, spec: PropertySpec) -> list[Pair]:
     """Return the (dtype, family) pairs that the kernel takes; record families that it refuses."""
-    spec, pairs = each.spec, []
+    pairs = []
     refused: dict[str, str] = {}
     dtypes = [dtype for dtype in planning.dtypes if not spec.dtypes or dtype in spec.dtypes]
     # One plain problem is enough, since the number of launches does not depend on the mask.
@@ -123,14 +115,14 @@ def _applicable_pairs(planning: Planning, each: property_spec.Property) -> list[
     for family, reason in refused.items():
         if family not in supported:
             dtype = next(iter(dtypes), "")
-            unit = replace(planning.unit, stage=_STAGE, test=each.id, family=family, dtype=dtype)
+            unit = replace(planning.unit, stage=_STAGE, test=name, family=family, dtype=dtype)
             _drop_property(planning, unit, reason)
     return pairs
 
 
 def _drop_property(planning: Planning, unit: Unit, reason: str) -> None:
     """Record that a property is not asked of a family, with the family's plainest Problem."""
-    kind = property_spec.property_named(unit.test).spec.kind
+    kind = property_spec.property_named(unit.test).kind
     for problem in sample_problems(unit.family, unit.dtype, kind)[:1]:
         planning.drop(_STAGE, Case(problem=problem), unit.family, reason)
 

@@ -28,6 +28,7 @@ from attncheck.verify.call_checks import CHECKS
 from attncheck.verify.question_fit import (
     COMPARE,
     QUESTIONS,
+    adapted_problems,
     allowed_parameters,
     compares_launches,
     unfit_reason,
@@ -143,7 +144,7 @@ def probe_units(planning: Planning) -> Iterator[Unit]:
             if not planning.choices.tier.each_dtype and number % len(dtypes) != turn:
                 continue
             case = probe.case
-            adapted = planning.adapted(case.problem)
+            adapted = adapted_problems(planning.subject, case.problem, planning.executor)
             moved = (planning.fitting(case.question, each) for each in adapted)
             problem = next((each for each in moved if each is not None), None)
             if problem is None:
@@ -209,18 +210,14 @@ def _layout_units(planning: Planning, stage: Stage, question: str, turn: int) ->
                 continue
             if compares_launches([question]) and not planning.has_launches(problem):
                 continue
-            for chosen in _parameter_choices(question, problem):
+            # Missing parameters default to the middle of the allowed values.
+            name = _EACH_VALUE.get(question)
+            values = allowed_parameters(question, problem)[name] if name else ()
+            choices: list[Parameters] = [{name: value} for value in values] if name else [{}]
+            for chosen in choices:
                 case = Case(problem=problem, question=question, parameters=chosen)
                 yield planning.unit_of(stage, move_case(case, problem), entry.name)
             return
-
-
-def _parameter_choices(question: str, problem: Problem) -> list[Parameters]:
-    """Return parameters to ask with; missing ones default to the middle of the allowed values."""
-    name = _EACH_VALUE.get(question)
-    if name is None:
-        return [{}]
-    return [{name: value} for value in allowed_parameters(question, problem)[name]]
 
 
 def _nearest_problems(planning: Planning, dtype: str, fields: dict[str, Any]) -> list[Problem]:
@@ -228,7 +225,8 @@ def _nearest_problems(planning: Planning, dtype: str, fields: dict[str, Any]) ->
         problem = Problem(dtype=dtype, **fields)
     except ProblemError:  # no gradients in fp8
         return []
-    nearest = (planning.nearest(each) for each in planning.adapted(problem))
+    adapted = adapted_problems(planning.subject, problem, planning.executor)
+    nearest = map(planning.nearest, adapted)
     return [each for each in nearest if each is not None]
 
 

@@ -11,18 +11,12 @@ if TYPE_CHECKING:
 
 __all__ = ["PropertySpec", "UnderTest", "asks", "cases"]
 
+
 # Imported lazily: pytest's plugin reads its options from this room, and must not make every pytest
 # in the environment load torch and Hypothesis.
-_MODULES = {
-    "PropertySpec": "attncheck.suite.property_spec",
-    "UnderTest": "attncheck.suite.under_test",
-    "asks": "attncheck.suite.property_spec",
-    "cases": "attncheck.suite.property_spec",
-}
-
-
 def __getattr__(name: str) -> object:
     """Import and return a public name of this room."""
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    module = "under_test" if name == "UnderTest" else "property_spec"
+    return getattr(import_module(f"{__name__}.{module}"), name)

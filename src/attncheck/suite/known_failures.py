@@ -14,13 +14,13 @@ import pytest
 
 from attncheck.cases.mask_samples import SOFTMAX
 from attncheck.cases.strategies import MASK_FAMILIES
-from attncheck.core.errors import UnknownName, UsageError, require_known
+from attncheck.core.errors import UsageError, require_known
 from attncheck.core.formats import DTYPES
 from attncheck.inputs.problem import Case
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.suite.pytest_options import MARK
-from attncheck.suite.session import NO_KERNEL, Param, Session, covering
+from attncheck.suite.session import Param, Session, covering
 from attncheck.suite.under_test import UnderTest
 
 FILE = "known_failures.toml"  # Name of the file in the folder of the properties.
@@ -28,7 +28,6 @@ FILE = "known_failures.toml"  # Name of the file in the folder of the properties
 _NEEDED = ("test", "kernel", "reason", "case")
 _FIELDS = (*_NEEDED, "dtypes", "families", "device", "depends_on")
 _TEXTS = ("test", "kernel", "reason", "device", "depends_on")
-_DEVICES = ("", "cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +47,6 @@ class KnownFailure:
     # an entry with such a property passes, the test searches as usual.
     depends_on: str = ""
     where: str  # The file and the entry's number in it.
-
-    @property
-    def file(self) -> str:
-        """The file in ``test``."""
-        return self.test.partition("::")[0]
 
     def matches(self, test: str, kernel: str, dtype: str, family: str, device: str) -> bool:
         """Return whether the entry is about ``test_causal.py::test_x`` with these parameters."""
@@ -116,7 +110,8 @@ def _entry(data: Mapping[str, Any], where: str) -> KnownFailure:
             raise UsageError(f"{where}: {name} must be text, not {text!r}.")
     if "::" not in texts["test"]:
         raise UsageError(f"{where}: test {texts['test']!r} must be FILE.py::TEST.")
-    _check(where, "device", [texts["device"]], _DEVICES)
+    if texts["device"]:
+        require_known(f"{where}: device", [texts["device"]], ("cpu", "cuda"))
     return KnownFailure(
         **texts,
         dtypes=_name_list(data, where, "dtypes", DTYPES),
@@ -130,14 +125,8 @@ def _name_list(data: Mapping[str, Any], where: str, key: str, valid: Any) -> tup
     names = data.get(key, [])
     if not isinstance(names, list):
         raise UsageError(f"{where}: {key} must be a list, not {names!r}.")
-    _check(where, key, names, valid)
+    require_known(f"{where}: {key}", names, valid)
     return tuple(names)
-
-
-def _check(where: str, key: str, names: list[Any], valid: Any) -> None:
-    for name in names:
-        if name not in valid:
-            raise UnknownName(f"{where}: {key}", name, filter(None, valid))
 
 
 def _case(data: Any, where: str) -> Case:
@@ -145,11 +134,6 @@ def _case(data: Any, where: str) -> Case:
         return Case.from_json(json.loads(data) if isinstance(data, str) else data)
     except (UsageError, json.JSONDecodeError) as error:
         raise UsageError(f"{where}: case: {error}") from None
-
-
-def applicable_tests(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return ``items`` without properties that concern none of the kernels."""
-    return [item for item in items if not item.name.endswith(f"[{NO_KERNEL}]")]
 
 
 def beyond_covering(
@@ -259,7 +243,8 @@ def _all_collected(
     # If only some tests were to be collected, a missing one is no mistake.
     if single or session.testsfailed or config.getoption("lf", default=False):
         return False
-    files = {path.name for path in folder.glob("*.py") if fnmatchcase(path.name, entry.file)}
+    pattern = entry.test.partition("::")[0]
+    files = {path.name for path in folder.glob("*.py") if fnmatchcase(path.name, pattern)}
     # An entry for a missing file is a mistake, which is only certain if the folder was collected.
     return files <= {item.path.name for item in here} and (
         bool(files) or session.isinitpath(folder)

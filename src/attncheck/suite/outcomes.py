@@ -84,10 +84,6 @@ class Outcomes:
         self.claims.update(claims)
         self.error = self.error or error
 
-    def collected(self) -> dict[str, Any]:
-        """Return what was learned while tests were collected, for another process."""
-        return {"untaken": self.untaken, "claims": self.claims, "error": self.error}
-
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect the outcome that ``attach_outcome`` attached."""
         attached: dict[str, Any] | None = getattr(report, _ATTACHED, None)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -249,15 +248,6 @@ def _with_next_parameters(case: Case, problem: Problem, number: int) -> Case:
 _PACKAGE = "attncheck_properties"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Property:
-    """One test of the suite."""
-
-    id: str  # ``test_causal.py::test_attention_is_exact``.
-    spec: PropertySpec
-    summary: str  # What must hold, in a line.
-
-
 def properties_folder() -> Path:
     """Return the folder of the properties, in the installed package or else in the clone.
 
@@ -272,27 +262,32 @@ def properties_folder() -> Path:
 
 
 @cache
-def properties() -> tuple[Property, ...]:
-    """Return all properties, in the order of files and of tests in each."""
+def properties() -> dict[str, PropertySpec]:
+    """Return all properties by id, such as ``test_causal.py::test_attention_is_exact``.
+
+    They are in the order of files and of tests in each.
+    """
     folder = properties_folder()
     _import_package(folder)
-    return tuple(
-        each
-        for path in sorted(folder.glob("test_*.py"))
-        for each in _of_module(importlib.import_module(f"{_PACKAGE}.{path.stem}"), path.name)
-    )
+    specs = {}
+    for path in sorted(folder.glob("test_*.py")):
+        module = importlib.import_module(f"{_PACKAGE}.{path.stem}")
+        for name, test in vars(module).items():
+            for mark in getattr(test, "pytestmark", ()):
+                if mark.name == MARK:
+                    specs[f"{path.name}::{name}"] = mark.args[0]
+    return specs
 
 
-def property_named(name: str) -> Property:
+def property_named(name: str) -> PropertySpec:
     """Return the property with an id.
 
     Raises:
         AttncheckError: if this version has none.
     """
-    match = next((each for each in properties() if each.id == name), None)
-    if match is None:
+    if name not in properties():
         raise AttncheckError(f"there is no property {name!r} in this version.")
-    return match
+    return properties()[name]
 
 
 def _import_package(folder: Path) -> None:
@@ -308,11 +303,3 @@ def _import_package(folder: Path) -> None:
     # Registered before it is executed, since its files import each other from the package.
     sys.modules[_PACKAGE] = module
     spec.loader.exec_module(module)
-
-
-def _of_module(module: ModuleType, file: str) -> Iterator[Property]:
-    for name, test in vars(module).items():
-        for mark in getattr(test, "pytestmark", ()):
-            if mark.name == MARK:
-                summary = (test.__doc__ or "").strip().partition("\n")[0]
-                yield Property(id=f"{file}::{name}", spec=mark.args[0], summary=summary)

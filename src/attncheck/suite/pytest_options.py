@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from attncheck.cases.tier import TIERS, Tier, tier_named
-from attncheck.core.errors import UnknownName, UsageError, parse_seconds
+from attncheck.core.errors import UsageError, parse_seconds, require_known
 from attncheck.core.formats import DTYPES
 
 if TYPE_CHECKING:
@@ -141,22 +141,18 @@ def spelled_out(parser: pytest.Parser, args: Iterable[str]) -> list[str]:
     return spelled
 
 
-def wants_our_profile(args: Iterable[str]) -> bool:
-    """Return whether ``args`` select one of our profiles, which must then be registered."""
-    return any(name in arg for arg in args for name in PROFILES)
-
-
 def options_of(config: pytest.Config) -> Options:
     """Return the options of the command line; raise pytest.UsageError for invalid values."""
     values = {name: config.getoption(_dest(name)) for name in _OPTIONS}
     try:
+        require_known("--device", [values["device"]] if values["device"] else (), _DEVICES)
+        require_known("--dtype", filter(None, values["dtype"] or ()), _MEASURED)
+        tier = tier_named(values["tier"] or "smoke")
         return Options(
             kernels=tuple(dict.fromkeys(values["kernel"] or ())),
-            device=_one_of("device", values["device"] or "", _DEVICES),
-            dtypes=tuple(
-                _one_of("dtype", name, _MEASURED) for name in dict.fromkeys(values["dtype"] or ())
-            ),
-            tier=_tier(config, values["tier"] or "smoke"),
+            device=values["device"] or "",
+            dtypes=tuple(dict.fromkeys(values["dtype"] or ())),
+            tier=replace(tier, profile=config.getoption(_PROFILE, None) or tier.profile),
             known_failures=values["known-failures"] or "",
             report=values["report"] or "",
             timeout=parse_seconds(values["timeout"], "--attncheck-timeout") or 0.0,
@@ -164,13 +160,6 @@ def options_of(config: pytest.Config) -> Options:
         )
     except UsageError as error:
         raise pytest.UsageError(f"attncheck: {error}") from None
-
-
-def _tier(config: pytest.Config, name: str) -> Tier:
-    """Return the tier, with its Hypothesis profile replaced by one of the command line."""
-    profile = config.getoption(_PROFILE, None)
-    tier = tier_named(name)
-    return replace(tier, profile=profile) if profile else tier
 
 
 def _long(name: str) -> str:
@@ -187,12 +176,6 @@ def _is_free(parser: pytest.Parser, name: str) -> bool:
         return name in parser.parse_known_and_unknown_args([name, "value"])[1]
     except (pytest.UsageError, SystemExit):  # registered, with other values
         return False
-
-
-def _one_of(kind: str, name: str, valid: tuple[str, ...]) -> str:
-    if name and name not in valid:
-        raise UnknownName(f"--{kind}", name, valid)
-    return name
 
 
 _PLUGIN = "attncheck.suite.pytest_plugin"

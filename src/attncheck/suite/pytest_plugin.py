@@ -41,7 +41,8 @@ def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Gen
     """Accept ``--kernel`` and other short names, unless a conftest or plugin defines them."""
     result = yield
     args[:] = pytest_options.spelled_out(parser, args)
-    if pytest_options.wants_our_profile(args):  # Hypothesis loads it before any test is found
+    # Hypothesis loads the profile before any test is found.
+    if any(name in arg for arg in args for name in pytest_options.PROFILES):
         pytest_options.register()
     return result
 
@@ -89,8 +90,9 @@ def pytest_collection_modifyitems(
     if _SESSION not in config.stash:
         return
     from attncheck.suite import known_failures
+    from attncheck.suite.session import NO_KERNEL
 
-    items[:] = known_failures.applicable_tests(items)
+    items[:] = [item for item in items if not item.name.endswith(f"[{NO_KERNEL}]")]
     try:
         known = known_failures.known_failures(session, items, config.stash[_SESSION])
     except pytest.UsageError as error:
@@ -185,7 +187,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         of_session = config.stash[_SESSION]
         outcomes.add_collected(untaken=of_session.untaken, claims=of_session.claims)
     if hasattr(config, "workeroutput"):
-        config.workeroutput[WORKER_OUTPUT] = outcomes.collected()
+        names = ("untaken", "claims", "error")
+        config.workeroutput[WORKER_OUTPUT] = {name: getattr(outcomes, name) for name in names}
 
 
 def _under_test(item: pytest.Item) -> UnderTest | None:

@@ -26,7 +26,7 @@ from attncheck.suite.property_spec import PropertySpec
 from attncheck.suite.pytest_options import MARK, Options, choose_gpu
 from attncheck.suite.under_test import UnderTest
 from attncheck.verify.claims import hold_to_claims
-from attncheck.verify.environment import default_device, prepare, require_device
+from attncheck.verify.environment import prepare, usable_device
 from attncheck.verify.executor import InProcess
 from attncheck.verify.kernel_hosts import open_kernel
 from attncheck.verify.kernel_server import Compiling
@@ -78,7 +78,6 @@ class Session:
     lost_by: str = ""  # The test that made the GPU unusable for this process; empty for none.
     compiling: Compiling = field(default_factory=Compiling)  # Measures the time of compilations.
     _supports: dict[str, KernelSupport] = field(default_factory=dict)
-    _takes_dtype: dict[tuple[str, str], bool] = field(default_factory=dict)
     claims: dict[str, list[str]] = field(default_factory=dict)
     _hosts: ExitStack = field(default_factory=ExitStack)
 
@@ -93,11 +92,9 @@ class Session:
         if self.options.device != "cpu":
             choose_gpu()
         try:
-            if self.options.device:
-                require_device(self.options.device)
+            device = usable_device(self.options.device)
         except UsageError as error:
             raise pytest.UsageError(f"--device: {error}") from None
-        device = self.options.device or default_device()
         prepare(device)
         return device
 
@@ -212,15 +209,14 @@ class Session:
 
     def _takes(self, kernel: Kernel, dtype: str) -> bool:
         """Return whether the kernel takes some problem in a dtype; if not, record the reason."""
-        key = (kernel.name, dtype)
-        if key not in self._takes_dtype:  # cached, since every property asks
-            reasons = self._support(kernel).refusals(dtype, _KINDS)
-            self._takes_dtype[key] = reasons is None
-            if reasons is not None and self.options.kernels and self.options.dtypes:
-                reasons = reasons or [NOT_APPLICABLE]  # the user has requested exactly this
-            if reasons:
-                self.untaken.setdefault(kernel.name, {})[dtype] = reasons[0]
-        return self._takes_dtype[key]
+        reasons = self._support(kernel).refusals(dtype, _KINDS)
+        if reasons is None:
+            return True
+        if self.options.kernels and self.options.dtypes:
+            reasons = reasons or [NOT_APPLICABLE]  # the user has requested exactly this
+        if reasons:
+            self.untaken.setdefault(kernel.name, {})[dtype] = reasons[0]
+        return False
 
 
 def covering(asked: Mapping[_T, tuple[str, Param]]) -> set[_T]:

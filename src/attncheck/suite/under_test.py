@@ -52,6 +52,7 @@ class UnderTest(KernelSupport):
         compiling: Compiling | None = None,
     ) -> None:
         super().__init__(subject, device, executor)
+        self._how: dict[str, Any] = {"device": device, "executor": self.executor}
         self.name = name
         self.dtype, self.family, self.tier = dtype, family, tier
         self.failed: Record | None = None
@@ -79,8 +80,8 @@ class UnderTest(KernelSupport):
         """Ask one Case, count it, and return its Record."""
         start, compiled = time.perf_counter(), self._compiled()
         # Only the verdict, which is quick: a diagnosis is made when the text is read.
-        how: dict[str, Any] = {"device": self.device, "executor": self.executor, "brief": True}
-        record, _ = confirm_death(self.subject, partial(run_case, self.subject, case, **how))
+        ask = partial(run_case, self.subject, case, brief=True, **self._how)
+        record, _ = confirm_death(self.subject, ask)
         seconds = time.perf_counter() - start
         compiling = self._compiled() - compiled
         self.tally.add(Tally(problems={record.status: 1}, seconds=seconds, compiling=compiling))
@@ -119,18 +120,16 @@ class UnderTest(KernelSupport):
             raise WrongAnswer(record, kernel=self.name, device=self.device, diagnose=self._diagnose)
 
     def _diagnose(self, record: Record) -> Record:
-        how: dict[str, Any] = {"device": self.device, "executor": self.executor}
-        return diagnose_failure(record, self.subject, before=self._findings, **how)
+        return diagnose_failure(record, self.subject, before=self._findings, **self._how)
 
     def _is_another(self, record: Record) -> bool:
         """Return whether a failure differs from the first one, by its symptom or its cause.
 
         The result for a Case never changes, since Hypothesis would call the test flaky.
         """
-        how: dict[str, Any] = {"device": self.device, "executor": self.executor}
         if self._first is None:
             self._first = record
-            self._findings = explain_failure(record, self.subject, **how)
+            self._findings = explain_failure(record, self.subject, **self._how)
             return False
         if symptom(record) != symptom(self._first):
             return True
@@ -138,7 +137,7 @@ class UnderTest(KernelSupport):
         if not models or record.case_id == self._first.case_id:
             return False
         if record.case_id not in self._alike:
-            explanation = explained_by(record, models, self.subject, **how)
+            explanation = explained_by(record, models, self.subject, **self._how)
             self._alike[record.case_id] = explanation is not None
         return not self._alike[record.case_id]
 

@@ -71,7 +71,7 @@ class Schedule:
         # Units that wait for a product that a running unit is the first to make.
         self._held_back: list[_QueueItem] = []
         self._products, self._products_in_progress = {""}, set[str]()
-        self.known = self.elsewhere = 0  # Number of units of this shard, and of other shards.
+        self.known = 0  # Number of units of this shard.
         self.hopeless: list[Unit] = []  # Units to be given up.
 
     def __len__(self) -> int:
@@ -99,8 +99,6 @@ class Schedule:
             elif self._mine(unit):
                 self.known += 1
                 self.queue(unit)
-            else:
-                self.elsewhere += 1
         return done
 
     def peek(self, running: int) -> Unit | None:
@@ -173,7 +171,6 @@ class RunEnd:
     at_once: bool  # Whether running units were aborted, on a second interrupt or after the grace.
     finished: int  # Number of units that have a result.
     left: int  # Number of known units that have none.
-    elsewhere: int  # Number of units of other shards.
 
 
 def _lost_result(unit: Unit, reason: str) -> Done:
@@ -190,7 +187,7 @@ class _Run:
     pool: WorkerPool[Any]
     limits: Limits
     seconds: float | None
-    stop: Callable[[Done], bool]
+    stop: Callable[[Unit, Done], bool]
     on_event: Callable[[RunEvent], None]
     began: float = field(default_factory=time.monotonic)
     running: dict[int, tuple[Unit, float]] = field(default_factory=dict)
@@ -224,7 +221,6 @@ class _Run:
             at_once=self.at_once,
             finished=self.finished,
             left=left,
-            elsewhere=self.schedule.elsewhere,
         )
         self.journal.end(end.why)
         return end
@@ -284,7 +280,7 @@ class _Run:
         if "usage" in done.facts:
             # A usage error ends the run without a result; the unit is repeated once it is fixed.
             self.journal.abandoned([unit.id])
-            self.stop(done)
+            self.stop(unit, done)
             self.why = self.why or "stopped early"
         else:
             attempts = max(done.attempts, self.journal.lost(unit))
@@ -306,7 +302,7 @@ class _Run:
         self.now_done += 1
         self.add(done.units)
         self.announce("done", unit, done)
-        if self.stop(done) and not self.why:
+        if self.stop(unit, done) and not self.why:
             self.why = "stopped early"
 
     def announce(
@@ -351,7 +347,7 @@ def run_units(  # noqa: PLR0913  # all parameters of a run
     journal: Journal,
     workers: Sequence[WorkerPlace] | Cluster,
     seconds: float | None = None,
-    stop: Callable[[Done], bool] = lambda _: False,
+    stop: Callable[[Unit, Done], bool] = lambda _, __: False,
     on_event: Callable[[RunEvent], None] = lambda _: None,
     priority: Callable[[Unit], tuple[Any, ...]] = lambda _: (),
     mine: Callable[[Unit], bool] = lambda _: True,
@@ -374,7 +370,7 @@ def run_units(  # noqa: PLR0913  # all parameters of a run
         workers: Places of the processes on this machine, which are started on demand; or a
             cluster, each node of which must have the same attncheck and kernels.
         seconds: Time after which no unit is begun; running ones have ``limits.grace`` more.
-        stop: Whether a new result ends the run like a first interrupt.
+        stop: Whether a unit's new result ends the run like a first interrupt.
         on_event: Called in this thread for every event.
         priority: Sort key of a unit, smallest first.
         mine: Whether a unit belongs to this shard.

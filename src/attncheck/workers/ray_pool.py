@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec.msgpack import decode
+
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.workers import worker_pool
@@ -135,7 +137,7 @@ class RayPool(worker_pool.WorkerPool[Any]):
 
     def _reply(self, reply: Any) -> worker_pool.WorkerReply:
         try:
-            return worker_pool.from_bytes(self._ray.get(reply), worker_pool.WorkerReply)
+            return decode(self._ray.get(reply), type=worker_pool.WorkerReply)
         except self._ray.exceptions.RayError as error:
             return worker_pool.WorkerReply(raised=f"its actor was lost: {type(error).__name__}")
 

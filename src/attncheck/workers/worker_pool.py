@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
+from msgspec.msgpack import decode
 
 from attncheck.core import json_numbers
 from attncheck.core.errors import AttncheckError, UsageError
@@ -24,8 +25,6 @@ from attncheck.workers.interruptions import Interruptions
 from attncheck.workers.process import Died, Worker
 from attncheck.workers.transport import Frame
 from attncheck.workers.units import Done, Unit
-
-M = TypeVar("M", bound=msgspec.Struct)
 
 _LARGEST = 1 << 27  # Bytes of the largest message.
 _LONGEST_REASON = 500  # Characters of the text of an exception.
@@ -99,16 +98,11 @@ class WorkerReply(msgspec.Struct, kw_only=True):
 
 
 def to_bytes(message: msgspec.Struct) -> bytes:
-    """Return ``message`` as bytes for ``from_bytes``."""
+    """Return ``message`` in MessagePack."""
     try:
         return msgspec.msgpack.encode(message)
     except UnicodeEncodeError:  # a lone surrogate in a foreign text
         return msgspec.msgpack.encode(json_numbers.to_plain_data(message))
-
-
-def from_bytes(raw: bytes | bytearray, kind: type[M]) -> M:
-    """Return the message of type ``kind`` in ``raw``; raise MsgspecError if there is none."""
-    return msgspec.msgpack.decode(raw, type=kind)
 
 
 def _reason(error: BaseException) -> str:
@@ -128,10 +122,10 @@ class UnitServer:
     def answer(self, request: Frame) -> Frame:
         """Return the reply to a setup or a unit."""
         if self._work is None:
-            reply = self._make_work(from_bytes(request.data, WorkerSetup))
+            reply = self._make_work(decode(request.data, type=WorkerSetup))
         else:
             try:
-                reply = WorkerReply(done=self._work.do(from_bytes(request.data, Unit)))
+                reply = WorkerReply(done=self._work.do(decode(request.data, type=Unit)))
             except BaseException as error:  # noqa: BLE001  # reported, and retried by a new worker
                 reply = WorkerReply(raised=_reason(error))
         return Frame(kind="reply", words={}, data=to_bytes(reply))
@@ -343,7 +337,7 @@ class LocalPool(WorkerPool[Worker]):
     def _reply(self, worker: Worker) -> WorkerReply:
         try:
             frame = worker.receive(seconds=_SEND, most=_LARGEST)
-            return from_bytes(frame.data, WorkerReply)
+            return decode(frame.data, type=WorkerReply)
         except Died as error:
             return WorkerReply(raised=str(error).removesuffix("."))
         except msgspec.MsgspecError as error:
