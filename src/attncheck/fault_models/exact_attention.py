@@ -69,20 +69,6 @@ class SoftmaxParts:
         return Outputs(self.out, self.lse)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class RecurrenceChange:
-    """Changes to the recurrence that are not planted in the ideal kernel."""
-
-    # (scores of a tile, the maximum) → the exponents of the weights.
-    exponent: Callable[[Tensor, Tensor], Tensor] = lambda part, shift: part - shift
-    # of_out, of_sum: (running sums, their rescaling factor) → the rescaled sums.
-    of_out: Callable[[Tensor, Tensor], Tensor] = lambda sums, alpha: sums * alpha
-    of_sum: Callable[[Tensor, Tensor], Tensor] = lambda sums, alpha: sums * alpha
-    # sign_of_out, sign_of_sum: factors of a tile's sums.
-    sign_of_out: float = 1.0
-    sign_of_sum: float = 1.0
-
-
 class ExactAttention:
     """The numbers of one call, float64 on the CPU, and the exact attention of some of its rows.
 
@@ -354,7 +340,7 @@ class ExactAttention:
         return x * (ratios["q"] * ratios["k"]), self.v * ratios["v"]
 
     def by_tile(
-        self, steps: Steps, z: Tensor | None = None, slip: RecurrenceChange | None = None
+        self, steps: Steps, z: Tensor | None = None
     ) -> Iterator[tuple[Outputs, dict[str, int]]]:
         """Yield outputs of the recurrence over tiles of all sizes, also within several splits.
 
@@ -362,24 +348,19 @@ class ExactAttention:
         """
         z, kv = self.z if z is None else z, self.problem.kv
         for size in self.key_tiles:
-            yield self.online(size, steps, z, slip=slip), {"tile": size}
+            yield self.online(size, steps, z), {"tile": size}
         for count, size in product(_SPLITS, self.key_tiles):
             length = -(-kv // count)
             # A split of one tile would equal a larger tile.
             if size < length and self.sink is None and len(self.rows) <= _MOST_SPLIT_ROWS:
                 parts = [
-                    self.online(size, steps, z[..., at:end], self.v[:, :, at:end], slip)
+                    self.online(size, steps, z[..., at:end], self.v[:, :, at:end])
                     for at, end in pairwise([*range(0, kv, length), kv])
                 ]
                 yield merged(parts), {"tile": size, "splits": count}
 
     def online(
-        self,
-        size: int,
-        steps: Steps,
-        z: Tensor | None = None,
-        v: Tensor | None = None,
-        slip: RecurrenceChange | None = None,
+        self, size: int, steps: Steps, z: Tensor | None = None, v: Tensor | None = None
     ) -> Outputs:
         """Return outputs of FlashAttention-2's recurrence over tiles of ``size`` keys.
 
@@ -388,10 +369,8 @@ class ExactAttention:
         Args:
             z: Scores, −∞ where hidden; the call's by default.
             v: Values of the keys; the call's by default.
-            slip: Further changes besides ``steps``.
         """
         z, v = self.z if z is None else z, self.v if v is None else v
-        slip = slip or RecurrenceChange()
         shape = z.shape[:3]
         m = z.new_full(shape, steps.first_maximum)
         total, out = z.new_zeros(shape), z.new_zeros((*shape, self.v.shape[-1]))
@@ -408,18 +387,18 @@ class ExactAttention:
             if steps.zero_maximum_when_empty:
                 new = shift
             relative = steps.relative(last=start == starts[-1])
-            p = _fp32_exp(slip.exponent(part, shift[..., None]) if relative else part)
+            p = _fp32_exp(steps.exponent(part, shift[..., None]) if relative else part)
             if start == 0 and steps.first_weight != 1.0:
                 p = torch.cat([p[..., :1] * steps.first_weight, p[..., 1:]], -1)
             alpha = _fp32_exp((m - shift * steps.rescale_maximum) * steps.rescale_exponent)
             summed = p if steps.summed_weights is None else steps.summed_weights(p)
-            rescaled = slip.of_sum(total, alpha if steps.rescales_sum else torch.ones_like(alpha))
-            total = rescaled + slip.sign_of_sum * summed.sum(-1)
+            rescaled = steps.of_sum(total, alpha if steps.rescales_sum else torch.ones_like(alpha))
+            total = rescaled + steps.sign_of_sum * summed.sum(-1)
             p = p if weights is None else weights(p)
             # 1 + 0 · α: an infinite factor spoils out whether it is applied or not.
             factor = alpha if steps.rescales_out else 1.0 + 0 * alpha
             added = weighted_sum(p, v[:, :, start : start + size])
-            out = slip.of_out(out, factor[..., None]) + slip.sign_of_out * added
+            out = steps.of_out(out, factor[..., None]) + steps.sign_of_out * added
             out = out if steps.kept_out is None else steps.kept_out(out)
             total = total if steps.kept_sum is None else steps.kept_sum(total)
             m = new

@@ -8,7 +8,7 @@ import torch
 
 from attncheck.core.mod_spec import FULL, Dimensions, Spec
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.fault_model import ModelTable, Parameters, has_mask
+from attncheck.fault_models.fault_model import Form, ModelTable, Parameters, has_mask
 from attncheck.fault_models.layout_models import key_counts
 from attncheck.fault_models.steps import Steps, replace_mask_parts
 from attncheck.fault_models.tile_models import first_key, once_for_each, tile_visibility
@@ -32,7 +32,6 @@ _CAUSAL = ("causal", "causal_bottom_right", "sliding_window", "prefix_lm")
 _DOCUMENTS = ("document", "documents")
 
 Values = Any  # a Spec's values, by name
-Rows = tuple["Outputs", "Parameters"]
 
 
 def _replace_parts(**instead: Callable[[Values, Dimensions, str], MaskMod]) -> Steps:
@@ -63,7 +62,7 @@ def mask_without(*names: str, instead: MaskMod = masks.full) -> Steps:
     return _replace_parts(**dict.fromkeys(names, lambda _v, _d, _: instead))
 
 
-def _with_later_rows(call: ExactAttention, rows: int) -> Rows:
+def _with_later_rows(call: ExactAttention, rows: int) -> Form:
     """Return outputs with the mask of the row ``rows`` later, and parameters."""
     # A shift by one row is in the sentence, and needs no parameter.
     parameters = {"rows": rows} if abs(rows) > 1 else {}
@@ -82,14 +81,13 @@ def _with_empty_last(whose: str) -> Steps:
 
 
 @_model(applies=has_mask("documents"), steps=_with_empty_last("query_lengths"))
-def empty_documents_not_counted(call: ExactAttention) -> Iterator[Rows]:
+def empty_documents_not_counted(_call: ExactAttention) -> Iterator[Form]:
     """Documents without rows, or keys, are not counted: rows behind one see another document's
     keys.
     """
     # Rows and keys have separate offsets: either may be counted wrong.
     for whose in ("query_lengths", "kv_lengths"):
-        for outputs, _ in call.predict(_with_empty_last(whose)):
-            yield outputs, {"of": whose}
+        yield _with_empty_last(whose), {"of": whose}
 
 
 def _padding_seen(problem: Problem, device: str) -> MaskMod | None:
@@ -110,7 +108,7 @@ MODELS.add(
 
 
 @_model(applies=has_mask(*_CAUSAL), steps=_shift_edge(1))
-def mask_one_key_wider(call: ExactAttention) -> Iterator[Rows]:
+def mask_one_key_wider(call: ExactAttention) -> Iterator[Form]:
     """The causal mask is one key too wide: row i sees key i + 1."""
     # The whole mask may be shifted by a row, with all its parts.
     yield _with_later_rows(call, 1)
@@ -122,7 +120,7 @@ def mask_one_key_wider(call: ExactAttention) -> Iterator[Rows]:
 
 
 @_model(applies=has_mask(*_CAUSAL), steps=_shift_edge(-1))
-def mask_one_key_narrower(call: ExactAttention) -> Iterator[Rows]:
+def mask_one_key_narrower(call: ExactAttention) -> Iterator[Form]:
     """The causal mask is one key too narrow: row i does not see key i."""
     yield _with_later_rows(call, -1)
 
@@ -135,7 +133,7 @@ def _rectangular(problem: Problem) -> bool:
     applies=lambda p: _rectangular(p) and has_mask("causal_bottom_right")(p),
     steps=mask_without("causal_bottom_right", instead=masks.causal),
 )
-def mask_top_left(call: ExactAttention) -> Iterator[Rows]:
+def mask_top_left(call: ExactAttention) -> Iterator[Form]:
     """The causal mask starts at the top left corner: row i sees keys up to i, where it should see
     kv − query more.
     """
@@ -143,13 +141,13 @@ def mask_top_left(call: ExactAttention) -> Iterator[Rows]:
 
 
 @_model(applies=lambda p: _rectangular(p) and has_mask("causal", "sliding_window", "prefix_lm")(p))
-def mask_bottom_right(call: ExactAttention) -> Iterator[Outputs | Rows]:
+def mask_bottom_right(call: ExactAttention) -> Iterator[Form]:
     """The causal mask ends at the bottom right corner: row i sees kv − query keys more than up to
     i.
     """
     later = call.problem.kv - call.problem.query
     # Also of a part that is bottom right already, and is then shifted twice.
-    yield from (outputs for outputs, _ in call.predict(_shift_edge(later)))
+    yield _shift_edge(later)
     yield _with_later_rows(call, later)
 
 
@@ -172,7 +170,7 @@ def _padding(more: int) -> Steps:
 @_model(
     applies=has_mask("sliding_window"), steps=mask_without("sliding_window", instead=masks.causal)
 )
-def window_ignored(call: ExactAttention) -> Iterator[Rows]:
+def window_ignored(call: ExactAttention) -> Iterator[Form]:
     """The sliding window is ignored: only what is causal of it is left."""
     # A loop that begins with the window visits only the window's tiles.
     causal = call.visible(masks.causal)
@@ -238,7 +236,7 @@ def _without_offset(problem: Problem, device: str) -> MaskMod | None:
     ),
     steps=Steps(mask=_without_offset),
 )
-def query_offset_missing(call: ExactAttention) -> Iterator[Outputs]:
+def query_offset_missing(call: ExactAttention) -> Iterator[Form]:
     """The mask and the score mod are asked about the row within the chunk, not within the
     sequence.
     """
@@ -257,7 +255,7 @@ def query_offset_missing(call: ExactAttention) -> Iterator[Outputs]:
 
 
 @_model(applies=has_mask("and", "or"), order=1)
-def one_part_ignored(call: ExactAttention) -> Iterator[Rows]:
+def one_part_ignored(call: ExactAttention) -> Iterator[Form]:
     """One part of the mask is ignored."""
     spec = call.problem.mask
     if spec.name not in {"and", "or"}:
@@ -274,7 +272,7 @@ def one_part_ignored(call: ExactAttention) -> Iterator[Rows]:
     applies=has_mask(),
     steps=Steps(mask=lambda problem, _: None if problem.mask == FULL else masks.full),
 )
-def mask_ignored(call: ExactAttention) -> Iterator[Rows]:
+def mask_ignored(call: ExactAttention) -> Iterator[Form]:
     """The mask is ignored: every row sees every key."""
     if call.problem.mask == FULL:
         return
@@ -286,7 +284,7 @@ def mask_ignored(call: ExactAttention) -> Iterator[Rows]:
 
 
 @_model(applies=has_mask())
-def mask_reversed(call: ExactAttention) -> Iterator[Rows]:
+def mask_reversed(call: ExactAttention) -> Iterator[Form]:
     """The mask is the wrong way round: what is hidden counts, and what is seen does not."""
     shown = call.visible(call.mask)
     edges: dict[str, Tensor] = {}
@@ -312,7 +310,7 @@ def mask_reversed(call: ExactAttention) -> Iterator[Rows]:
 
 
 @_model()
-def causal_always(call: ExactAttention) -> Iterator[Rows]:
+def causal_always(call: ExactAttention) -> Iterator[Form]:
     """A causal mask, or its reverse, is applied that nobody asked for."""
     # Published kernels align either corner.
     corners = [0, call.problem.kv - call.problem.query]

@@ -258,8 +258,7 @@ def score_mod_ignored(call: ExactAttention) -> Iterator[Form]:
     for part in dict.fromkeys(part.name for part in call.problem.score.walk()):
         # The whole mod is left out above; here it is a part of a composed one.
         if part != call.problem.score.name:
-            for outputs, _ in call.predict(score_with(part, lambda _v, _d, _: scores.none)):
-                yield outputs, {"ignored": part}
+            yield score_with(part, lambda _v, _d, _: scores.none), {"ignored": part}
 
 
 @_model(applies=has_score())
@@ -330,8 +329,7 @@ def alibi_slopes(call: ExactAttention) -> Iterator[Form]:
         (scores.alibi_slopes(power * 2)[:heads], later, scores.alibi_slopes(call.problem.kv_heads))
     ):
         if len(slopes) == heads:
-            for outputs, _ in call.predict(_alibi_with(dict.fromkeys([heads], slopes).__getitem__)):
-                yield outputs
+            yield _alibi_with(dict.fromkeys([heads], slopes).__getitem__)
 
 
 def _without_offset(problem: Problem, device: str) -> ScoreMod | None:

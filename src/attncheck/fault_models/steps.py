@@ -7,6 +7,7 @@ and predict in float64 the outputs of a kernel with that fault (``exact_attentio
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -71,6 +72,15 @@ class Steps:
     # Factor of out at the end, besides the reciprocal of the row sum.
     normaliser: float = 1.0
     lse: Callable[[Tensor], Tensor] | None = None  # change of the natural LSE
+    # The next five are only predicted: the ideal kernel does not read them.
+    # (scores of a tile, the maximum) → the exponents of the weights.
+    exponent: Callable[[Tensor, Tensor], Tensor] = operator.sub
+    # of_out, of_sum: (running sums, their rescaling factor) → the rescaled sums.
+    of_out: Callable[[Tensor, Tensor], Tensor] = operator.mul
+    of_sum: Callable[[Tensor, Tensor], Tensor] = operator.mul
+    # sign_of_out, sign_of_sum: factors of a tile's sums.
+    sign_of_out: float = 1.0
+    sign_of_sum: float = 1.0
     # As ``mask``, but only in the backward.
     backward_mask: Callable[[Problem, str], MaskMod | None] | None = None
     backward_lse: float = 1.0  # factor of LSE in the backward
@@ -114,6 +124,11 @@ _TILE_STEPS = (
     "first_weight",
     "weights_scale",
     "first_maximum",
+    "exponent",
+    "of_out",
+    "of_sum",
+    "sign_of_out",
+    "sign_of_sum",
 )
 _BACKWARD_STEPS = (
     "backward_mask",
