@@ -448,6 +448,11 @@ class ExactGradients:
         return (self.dout * self.call.parts.out).sum(-1)
 
     @cached_property
+    def off(self) -> Tensor:
+        """Return the term that is subtracted from dP in each row: delta − dLSE."""
+        return (self.delta - self.dlse)[..., None]
+
+    @cached_property
     def dp(self) -> Tensor:
         """Return dP = dO·v."""
         return self.dout @ self.call.v.mT
@@ -461,7 +466,7 @@ class ExactGradients:
     def of_heads(self) -> dict[str, Tensor]:
         """Return dK and dV of each query head, ``(batch, heads, kv, …)``, without a group's sum."""
         p = self.weights()
-        dx = p * (self.dp - (self.delta - self.dlse)[..., None]) * self.slopes
+        dx = p * (self.dp - self.off) * self.slopes
         return {"dk": dx.mT @ self.call.q * self.call.scale, "dv": p.mT @ self.dout}
 
     def slopes_at(self, x: Tensor, h: Tensor | None = None) -> Tensor:

@@ -15,9 +15,8 @@ from attncheck.fault_models.gradient_models import nan_where
 from attncheck.fault_models.layout_models import (
     INDICES,
     contiguous,
-    places,
-    read_at,
     read_in_place,
+    read_strided,
     read_with_strides,
     same_along,
     transposed_load,
@@ -208,7 +207,7 @@ def gradient_added_again(grad: ExactGradients) -> Iterator[Form]:
 def captured_not_summed(grad: ExactGradients) -> Iterator[Form]:
     """What several scores read has the gradient that the last of them wrote, not the sum."""
     call, exact = grad.call, grad.exact
-    dz = grad.weights() * (grad.dp - (grad.delta - grad.dlse)[..., None])
+    dz = grad.weights() * (grad.dp - grad.off)
     grid = (call.problem.query, call.problem.kv)
     for rows, keys in dict.fromkeys((grid, *call.tiles, *((grid[0], n) for _, n in call.tiles))):
         assert exact.dcaptured is not None, "asked of what has it"
@@ -283,9 +282,7 @@ def backward_index_missing(grad: ExactGradients) -> Iterator[Form]:
                 own = x.contiguous()
                 b, h, _, _ = own.stride()
                 columns = own.shape[3]
-                steps = places(tuple(own.shape), (b // columns, h // columns, 1, 1))
-                at = sum(steps, torch.zeros((), dtype=torch.int64))
-                read[name] = read_at(own, at)[0]
+                read[name] = read_strided(own, (b // columns, h // columns, 1, 1))[0]
             yield grad.reading(read), {"of": whose, "index": "not times the columns"}
 
 
@@ -419,8 +416,7 @@ def _with_other_heads(grad: ExactGradients, heads: Tensor) -> dict[str, Tensor]:
     seen = call.visible(call.mask, h=index)
     lse = call.parts.lse[:, heads]
     p = grad.weights(s=call.modified(x, h=index), seen=seen, lse=lse)
-    off = (grad.delta - grad.dlse)[:, heads]
-    dx = p * (dout @ call.v.mT - off[..., None]) * grad.slopes_at(x, index)
+    dx = p * (dout @ call.v.mT - grad.off[:, heads]) * grad.slopes_at(x, index)
     dx = torch.where(p == 0, 0.0, dx)
     sums = {"dk": dx.mT @ q * call.scale, "dv": p.mT @ dout}
     return {name: sum_group(each, call.problem.group) for name, each in sums.items()}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_mask, is_attention
-from attncheck.fault_models.layout_models import key_counts, read_at, wider, with_keys
+from attncheck.fault_models.layout_models import key_counts, read_at, total, wider, with_keys
 from attncheck.fault_models.steps import LOG2E
 from attncheck.fault_models.tile_models import padded_keys, tile_visibility, with_padding
 from attncheck.mods.page_table import draw_page_table, pack_pages
@@ -79,14 +79,13 @@ def page_index_wrong(call: ExactAttention) -> Iterator[Form]:
     pages |= {"page 0": (0 * own, slot, head), "page 1": (0 * own + 1, slot, head)}
     pages |= {f"slot: {name}": (own, at, head) for name, at in slots.items()}
     pages |= {f"head: {name}": (own, slot, at) for name, at in heads.items()}
+    strides = pools[0].stride()[:3]
     for name, indices in pages.items():
-        steps = pools[0].stride()[:3]
-        at = sum((i * step for i, step in zip(indices, steps, strict=True)), 0 * t)
+        at = total(i * step for i, step in zip(indices, strides, strict=True))
         yield from _at_offsets(call, pools, at, name)
     for axis, other in permutations(range(3), 2):
-        strides = [*pools[0].stride()[:3]]
-        strides[axis] = strides[other]
-        at = sum((i * step for i, step in zip((own, slot, head), strides, strict=True)), 0 * t)
+        wrong = (*strides[:axis], strides[other], *strides[axis + 1 :])
+        at = total(i * step for i, step in zip((own, slot, head), wrong, strict=True))
         yield from _at_offsets(call, pools, at, f"stride {axis} for {other}")
 
 
