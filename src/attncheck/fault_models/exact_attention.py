@@ -19,7 +19,7 @@ from attncheck.core.outputs import Outputs
 from attncheck.mods.captured_gradients import CapturedSums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -33,7 +33,7 @@ _MOST_SPLIT_ROWS = 64  # most query rows with splits, which kernels use to decod
 _KEY_TILES = (16, 32, 48, 64, 96, 128)  # keys of a tile that need not have as many rows
 
 # Errors of a mod that takes only 0-d indices, or reads a table beyond its end.
-_NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
+NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
 FP32_LOWEST = -150 * math.log(2.0)  # exp below it is 0 in fp32
 _FP32_LARGEST = 128 * math.log(2.0)
 
@@ -216,7 +216,7 @@ class ExactAttention:
         at = (self.b if b is None else b, self.h if h is None else h, self.i + i, self.j)
         try:
             seen = torch.as_tensor(mask(*at))
-        except _NOT_BROADCAST:
+        except NOT_BROADCAST:
             last = self.problem.query - 1
             seen = _vmap_axes(mask, 0, (at[0], at[1], at[2].clamp(0, last), at[3]))
         return seen.to(torch.bool).expand(self.shape)
@@ -236,7 +236,7 @@ class ExactAttention:
         try:
             # A copy, since a score mod may write to its argument.
             s = score(x.clone(), *at)
-        except _NOT_BROADCAST:
+        except NOT_BROADCAST:
             s = _vmap_axes(score, 1, at, x)
         return s.to(torch.float64).expand(x.shape)
 
@@ -326,10 +326,6 @@ class ExactAttention:
         lse = parts.lse if steps.lse is None else steps.lse(parts.lse)
         yield Outputs(parts.out * steps.normaliser, lse), {}
 
-    def descales(self, name: str) -> Tensor:
-        """Return the descales of q, k or v for each query head, ``(batch, heads, 1, 1)``."""
-        return self.by_query_head(getattr(self.inputs.descale, name).double())[..., None, None]
-
     def _descaled(
         self, change: Callable[[str, Tensor], Tensor], x: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -357,7 +353,9 @@ class ExactAttention:
                     self.online(size, steps, z[..., at:end], self.v[:, :, at:end])
                     for at, end in pairwise([*range(0, kv, length), kv])
                 ]
-                yield merged(parts), {"tile": size, "splits": count}
+                both = zip(*((one.out, one.lse) for one in parts), strict=True)
+                outs, lses = (torch.stack(each) for each in both)
+                yield merged(outs, lses), {"tile": size, "splits": count}
 
     def online(
         self, size: int, steps: Steps, z: Tensor | None = None, v: Tensor | None = None
@@ -618,9 +616,8 @@ class ExactGradients:
         return sums.sums
 
 
-def merged(parts: Sequence[Outputs], base: float = 1.0) -> Outputs:
-    """Merge the outputs of parts of the keys by their LSE times ``base``."""
-    outs, lses = (torch.stack(x) for x in zip(*((one.out, one.lse) for one in parts), strict=True))
+def merged(outs: Tensor, lses: Tensor, base: float = 1.0) -> Outputs:
+    """Merge out and LSE of parts of the keys, along the first axis, by their LSE times ``base``."""
     lse = (lses * base).logsumexp(0)
     shift = torch.where(lse == -math.inf, 0.0, lse)
     weights = (lses * base - shift).exp()

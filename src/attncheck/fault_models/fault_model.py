@@ -230,6 +230,11 @@ def is_attention(problem: Problem) -> bool:
     return problem.operation == "attention"
 
 
+def is_scaled(problem: Problem) -> bool:
+    """Return whether a Problem's tensors have descales: they are fp8."""
+    return problem.formats.scaled
+
+
 def has_mask(*names: str) -> Callable[[Problem], bool]:
     """Return a test for masks with a part in ``names``; without names, for any but the full one."""
     return lambda problem: any(

@@ -8,10 +8,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_mask, is_attention
+from attncheck.fault_models.fault_model import (
+    Form,
+    ModelTable,
+    Prediction,
+    has_mask,
+    is_attention,
+    is_scaled,
+)
 from attncheck.fault_models.layout_models import key_counts, read_at, total, wider, with_keys
 from attncheck.fault_models.steps import LOG2E
-from attncheck.fault_models.tile_models import padded_keys, tile_visibility, with_padding
+from attncheck.fault_models.tile_models import (
+    any_in_block,
+    padded_keys,
+    tile_visibility,
+    with_padding,
+)
 from attncheck.mods.page_table import draw_page_table, pack_pages
 
 if TYPE_CHECKING:
@@ -20,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.fault_models.exact_attention import ExactAttention
-    from attncheck.inputs.problem import Problem
 
 MODELS = ModelTable("memory")
 
@@ -173,7 +184,8 @@ def rows_unwritten(call: ExactAttention) -> Iterator[Form]:
         # A partial last block, rows without keys, or blocks of such rows.
         ragged = number == (query - 1) // rows
         dead = (~call.seen.any(-1)) & (call.parts.lse == -math.inf)
-        for unwritten in (ragged.expand(dead.shape), dead, _dead_blocks(dead, number)):
+        dead_blocks = ~any_in_block(~dead, number.flatten())
+        for unwritten in (ragged.expand(dead.shape), dead, dead_blocks):
             if bool(unwritten.any()) and bool(unwritten.all()):  # Else it fits any rows.
                 if bool(dead.all()):
                     yield Prediction(outputs=exact, free=unwritten)
@@ -181,16 +193,6 @@ def rows_unwritten(call: ExactAttention) -> Iterator[Form]:
                 yield Prediction(outputs=exact, parameters={"rows": rows}, free=unwritten)
                 yield call.with_out(unwritten, 0.0), {"rows": rows}
                 yield call.with_out(unwritten, 0.0, lse=0.0), {"rows": rows}
-
-
-def _dead_blocks(dead: Tensor, number: Tensor) -> Tensor:
-    """Return the rows of blocks in which all rows are dead."""
-    dead_blocks = torch.zeros_like(dead)
-    for block in sorted(set(number.flatten().tolist())):
-        in_block = (number == block).expand(dead.shape)
-        all_dead = (dead | ~in_block).all(-1, keepdim=True)
-        dead_blocks |= in_block & all_dead
-    return dead_blocks
 
 
 def _visited_places(call: ExactAttention, size: int) -> Iterator[Tensor]:
@@ -262,11 +264,7 @@ def mask_times_infinity(call: ExactAttention) -> Iterator[Form]:
         yield _with_nan_rows(call, (call.seen & masked).any(-1), tile=size, rows=rows)
 
 
-def _scaled_format(problem: Problem) -> bool:
-    return problem.formats.scaled
-
-
-@_model(applies=_scaled_format, family="overflow")
+@_model(applies=is_scaled, family="overflow")
 def column_scale_of_zero(call: ExactAttention) -> Iterator[Form]:
     """A column of V that is 0 throughout has no scale: 0 · ∞ or 0 / 0 is NaN in that column."""
     v = call.v
@@ -284,7 +282,7 @@ def column_scale_of_zero(call: ExactAttention) -> Iterator[Form]:
             yield call.with_out(touched, math.nan), {"tile": size}
 
 
-@_model(applies=_scaled_format)
+@_model(applies=is_scaled)
 def tail_in_block_scale(call: ExactAttention) -> Iterator[Form]:
     """What lies behind the last key has a part in the scale of its block: NaN, if there is one."""
     for size in call.key_tiles:

@@ -13,7 +13,13 @@ import torch
 
 from attncheck.core.formats import FORMATS
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, is_attention
+from attncheck.fault_models.fault_model import (
+    Form,
+    ModelTable,
+    Prediction,
+    is_attention,
+    is_scaled,
+)
 from attncheck.fault_models.softmax_models import SENTINELS
 from attncheck.fault_models.steps import LOG2E, Steps, round_to_format
 from attncheck.fault_models.tile_models import padded_keys, tile_visibility
@@ -24,7 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.fault_models.exact_attention import ExactAttention
-    from attncheck.inputs.problem import Problem
 
 RECURRENCE = ModelTable("rescaling")  # faults in the recurrence of the online softmax
 FP8 = ModelTable("factor")  # faults in descales, and in the rounding of P to fp8
@@ -180,10 +185,6 @@ def _discard(sums: Tensor, _alpha: Tensor) -> Tensor:
     return torch.zeros_like(sums)
 
 
-def _is_fp8(problem: Problem) -> bool:
-    return problem.formats.scaled
-
-
 def _without_descales(*names: str) -> Steps:
     return Steps(descale=lambda name, own: torch.ones_like(own) if name in names else own)
 
@@ -192,12 +193,12 @@ for _name in "qkv":
     FP8.add(
         f"descale-{_name}-missing",
         f"the descale of {_name} is ignored",
-        applies=_is_fp8,
+        applies=is_scaled,
         steps=_without_descales(_name),
     )
 
 
-@FP8.model(applies=_is_fp8, order=1)
+@FP8.model(applies=is_scaled, order=1)
 def descales_missing(_call: ExactAttention) -> Iterator[Form]:
     """Several descales are ignored."""
     for names in ("qk", "qkv", "kv", "qv"):
@@ -219,7 +220,7 @@ def _first_descales(names: str, where: str) -> Steps:
 
 
 @FP8.model(
-    applies=lambda problem: _is_fp8(problem) and problem.batch * problem.kv_heads > 1,
+    applies=lambda problem: is_scaled(problem) and problem.batch * problem.kv_heads > 1,
     steps=_first_descales("k", "all"),
     family="mapping",
 )
@@ -232,20 +233,20 @@ def descale_first_head(_call: ExactAttention) -> Iterator[Form]:
 FP8.add(
     "weights-underflow",
     "small weights are lost in fp8: they are not multiplied by anything before they are rounded",
-    applies=_is_fp8,
+    applies=is_scaled,
     steps=Steps(weights_scale=1.0),
     family="precision",
 )
 
 
-@FP8.model(applies=_is_fp8, family="precision")
+@FP8.model(applies=is_scaled, family="precision")
 def weights_saturated(call: ExactAttention) -> Iterator[Form]:
     """Large weights are cut off in fp8: they are multiplied by too much before they are rounded."""
     for size, bits in product(call.key_tiles, (9, 10, 11, 12)):
         yield call.online(size, Steps(weights_scale=2.0**bits)), {"tile": size, "bits": bits}
 
 
-@FP8.model(applies=_is_fp8)
+@FP8.model(applies=is_scaled)
 def weights_scale_left(call: ExactAttention) -> Iterator[Form]:
     """The factor of P is not taken off the output."""
     # If it is multiplied instead of divided, it is there twice.

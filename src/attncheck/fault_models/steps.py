@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
@@ -33,23 +33,10 @@ LOG2E = math.log2(math.e)
 Mod = TypeVar("Mod")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Steps:
-    """Changes to the steps of a kernel; the defaults are the steps of a right kernel.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _TileSteps:
+    """Changes to what is done for each tile of keys."""
 
-    A mask, score mod or scale stays right if it is None, or its function returns None.
-    """
-
-    # (problem, device) → the mask that is applied, in both passes.
-    mask: Callable[[Problem, str], MaskMod | None] | None = None
-    # (problem, device) → the score mod, also for its derivative.
-    score: Callable[[Problem, str], ScoreMod | None] | None = None
-    scale: Callable[[Problem], float | None] | None = None  # factor of q·k
-    # (name of q, k or v, its descales) → the descales that are applied.
-    descale: Callable[[str, Tensor], Tensor] | None = None
-    products: Callable[[Tensor], Tensor] | None = None  # change of q·k before it is scaled
-    hidden: float = -math.inf  # the score of a hidden key
-    sink: bool = True  # whether the sink takes part in the softmax
     first_maximum: float = -math.inf  # the running maximum before the first tile
     # Whether a row that has seen nothing keeps a maximum of 0.
     zero_maximum_when_empty: bool = False
@@ -69,10 +56,7 @@ class Steps:
     # kept_out, kept_sum: change of the running sums after each tile.
     kept_out: Callable[[Tensor], Tensor] | None = None
     kept_sum: Callable[[Tensor], Tensor] | None = None
-    # Factor of out at the end, besides the reciprocal of the row sum.
-    normaliser: float = 1.0
-    lse: Callable[[Tensor], Tensor] | None = None  # change of the natural LSE
-    # The next five are only predicted: the ideal kernel does not read them.
+    # The following are only predicted: the ideal kernel does not read them.
     # (scores of a tile, the maximum) → the exponents of the weights.
     exponent: Callable[[Tensor, Tensor], Tensor] = operator.sub
     # of_out, of_sum: (running sums, their rescaling factor) → the rescaled sums.
@@ -81,7 +65,13 @@ class Steps:
     # sign_of_out, sign_of_sum: factors of a tile's sums.
     sign_of_out: float = 1.0
     sign_of_sum: float = 1.0
-    # As ``mask``, but only in the backward.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _BackwardSteps:
+    """Changes to the backward."""
+
+    # (problem, device) → the mask that is applied, only in the backward.
     backward_mask: Callable[[Problem, str], MaskMod | None] | None = None
     backward_lse: float = 1.0  # factor of LSE in the backward
     # (delta, dLSE) → the term that is subtracted from dP.
@@ -93,6 +83,28 @@ class Steps:
     # Query heads ``(kv_heads, any)`` over which dK and dV of a key head are summed.
     group_heads: Callable[[Problem], Tensor] | None = None
 
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Steps(_TileSteps, _BackwardSteps):
+    """Changes to the steps of a kernel; the defaults are the steps of a right kernel.
+
+    A mask, score mod or scale stays right if it is None, or its function returns None.
+    """
+
+    # (problem, device) → the mask that is applied, in both passes.
+    mask: Callable[[Problem, str], MaskMod | None] | None = None
+    # (problem, device) → the score mod, also for its derivative.
+    score: Callable[[Problem, str], ScoreMod | None] | None = None
+    scale: Callable[[Problem], float | None] | None = None  # factor of q·k
+    # (name of q, k or v, its descales) → the descales that are applied.
+    descale: Callable[[str, Tensor], Tensor] | None = None
+    products: Callable[[Tensor], Tensor] | None = None  # change of q·k before it is scaled
+    hidden: float = -math.inf  # the score of a hidden key
+    sink: bool = True  # whether the sink takes part in the softmax
+    # Factor of out at the end, besides the reciprocal of the row sum.
+    normaliser: float = 1.0
+    lse: Callable[[Tensor], Tensor] | None = None  # change of the natural LSE
+
     def relative(self, *, last: bool) -> bool:
         """Return whether a tile's weights are relative to the maximum."""
         return self.maximum_in_tiles == "all" or (self.maximum_in_tiles != "none" and not last)
@@ -100,44 +112,15 @@ class Steps:
     @property
     def by_tile(self) -> bool:
         """Return whether the changes depend on the tiles of keys."""
-        return any(getattr(self, name) != getattr(RIGHT, name) for name in _TILE_STEPS)
+        return any(getattr(self, one.name) != one.default for one in fields(_TileSteps))
 
     @property
     def of_backward(self) -> bool:
         """Return whether a step of the backward is changed."""
-        return any(getattr(self, name) != getattr(RIGHT, name) for name in _BACKWARD_STEPS)
+        return any(getattr(self, one.name) != one.default for one in fields(_BackwardSteps))
 
 
 RIGHT = Steps()  # the steps of a right kernel
-
-_TILE_STEPS = (
-    "weights",
-    "summed_weights",
-    "kept_out",
-    "kept_sum",
-    "zero_maximum_when_empty",
-    "rescales_out",
-    "rescales_sum",
-    "maximum_in_tiles",
-    "rescale_exponent",
-    "rescale_maximum",
-    "first_weight",
-    "weights_scale",
-    "first_maximum",
-    "exponent",
-    "of_out",
-    "of_sum",
-    "sign_of_out",
-    "sign_of_sum",
-)
-_BACKWARD_STEPS = (
-    "backward_mask",
-    "backward_lse",
-    "delta",
-    "slope",
-    "scaled_gradients",
-    "group_heads",
-)
 
 
 def replace_mask_parts(
