@@ -92,7 +92,10 @@ _SHOWN_AGAIN = {
 
 @contextmanager
 def _skip_unfit() -> Iterator[None]:
-    """Suppress errors of a step that does not suit a Problem, or that runs out of memory."""
+    """Suppress errors of a step that does not suit a Problem, or that runs out of memory.
+
+    A function that this decorates then returns None.
+    """
     try:
         yield
     except (*NO_FIT, MemoryError) as error:
@@ -300,13 +303,12 @@ class _Failure:
             self.subject, case, device=self.device, executor=self.executor, brief=True
         ).status
 
+    @_skip_unfit()
     def findings(self, among: Collection[str] = FAULT_MODELS) -> Findings | None:
         """Return the findings of fault models; None where no run of the Case can be explained."""
         if self.record.status != "fail" or self.record.case.get("question") not in _WITH_RUNS:
             return None
-        with _skip_unfit():
-            return next(self._wrong_runs(self.case, among), None)
-        return None
+        return next(self._wrong_runs(self.case, among), None)
 
     def _runs(self, case: Case) -> Iterator[tuple[int, EvidenceBuilder]]:
         """Yield the number of each run of a question, and the evidence on it."""
@@ -355,15 +357,14 @@ class _Failure:
             return runs
         return []
 
+    @_skip_unfit()
     def call(self, inputs: Inputs) -> Response | None:
         """Return the kernel's response to ``inputs``; None if it does not support them."""
-        with _skip_unfit():
-            evidence = EvidenceBuilder(
-                Case(problem=inputs.problem), self.device, inputs.to(self.device)
-            )
-            evidence.establish(reference_errors=False)
-            return self._response(evidence)
-        return None
+        evidence = EvidenceBuilder(
+            Case(problem=inputs.problem), self.device, inputs.to(self.device)
+        )
+        evidence.establish(reference_errors=False)
+        return self._response(evidence)
 
     def _response(self, evidence: EvidenceBuilder, origin: Origin | None = None) -> Response | None:
         with allocator_filled("pattern"):
@@ -454,6 +455,7 @@ class _Failure:
         family = FAMILIES[result.family]
         return replace(diagnosis, ranked=ranked, level="family", family=family, facts=result.facts)
 
+    @_skip_unfit()
     def proof(self, *, wrong: bool, explained: bool) -> Explanation | None:
         """Return the fault that other layouts and surroundings prove; None if they prove none.
 
@@ -464,20 +466,18 @@ class _Failure:
         """
         if not self.is_of_numbers:
             return None
-        with _skip_unfit():
-            case, kernel = self.case, (self.subject, self.device, self.executor)
-            right, names = False, ""
-            if case.question in _LAYOUTS:
-                right, names = misread_strides(case, *kernel)
-                if names:
-                    return _sign("strides-not-taken", of=names)
-            # Numbers beside an input also change with its layout, so that these reads come first.
-            if not explained and case.question in _WITH_RUNS:
-                names = out_of_bounds_reads(case, *kernel)
+        case, kernel = self.case, (self.subject, self.device, self.executor)
+        right = False
+        if case.question in _LAYOUTS:
+            right, names = misread_strides(case, *kernel)
+            if names:
+                return _sign("strides-not-taken", of=names)
+        # Numbers beside an input also change with its layout, so that these reads come first.
+        if not explained and case.question in _WITH_RUNS:
+            names = out_of_bounds_reads(case, *kernel)
             if names:
                 return _sign("reads-beside-an-input", of=names)
-            return self._layout_sign(case) if right and wrong else None
-        return None
+        return self._layout_sign(case) if right and wrong else None
 
     def _layout_sign(self, case: Case) -> Explanation | None:
         """Explain a failing layout relation where no single input's strides are misread."""
@@ -491,23 +491,20 @@ class _Failure:
             of = STRIDED_TENSORS[int(case.parameters["tensor"])]
         return _sign("far-offsets-wrap" if case.question == _FAR else "strides-not-taken", of=of)
 
+    @_skip_unfit()
     def unwritten_memory_sign(self) -> Explanation | None:
         """Return the sign that outputs hold unwritten memory; None where that is not certain."""
-        with _skip_unfit():
-            names = unwritten_memory(self.case, self.subject, self.device, self.executor)
-            return _sign("free-memory-read", of=names) if names else None
-        return None
+        names = unwritten_memory(self.case, self.subject, self.device, self.executor)
+        return _sign("free-memory-read", of=names) if names else None
 
+    @_skip_unfit()
     def repeated_sign(self, signs: Sequence[str]) -> Explanation | None:
         """Return the first of ``signs`` that one pair of calls shows; None if it shows none."""
-        if not self.is_of_numbers:
-            return None
-        with _skip_unfit():
-            case = self.case
-            for name in signs if case.question in _WITH_RUNS else ():
-                names = _SHOWN_AGAIN[name](case, self.subject, self.device, self.executor, pairs=1)
-                if names:
-                    return _sign(name, of=names)
+        case = self.case
+        for name in signs if self.is_of_numbers and case.question in _WITH_RUNS else ():
+            names = _SHOWN_AGAIN[name](case, self.subject, self.device, self.executor, pairs=1)
+            if names:
+                return _sign(name, of=names)
         return None
 
     def sign(self) -> Explanation | None:

@@ -157,7 +157,7 @@ def any_in_block(what: Tensor, number: Tensor) -> Tensor:
         number: Number of each row's block.
     """
     any_row = torch.zeros_like(what)
-    for block in number.unique():
+    for block in sorted(set(number.tolist())):
         in_block = number == block
         any_row[:, :, in_block] = what[:, :, in_block].any(2, keepdim=True)
     return any_row
