@@ -17,7 +17,8 @@ from attncheck.core.errors import ProblemError, UsageError
 from attncheck.core.formats import DTYPES, FORMATS, Format, round_to
 from attncheck.core.mod_spec import FULL, NONE, Dimensions, Entry, Spec
 from attncheck.core.outputs import Outputs
-from attncheck.diagnose.diagnosis import LARGEST_DIAGNOSED, diagnose_result
+from attncheck.diagnose.diagnosis import diagnose_result
+from attncheck.diagnose.failing_kernel import LARGEST_DIAGNOSED
 from attncheck.inputs import input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS, Distribution
 from attncheck.inputs.input_tensors import Descale, Inputs
