@@ -10,13 +10,13 @@ from attncheck.core.mod_spec import FULL, Dimensions, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.fault_models.fault_model import Form, ModelTable, Parameters, has_mask
 from attncheck.fault_models.layout_models import key_counts
-from attncheck.fault_models.steps import Steps, replace_mask_parts
+from attncheck.fault_models.steps import Steps, steps_with_masks
 from attncheck.fault_models.tile_models import first_key, once_for_each, tile_visibility
 from attncheck.mods import masks
 from attncheck.mods.library import build_mask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
 
@@ -34,32 +34,25 @@ _DOCUMENTS = ("document", "documents")
 Values = Any  # a Spec's values, by name
 
 
-def _replace_parts(**instead: Callable[[Values, Dimensions, str], MaskMod]) -> Steps:
-    """Return Steps with other masks in place of the named parts."""
-
-    def change(spec: Spec, dims: Dimensions, device: str) -> MaskMod | None:
-        build = instead.get(spec.name)
-        return None if build is None else build(spec.values, dims, device)
-
-    return Steps(mask=lambda problem, device: replace_mask_parts(problem, device, change))
-
-
-def _shift_edge(later: int, *names: str) -> Steps:
+def _shift_edge(later: int) -> Steps:
     """Return Steps that move the edge of causal masks ``later`` keys to the right."""
-    every: dict[str, Callable[[Values, Dimensions, str], MaskMod]] = {
-        "causal": lambda _v, _d, _: lambda _b, _h, i, j: i + later >= j,
-        "causal_bottom_right": lambda _v, d, _: masks.causal_bottom_right(d.kv - d.query + later),
-        "sliding_window": lambda v, _d, _: (
-            lambda _b, _h, i, j: (i - j < v["window"]) & (i + later >= j)
-        ),
-        "prefix_lm": lambda v, _d, _: lambda _b, _h, i, j: (j < v["prefix"]) | (i + later >= j),
-    }
-    return _replace_parts(**{name: every[name] for name in names or every})
+    return steps_with_masks(
+        {
+            "causal": lambda _v, _d, _: lambda _b, _h, i, j: i + later >= j,
+            "causal_bottom_right": lambda _v, d, _: masks.causal_bottom_right(
+                d.kv - d.query + later
+            ),
+            "sliding_window": lambda v, _d, _: (
+                lambda _b, _h, i, j: (i - j < v["window"]) & (i + later >= j)
+            ),
+            "prefix_lm": lambda v, _d, _: lambda _b, _h, i, j: (j < v["prefix"]) | (i + later >= j),
+        }
+    )
 
 
 def mask_without(*names: str, instead: MaskMod = masks.full) -> Steps:
     """Return Steps with ``instead`` in place of the mask's named parts."""
-    return _replace_parts(**dict.fromkeys(names, lambda _v, _d, _: instead))
+    return steps_with_masks(dict.fromkeys(names, lambda _v, _d, _: instead))
 
 
 def _with_later_rows(call: ExactAttention, rows: int) -> Form:
@@ -77,7 +70,7 @@ def _with_empty_last(whose: str) -> Steps:
         spec = type(FULL).of("documents", **{**values, whose: moved})
         return build_mask(spec, dims, device)
 
-    return _replace_parts(documents=build)
+    return steps_with_masks({"documents": build})
 
 
 @_model(applies=has_mask("documents"), steps=_with_empty_last("query_lengths"))
@@ -152,19 +145,20 @@ def mask_bottom_right(call: ExactAttention) -> Iterator[Form]:
 
 
 def _window(more: int) -> Steps:
-    return _replace_parts(sliding_window=lambda v, _d, _: masks.sliding_window(v["window"] + more))
+    return steps_with_masks(
+        {"sliding_window": lambda v, _d, _: masks.sliding_window(v["window"] + more)}
+    )
 
 
 def _prefix(more: int) -> Steps:
-    return _replace_parts(prefix_lm=lambda v, _d, _: masks.prefix_lm(v["prefix"] + more))
+    return steps_with_masks({"prefix_lm": lambda v, _d, _: masks.prefix_lm(v["prefix"] + more)})
 
 
 def _padding(more: int) -> Steps:
-    return _replace_parts(
-        padding=lambda v, _d, device: masks.padding(
-            torch.tensor(v["lengths"], device=device) + more
-        )
-    )
+    def build(values: Values, _dims: Dimensions, device: str) -> MaskMod:
+        return masks.padding(torch.tensor(values["lengths"], device=device) + more)
+
+    return steps_with_masks({"padding": build})
 
 
 @_model(
@@ -215,9 +209,9 @@ for _names, _sentence, _steps in (
     MODELS.add(_names, _sentence, applies=has_mask("prefix_lm"), steps=_steps)
 
 
-def _integer(spec: Spec, name: str) -> int:
-    values: Values = spec.values
-    return int(values[name])
+def _later_rows(offset: Spec) -> int:
+    rows: Any = offset.values["rows"]
+    return int(rows)
 
 
 def _without_offset(problem: Problem, device: str) -> MaskMod | None:
@@ -244,13 +238,13 @@ def query_offset_missing(call: ExactAttention) -> Iterator[Form]:
     # The mask alone may lack its offset, or the score mod, too, if they share an index.
     for spec in problem.mask.walk():
         if spec.name in {"offset", "causal_bottom_right"}:
-            rows = _integer(spec, "rows") if spec.name == "offset" else problem.kv - problem.query
+            rows = _later_rows(spec) if spec.name == "offset" else problem.kv - problem.query
             seen = call.visible(call.mask, i=-rows)
             both = call.modified(call.x, i=-rows) if problem.score.name == "offset" else call.s
             yield call.attend(seen=seen)
             yield call.attend(seen=seen, s=both)
     if problem.score.name == "offset":
-        rows = _integer(problem.score, "rows")
+        rows = _later_rows(problem.score)
         yield call.attend(s=call.modified(call.x, i=-rows))
 
 

@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 LOG2E = math.log2(math.e)
 
 Mod = TypeVar("Mod")
+Builder = Callable[[Any, Dimensions, str], Mod]
+"""Builds a mod of a part's values by name, the Dimensions and the device."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,21 +125,25 @@ class Steps(_TileSteps, _BackwardSteps):
 RIGHT = Steps()  # the steps of a right kernel
 
 
-def replace_mask_parts(
-    problem: Problem, device: str, change: Callable[[Spec, Dimensions, str], MaskMod | None]
-) -> MaskMod | None:
-    """Return the mask with parts replaced by the results of ``change``.
+def steps_with_masks(instead: Mapping[str, Builder[MaskMod]]) -> Steps:
+    """Return Steps with other masks in place of the parts that ``instead`` names.
 
-    A part whose result is None stays; if all are None, return None.
+    They are right on a Problem whose mask has none of these parts.
     """
-    return _replace_parts(MASKS, problem.mask, problem.dimensions, device, change)
+    return Steps(
+        mask=lambda problem, device: _replace_parts(
+            MASKS, problem.mask, problem.dimensions, device, instead
+        )
+    )
 
 
-def replace_score_parts(
-    problem: Problem, device: str, change: Callable[[Spec, Dimensions, str], ScoreMod | None]
-) -> ScoreMod | None:
-    """Return the score mod with parts replaced by ``change``, as ``replace_mask_parts`` does."""
-    return _replace_parts(SCORES, problem.score, problem.dimensions, device, change)
+def steps_with_scores(instead: Mapping[str, Builder[ScoreMod]]) -> Steps:
+    """Return Steps with other score mods, as ``steps_with_masks`` does."""
+    return Steps(
+        score=lambda problem, device: _replace_parts(
+            SCORES, problem.score, problem.dimensions, device, instead
+        )
+    )
 
 
 def _replace_parts(
@@ -145,16 +151,17 @@ def _replace_parts(
     spec: Spec,
     dims: Dimensions,
     device: str,
-    change: Callable[[Spec, Dimensions, str], Mod | None],
+    instead: Mapping[str, Builder[Mod]],
 ) -> Mod | None:
-
-    changed = change(spec, dims, device)
-    entry = entries[spec.name]
+    """Return the mod with some parts replaced; None where it has none of them."""
     # If a part is replaced as a whole, its own parts are not.
-    if changed is not None or entry.compose is None:
-        return changed
+    if build := instead.get(spec.name):
+        return build(spec.values, dims, device)
+    entry = entries[spec.name]
+    if entry.compose is None:
+        return None
     inside = entry.within(spec.values, dims)
-    parts = [_replace_parts(entries, part, inside, device, change) for part in spec.parts]
+    parts = [_replace_parts(entries, part, inside, device, instead) for part in spec.parts]
     if all(part is None for part in parts):
         return None
     built = [
