@@ -66,27 +66,23 @@ def _last_stored(grad: ExactGradients, dz: Tensor, rows: int, keys: int) -> Iter
 def _last_writes(
     grad: ExactGradients, dz: Tensor, read: list[tuple[Leaf, Tensor]], when: Tensor
 ) -> Tensor:
-    """Return the captured gradients, each number the last term written to it."""
+    """Return the captured gradients, each number the last term written to it; not terms of 0."""
     call, gradients = grad.call, []
     for tensor in captured_tensors(call.score):
         gradient = torch.zeros(tensor.numel(), dtype=torch.float64)
         for leaf, slope in read:
             if leaf.tensor is tensor:
-                terms = torch.where(call.seen, dz * slope, 0.0)
-                numbers = torch.arange(tensor.numel()).view(tensor.shape)[leaf.places]
-                _write_last(gradient, numbers.expand(dz.shape), terms, when.expand(dz.shape))
+                all_terms = torch.where(call.seen, dz * slope, 0.0)
+                places = torch.arange(tensor.numel()).view(tensor.shape)[leaf.places]
+                written = all_terms != 0
+                terms, times = all_terms[written], when.expand(dz.shape)[written]
+                numbers = places.expand(dz.shape)[written]
+                last = torch.full(gradient.shape, -1, dtype=torch.int64)
+                last.scatter_reduce_(0, numbers, times, "amax")
+                stays = times == last[numbers]
+                gradient[numbers[stays]] = terms[stays]
         gradients.append(gradient)
     return torch.cat(gradients)
-
-
-def _write_last(to: Tensor, numbers: Tensor, terms: Tensor, when: Tensor) -> None:
-    """Write to each number the last of its ``terms``; terms of 0 are not written."""
-    written = terms != 0
-    numbers, terms, when = numbers[written], terms[written], when[written]
-    last = torch.full(to.shape, -1, dtype=torch.int64)
-    last.scatter_reduce_(0, numbers, when, "amax")
-    stays = when == last[numbers]
-    to[numbers[stays]] = terms[stays]
 
 
 _PADDED_TO = (64, 128)  # rows to whose multiples kernels pad, whatever their tile
@@ -348,15 +344,10 @@ def dout_strides(grad: ExactGradients) -> Iterator[Form]:
     # The strides of a contiguous dO, or of one with rows before heads.
     for stride in (contiguous(dout.shape), (h * i * d, d, h * d, 1)):
         if stride != dout.stride():
-            for read in read_with_strides(dout, stride):
-                yield from _with_dout(grad, read.double())
-
-
-def _with_dout(grad: ExactGradients, dout: Tensor) -> Iterator[Form]:
-    """Yield gradients with another dO, and its delta or the right one."""
-    # A separate kernel for delta may read dO correctly.
-    for delta in ((dout * grad.call.parts.out).sum(-1), grad.delta):
-        yield grad.gradients(dout=dout, dp=dout @ grad.call.v.mT, delta=delta)
+            for read in map(torch.Tensor.double, read_with_strides(dout, stride)):
+                # A separate kernel for delta may read dO correctly.
+                for delta in ((read * grad.call.parts.out).sum(-1), grad.delta):
+                    yield grad.gradients(dout=read, dp=read @ grad.call.v.mT, delta=delta)
 
 
 @_model(applies=lambda problem: problem.head_dim != problem.value_dim)

@@ -584,16 +584,12 @@ def offsets_of_32_bits(call: ExactAttention) -> Iterator[Form]:
     """
     for name in ("q", "k", "v"):
         tensor: Tensor = getattr(call.inputs, name)
-        if _reach(tensor) < _FAR:
+        axes = zip(tensor.shape, tensor.stride(), strict=True)
+        if sum((length - 1) * step for length, step in axes) < _FAR:
             continue
         # Either the offsets along each axis wrap, or their sum does.
         for each in (True, False):
             yield _with_inputs(call, {name: _read_wrapped(tensor, each=each)})
-
-
-def _reach(tensor: Tensor) -> int:
-    """Return the offset of the last element from the first."""
-    return sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _read_wrapped(tensor: Tensor, *, each: bool) -> Tensor:

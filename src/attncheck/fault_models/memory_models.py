@@ -162,16 +162,11 @@ def values_behind_keys(call: ExactAttention) -> Iterator[Form]:
                 continue
             # All rows load the last tile, or only blocks of rows that visit it.
             last = torch.ones(call.shape[:3], dtype=torch.bool)
-            for rows in [last, *_visiting_rows(call, size)]:
+            tiles = [(rows, keys) for rows, keys in call.tiles if keys == size]
+            visiting = [tile_visibility(call, rows, size)[0][..., -1] for rows, _ in tiles]
+            for rows in [last, *visiting]:
                 hit = rows[..., None] & call.by_query_head(wild)
                 yield call.with_out(hit, math.nan), {"tile": size}
-
-
-def _visiting_rows(call: ExactAttention, size: int) -> Iterator[Tensor]:
-    """Yield rows ``(batch, heads, rows)`` of blocks that visit the last tile of keys."""
-    for rows, keys in call.tiles:
-        if keys == size:
-            yield tile_visibility(call, rows, size)[0][..., -1]
 
 
 @_model(order=1)

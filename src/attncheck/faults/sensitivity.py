@@ -11,6 +11,7 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import cache, cached_property
 
 import torch
@@ -131,8 +132,7 @@ def measure_sensitivity(
         return fault.kernel(sizes[number]) if number >= 0 else Ideal(_RIGHT[number])
 
     # No failure counts as known: known failures of a right kernel would hide the fault.
-    gate = GateWorker(choices, KnownFailures(()))
-    try:
+    with closing(GateWorker(choices, KnownFailures(()))) as gate:
         units = list(_gate_questions(gate, device, tier))
         verdicts = [_verdict_question(unit, kernel) for unit in units]
         rules = {ATTNCHECK_RULE: smallest_detected(verdicts, sizes)}
@@ -143,8 +143,6 @@ def measure_sensitivity(
             fit = [each.question(rule) for each in plain if each.fits(rule)]
             smallest = smallest_detected(fit, sizes)
             rules[rule] = replace(smallest, unfit=len(plain) - len(fit))
-    finally:
-        gate.close()
     return FaultSensitivity(
         fault=name,
         summary=fault.summary,

@@ -30,8 +30,7 @@ import msgspec
 from msgspec import to_builtins
 
 from attncheck.core.errors import UsageError, require_known
-from attncheck.faults.catalogue import fault_named
-from attncheck.faults.fault import HostName
+from attncheck.faults.catalogue import HostName, fault_named
 from attncheck.faults.planting import plant
 from attncheck.faults.replacement_plugin import VARIABLE, Replacement
 from attncheck.records.fault_scores import OwnTestsScore
