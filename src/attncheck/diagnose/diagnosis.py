@@ -41,7 +41,6 @@ from attncheck.records.failure_causes import certain_explanations, symptom
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record
 from attncheck.relations import RELATIONS
 from attncheck.relations.same_numbers import STRIDED_TENSORS
-from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Executor, Failure, Origin
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.memory_patterns import allocator_filled
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
 
     from attncheck.judge.fault_explanation import FaultExplanation
     from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.verify.evidence_builder import EvidenceBuilder
 
 EXPLANATIONS_SHOWN = 3
 """Explanations that a Record keeps; more where several explain the whole error equally well."""
