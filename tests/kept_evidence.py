@@ -14,7 +14,7 @@ from attncheck.verify import evidence_builder
 # Those that ask kernels by a Case alone.
 _MODULES = (
     "attncheck.diagnose.confirmation",
-    "attncheck.diagnose.diagnosis",
+    "attncheck.diagnose.failing_kernel",
     "attncheck.diagnose.out_of_bounds_reads",
     "attncheck.verify.run_case",
     "attncheck.verify.verify",

@@ -10,9 +10,9 @@ from tests.planted_kernels.other_steps import stepping
 
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.core.outputs import Outputs
-from attncheck.diagnose import diagnosis
 from attncheck.diagnose.confirmation import confirm, independent_cases
 from attncheck.diagnose.diagnosis import CauseSearch, diagnose_failure
+from attncheck.diagnose.failing_kernel import FailingKernel
 from attncheck.fault_models import FAULT_MODELS, ExactAttention
 from attncheck.fault_models.fault_model import FAMILIES, SIGNS
 from attncheck.fault_models.steps import LOG2E, Steps
@@ -163,35 +163,38 @@ def test_independent_problems_are_those_that_the_kernel_takes():
     assert len({one.kv for one in asked}) > 2
 
 
+def failing(kernel, case, answers=None):
+    """A kernel that has failed a Case; its responses are changed by ``answers``."""
+
+    class Failing(FailingKernel):
+        def ask(self, one):
+            responses = FailingKernel.ask(self, one)
+            return responses if answers is None else answers(responses)
+
+    record = run_case(kernel, case, device="cpu")
+    return Failing(record, kernel, "cpu", executor_of(kernel))
+
+
 def test_few_answers_confirm_nothing():
     kernel, case = with_fault("mask-one-key-wider"), Case(problem=CAUSAL)
-    record = run_case(kernel, case, device="cpu")
-    failure = diagnosis._Failure(record, kernel, "cpu", executor_of(kernel))
-    every = confirm(["mask-one-key-wider"], case, failure.ask, seconds=0.0)
+    every = confirm(["mask-one-key-wider"], failing(kernel, case), seconds=0.0)
     assert (every.confirmed, every.left) == (True, ("mask-one-key-wider",))
     number = itertools.count()
-    few = confirm(
-        ["mask-one-key-wider"],
-        case,
-        lambda one: failure.ask(one) if next(number) < 2 else [],
-        seconds=0.0,
-    )
+    two = failing(kernel, case, lambda responses: responses if next(number) < 2 else [])
+    few = confirm(["mask-one-key-wider"], two, seconds=0.0)
     assert few.problems == 2
     assert not few.confirmed
 
 
 def test_a_tile_is_no_other_one_each_time():
     """Planted: of keys that are all lost a first tile that is dropped says the same."""
-    kernel = with_fault("maximum-from-zero")
     case = Case(problem=Problem(query=1, head_dim=16, dtype="bf16", distribution="negative_logits"))
-    failure = diagnosis._Failure(
-        run_case(kernel, case, device="cpu"), kernel, "cpu", executor_of(kernel)
-    )
 
-    def ask(one):  # as of a kernel that declares no tiles
-        return [replace(run, call=ExactAttention(run.call.inputs)) for run in failure.ask(one)]
+    def without_tiles(responses):  # as of a kernel that declares none
+        return [replace(run, call=ExactAttention(run.call.inputs)) for run in responses]
 
-    told = confirm(["maximum-from-zero", "first-tile-dropped"], case, ask, seconds=0.0)
+    kernel = failing(with_fault("maximum-from-zero"), case, without_tiles)
+    told = confirm(["maximum-from-zero", "first-tile-dropped"], kernel, seconds=0.0)
     assert (told.confirmed, told.left) == (True, ("maximum-from-zero",))
 
 

@@ -13,7 +13,6 @@ from tests.planted_kernels.outputs_given import spoiled
 from attncheck.core.mod_spec import Spec
 from attncheck.diagnose import diagnosis
 from attncheck.diagnose.diagnosis import (
-    LARGEST_DIAGNOSED,
     CauseSearch,
     _as_diagnosis,
     diagnose_failure,
@@ -21,6 +20,7 @@ from attncheck.diagnose.diagnosis import (
     explained_by,
 )
 from attncheck.diagnose.explanations import Findings
+from attncheck.diagnose.failing_kernel import LARGEST_DIAGNOSED
 from attncheck.fault_models import FAULT_MODELS
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.fault_explanation import FaultExplanation, count_ties

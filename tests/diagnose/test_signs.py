@@ -102,7 +102,7 @@ class Unlaunched(Ideal):
 @pytest.mark.parametrize(("places", "told_so"), [(6, ["grid-axis-exceeded"]), (5, [])])
 def test_more_sequences_than_an_axis_has_places(monkeypatch, places, told_so):
     monkeypatch.setattr(signs, "MOST_GRID_PLACES", 6)
-    monkeypatch.setattr("attncheck.diagnose.diagnosis._MOST_HEADS", 3)
+    monkeypatch.setattr("attncheck.diagnose.failing_kernel._MOST_HEADS", 3)
     problem = Problem(batch=4, heads=2, query=1, kv=2, dtype="bf16", mask=Spec.of("causal"))
     record = told_record(Unlaunched(places), Case(problem=problem, question="first_row"))
     ranked = [] if record.diagnosis is msgspec.UNSET else record.diagnosis.ranked

@@ -9,8 +9,7 @@ import pytest
 from attncheck.core.formats import DTYPES
 from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
-from attncheck.faults.catalogue import CATEGORIES, CONTROLS, FAULTS
-from attncheck.faults.fault import HOSTS
+from attncheck.faults.catalogue import CATEGORIES, CONTROLS, FAULTS, HOSTS
 from attncheck.faults.planting import plant
 from attncheck.faults.scoring import GateRun
 from attncheck.inputs.input_tensors import draw_inputs

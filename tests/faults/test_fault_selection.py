@@ -6,7 +6,7 @@ import pytest
 
 from attncheck.core.errors import UsageError
 from attncheck.faults import catalogue
-from attncheck.faults.fault import Control, Fault, Host
+from attncheck.faults.catalogue import Control, Fault, Host
 from attncheck.faults.fault_selection import priority, select_faults
 
 RIGHT = Host(kernel="ideal", dtypes=("fp16", "bf16"))

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from attncheck.faults import catalogue
-from attncheck.faults.fault import Control, Fault, Host
+from attncheck.faults.catalogue import Control, Fault, Host
 from attncheck.faults.scoring import FaultScorer, rank_of
 from attncheck.inputs.problem import Case
 from attncheck.records.fault_scores import ControlScore, FaultScore

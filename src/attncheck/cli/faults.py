@@ -45,7 +45,7 @@ from attncheck.workers.worker_pool import WorkerPlace
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.faults.fault import HostName
+    from attncheck.faults.catalogue import HostName
     from attncheck.faults.fault_selection import FaultSelection
     from attncheck.faults.user_suite import UserSuite
 
@@ -205,7 +205,7 @@ def _selection(options: FaultOptions, device: str, tier: str) -> FaultSelection:
         UsageError: if options contradict each other.
         UnknownName: if there is no such host, fault or category.
     """
-    from attncheck.faults.fault import HOSTS
+    from attncheck.faults.catalogue import HOSTS
     from attncheck.faults.fault_selection import select_faults, select_from_file
     from attncheck.verify.environment import prepare
 

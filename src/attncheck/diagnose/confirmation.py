@@ -31,12 +31,11 @@ from attncheck.verify.evidence_builder import EvidenceBuilder
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
+    from attncheck.diagnose.failing_kernel import FailingKernel
     from attncheck.inputs.problem import Problem
     from attncheck.judge.fault_explanation import FaultPrediction
 
-    Ask = Callable[[Case], Sequence[Response]]
-    """Runs the kernel on a Case: a Response for each run; empty if it does not support the Case."""
-
+_SECONDS = 1.0  # time after which no further case is tried
 _FEWEST = 7  # responses that are awaited regardless of the time limit
 _ENOUGH = 3  # responses needed to confirm anything
 _SAME = 2.0**-30  # relative distance of equal results computed in different ways in float64
@@ -90,18 +89,22 @@ def independent_cases(
             other = problem.replace(**change)
         except ProblemError:  # A mask may need this many keys.
             continue
-        nearest: Problem | None = other
-        if not takes(other):
-            from attncheck.cases.strategies.problems import nearest_supported  # loads Hypothesis
-
-            nearest = nearest_supported(other, takes, ())
+        nearest = nearest_taken(other, takes)
         if nearest is None or nearest in problems:
             continue
-        other = nearest
-        problems.add(other)
-        yield Case(problem=other, question=case.question, parameters=case.parameters)
+        problems.add(nearest)
+        yield Case(problem=nearest, question=case.question, parameters=case.parameters)
         if case.question != "compare" and change["seed"] == seed:
-            yield Case(problem=other)
+            yield Case(problem=nearest)
+
+
+def nearest_taken(problem: Problem, takes: Callable[[Problem], bool]) -> Problem | None:
+    """Return ``problem`` if the kernel takes it, else the nearest one that it takes, or None."""
+    if takes(problem):
+        return problem
+    from attncheck.cases.strategies.problems import nearest_supported  # loads Hypothesis
+
+    return nearest_supported(problem, takes, ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,12 +130,7 @@ class Confirmation:
 
 
 def confirm(
-    models: Collection[str],
-    case: Case,
-    ask: Ask,
-    *,
-    seconds: float,
-    takes: Callable[[Problem], bool] = lambda _problem: True,
+    models: Collection[str], kernel: FailingKernel, *, seconds: float = _SECONDS
 ) -> Confirmation:
     """Return those of ``models`` that predict the kernel's results on independent cases.
 
@@ -140,10 +138,7 @@ def confirm(
 
     Args:
         models: Names of models that explain the failure.
-        case: The Case that failed.
-        ask: Runs the kernel on a Case.
         seconds: Time after which no further case is tried, except for the first few.
-        takes: Whether the kernel supports a Problem, as in ``independent_cases``.
     """
     # Each model's forms that fit so far, each with the tiles that fit at each head_dim: kernels
     # choose tiles by the head_dim.
@@ -155,10 +150,10 @@ def confirm(
     responses: dict[int, Response] = {}
     finite_failures = number = 0
     end = time.monotonic() + seconds
-    for other in independent_cases(case, takes):
+    for other in independent_cases(kernel.case, kernel.takes):
         if not rest or (number >= _FEWEST and time.monotonic() > end):
             break
-        for response in ask(other):
+        for response in kernel.ask(other):
             number += 1
             responses[number] = response
             for name, before in list(rest.items()):

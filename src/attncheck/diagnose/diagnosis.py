@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,18 +19,15 @@ from attncheck.core.errors import AttncheckError
 from attncheck.core.outputs import same_numbers
 from attncheck.diagnose.confirmation import confirm, contradicted_models
 from attncheck.diagnose.explanations import (
-    NO_FIT,
     Findings,
-    Response,
     explain,
     float64_tensors,
-    observed_error,
     pair_count,
 )
+from attncheck.diagnose.failing_kernel import FailingKernel, is_too_large, skip_unfit
 from attncheck.diagnose.observation import observe
 from attncheck.diagnose.out_of_bounds_reads import (
     changes_between_calls,
-    evidence_of_runs,
     misread_strides,
     out_of_bounds_reads,
     unwritten_memory,
@@ -45,29 +41,23 @@ from attncheck.records.failure_causes import certain_explanations, symptom
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record
 from attncheck.relations import RELATIONS
 from attncheck.relations.same_numbers import STRIDED_TENSORS
-from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.executor import Execution, Executor, Failure, Origin, out_of_memory
+from attncheck.verify.executor import Execution, Executor, Failure, Origin
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.memory_patterns import allocator_filled
-from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from attncheck.inputs.input_tensors import Inputs
     from attncheck.judge.fault_explanation import FaultExplanation
     from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.verify.evidence_builder import EvidenceBuilder
 
-LARGEST_DIAGNOSED = 2**22  # most (row, key) pairs of all heads of a problem that is diagnosed
 EXPLANATIONS_SHOWN = 3
 """Explanations that a Record keeps; more where several explain the whole error equally well."""
 _MOST_EQUALS = 12  # equally good explanations that are kept, to recognise failures of one cause
 
-_MOST_HEADS = 2**12  # heads of all sequences together: models compute each one separately
 _LIKELY = 0.05  # share from which a model is checked where no number is beyond its bound
 _TELLING = 0.5  # A model that explains a smaller share leaves more than it explains.
-# Time limits, in seconds, to confirm a model, and to try shorter lengths where none is confirmed.
-_CONFIRMING, _OBSERVING = 1.0, 0.5
 _FITTED = 2  # order of models with a fitted number: they describe a family, not one mistake
 _MOST_PASSED, _SMALL = 24, 2**15  # most passed questions kept, and most (row, key) pairs of each
 _FILLS = 2  # calls with different contents of free memory: one for each way to fill it
@@ -88,16 +78,6 @@ _SHOWN_AGAIN = {
     "free-memory-read": unwritten_memory,
     "reads-beside-an-input": out_of_bounds_reads,
 }
-
-
-@contextmanager
-def _skip_unfit() -> Iterator[None]:
-    """Suppress errors of a step that does not suit a Problem, or that runs out of memory."""
-    try:
-        yield
-    except (*NO_FIT, MemoryError) as error:
-        if not isinstance(error, AttncheckError) and not out_of_memory(error):
-            raise
 
 
 def diagnose_failure(
@@ -261,8 +241,8 @@ def explained_by(
 def diagnose_result(result: Execution, evidence: EvidenceBuilder) -> Diagnosis | None:
     """Return the diagnosis of a result by its numbers alone; None where there are no findings."""
     findings = None
-    if not _is_too_large(evidence.case.problem):
-        with _skip_unfit():
+    if not is_too_large(evidence.case.problem):
+        with skip_unfit():
             findings = explain(result, evidence)
     if findings is None:
         return None
@@ -271,53 +251,25 @@ def diagnose_result(result: Execution, evidence: EvidenceBuilder) -> Diagnosis |
     return diagnosis if diagnosis.tied else replace(diagnosis, level="unknown")
 
 
-def _is_too_large(problem: Problem) -> bool:
-    return pair_count(problem) > LARGEST_DIAGNOSED or problem.batch * problem.heads > _MOST_HEADS
-
-
 @dataclass(frozen=True, slots=True)
-class _Failure:
-    """A Record of a failure, and the kernel, which can be called again."""
-
-    record: Record
-    subject: Subject
-    device: str
-    executor: Executor
-
-    @property
-    def case(self) -> Case:
-        """Return the Case that the kernel failed."""
-        return Case.from_json(self.record.case)
+class _Failure(FailingKernel):
+    """A failing kernel, with what explains its failure."""
 
     @property
     def is_of_numbers(self) -> bool:
         """Return whether the kernel gave outputs that are wrong."""
         return self.record.status == "fail" and self.record.judgement is not None
 
-    def status(self, case: Case) -> str:
-        """Return the status of the kernel on ``case``."""
-        return run_case(
-            self.subject, case, device=self.device, executor=self.executor, brief=True
-        ).status
-
+    @skip_unfit()
     def findings(self, among: Collection[str] = FAULT_MODELS) -> Findings | None:
         """Return the findings of fault models; None where no run of the Case can be explained."""
         if self.record.status != "fail" or self.record.case.get("question") not in _WITH_RUNS:
             return None
-        with _skip_unfit():
-            return next(self._wrong_runs(self.case, among), None)
-        return None
-
-    def _runs(self, case: Case) -> Iterator[tuple[int, EvidenceBuilder]]:
-        """Yield the number of each run of a question, and the evidence on it."""
-        for number, evidence in enumerate(evidence_of_runs(case, self.device)):
-            if not _is_too_large(evidence.case.problem):
-                evidence.establish(reference_errors=False)
-                yield number, evidence
+        return next(self._wrong_runs(self.case, among), None)
 
     def _wrong_runs(self, case: Case, among: Collection[str]) -> Iterator[Findings]:
         """Yield the findings on each run of a question that is wrong against the exact result."""
-        for number, evidence in self._runs(case):
+        for number, evidence in self.runs(case):
             origin = Origin(case=case, run=number)
             call = partial(self.executor.run, self.subject, evidence.inputs, origin=origin)
             # In a relation one run is wrong; errors within bounds of the others are not explained.
@@ -329,46 +281,6 @@ class _Failure:
             findings = _explain_calls(call, explain_result, most=most, related=related)
             if findings is not None:
                 yield findings
-
-    def takes(self, problem: Problem) -> bool:
-        """Return whether the kernel may be called on ``problem``.
-
-        That is if it is supported, if the failing one is not, or if they differ only in numbers.
-        """
-        refusal = partial(self.executor.refusal, self.subject, device=self.device)
-        own = self.case.problem
-        numbers = {"seed": own.seed, "scale": own.scale, "distribution": own.distribution}
-        alike = problem.replace(**numbers) == own
-        return alike or refusal(problem) is None or refusal(own) is not None
-
-    def ask(self, case: Case) -> list[Response]:
-        """Return the kernel's response in each run of ``case``; empty if it does not support it."""
-        with _skip_unfit():
-            if not self.takes(case.problem):
-                return []
-            runs = []
-            for number, evidence in self._runs(case):
-                run = self._response(evidence, Origin(case=case, run=number))
-                if run is None:
-                    return []
-                runs.append(run)
-            return runs
-        return []
-
-    def call(self, inputs: Inputs) -> Response | None:
-        """Return the kernel's response to ``inputs``; None if it does not support them."""
-        with _skip_unfit():
-            evidence = EvidenceBuilder(
-                Case(problem=inputs.problem), self.device, inputs.to(self.device)
-            )
-            evidence.establish(reference_errors=False)
-            return self._response(evidence)
-        return None
-
-    def _response(self, evidence: EvidenceBuilder, origin: Origin | None = None) -> Response | None:
-        with allocator_filled("pattern"):
-            result = self.executor.run(self.subject, evidence.inputs, origin=origin)
-        return observed_error(result, evidence) if isinstance(result, Execution) else None
 
     def by_models(
         self, findings: Findings, before: Findings | None, passed: Sequence[Case]
@@ -399,12 +311,12 @@ class _Failure:
             # Models that leave rows free need a result that changes with the contents of memory.
             if FAULT_MODELS[one.name].applies(case.problem) and (findings.varies or not one.loose)
         ]
-        with _skip_unfit():
+        with skip_unfit():
             refuted = set()
             if models and findings.response is not None:
                 refuted = contradicted_models(models, passed, findings.response, self.device)
             models = [name for name in models if name not in refuted]
-        confirmation = confirm(models, case, self.ask, seconds=_CONFIRMING, takes=self.takes)
+        confirmation = confirm(models, self)
         # A model that brings the result within the bound but never explains much is not the cause.
         ranking = [
             dataclasses.replace(one, share=max(one.share, confirmation.shares.get(one.name, 0.0)))
@@ -430,16 +342,8 @@ class _Failure:
         """Return ``diagnosis`` with facts observed on the failure, and the family they suggest."""
         result = None
         if findings.response is not None:
-            with _skip_unfit():
-                result = observe(
-                    findings.response,
-                    self.case,
-                    self.ask,
-                    self.call,
-                    varies=findings.varies,
-                    seconds=_OBSERVING,
-                    takes=self.takes,
-                )
+            with skip_unfit():
+                result = observe(findings.response, self, varies=findings.varies)
         if result is None:
             return diagnosis
         if result.sign:
@@ -454,6 +358,7 @@ class _Failure:
         family = FAMILIES[result.family]
         return replace(diagnosis, ranked=ranked, level="family", family=family, facts=result.facts)
 
+    @skip_unfit()
     def proof(self, *, wrong: bool, explained: bool) -> Explanation | None:
         """Return the fault that other layouts and surroundings prove; None if they prove none.
 
@@ -464,20 +369,18 @@ class _Failure:
         """
         if not self.is_of_numbers:
             return None
-        with _skip_unfit():
-            case, kernel = self.case, (self.subject, self.device, self.executor)
-            right, names = False, ""
-            if case.question in _LAYOUTS:
-                right, names = misread_strides(case, *kernel)
-                if names:
-                    return _sign("strides-not-taken", of=names)
-            # Numbers beside an input also change with its layout, so that these reads come first.
-            if not explained and case.question in _WITH_RUNS:
-                names = out_of_bounds_reads(case, *kernel)
+        case, kernel = self.case, (self.subject, self.device, self.executor)
+        right = False
+        if case.question in _LAYOUTS:
+            right, names = misread_strides(case, *kernel)
+            if names:
+                return _sign("strides-not-taken", of=names)
+        # Numbers beside an input also change with its layout, so that these reads come first.
+        if not explained and case.question in _WITH_RUNS:
+            names = out_of_bounds_reads(case, *kernel)
             if names:
                 return _sign("reads-beside-an-input", of=names)
-            return self._layout_sign(case) if right and wrong else None
-        return None
+        return self._layout_sign(case) if right and wrong else None
 
     def _layout_sign(self, case: Case) -> Explanation | None:
         """Explain a failing layout relation where no single input's strides are misread."""
@@ -491,23 +394,20 @@ class _Failure:
             of = STRIDED_TENSORS[int(case.parameters["tensor"])]
         return _sign("far-offsets-wrap" if case.question == _FAR else "strides-not-taken", of=of)
 
+    @skip_unfit()
     def unwritten_memory_sign(self) -> Explanation | None:
         """Return the sign that outputs hold unwritten memory; None where that is not certain."""
-        with _skip_unfit():
-            names = unwritten_memory(self.case, self.subject, self.device, self.executor)
-            return _sign("free-memory-read", of=names) if names else None
-        return None
+        names = unwritten_memory(self.case, self.subject, self.device, self.executor)
+        return _sign("free-memory-read", of=names) if names else None
 
+    @skip_unfit()
     def repeated_sign(self, signs: Sequence[str]) -> Explanation | None:
         """Return the first of ``signs`` that one pair of calls shows; None if it shows none."""
-        if not self.is_of_numbers:
-            return None
-        with _skip_unfit():
-            case = self.case
-            for name in signs if case.question in _WITH_RUNS else ():
-                names = _SHOWN_AGAIN[name](case, self.subject, self.device, self.executor, pairs=1)
-                if names:
-                    return _sign(name, of=names)
+        case = self.case
+        for name in signs if self.is_of_numbers and case.question in _WITH_RUNS else ():
+            names = _SHOWN_AGAIN[name](case, self.subject, self.device, self.executor, pairs=1)
+            if names:
+                return _sign(name, of=names)
         return None
 
     def sign(self) -> Explanation | None:

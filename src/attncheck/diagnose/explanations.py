@@ -24,7 +24,7 @@ from attncheck.records.record import TileMap
 from attncheck.verify.allowances import deterministic_bounds, gradient_allowance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from torch import Tensor
 
@@ -40,9 +40,7 @@ MOST_CELLS = 16  # most cells of a map along each axis
 _MOST_KEYS = 1024  # most keys of a problem that gets a map
 
 
-def tile_map(
-    call: ExactAttention, got: Mapping[TensorName, Tensor], error: ObservedError
-) -> TileMap | None:
+def tile_map(call: ExactAttention, error: ObservedError) -> TileMap | None:
     """Return the map of a kernel's error; None where it is not finite, or has only one cell.
 
     With exact weights w of a row, the kernel's output is Σ (w + δ) v, and its row sum by LSE (1 if
@@ -50,7 +48,7 @@ def tile_map(
     the smallest is taken, by the pseudo-inverse ``[v 1]⁺``, once for a head.
     """
     problem = call.problem
-    out, lse = got["out"], got.get("lse")
+    out, lse = error.got["out"], error.got.get("lse")
     if not call.whole or problem.kv > _MOST_KEYS or not error.wrong:
         return None
     exact = call.parts
@@ -208,7 +206,7 @@ def explain(
     of = "forward" if error.forward else "backward"
     models = [m for m in map(FAULT_MODELS.__getitem__, among) if m.of == of and m.applies(problem)]
     ranking = rank_explanations(error, _predictions(call, models))
-    tiles = tile_map(call, error.got, error) if error.forward else None
+    tiles = tile_map(call, error) if error.forward else None
     # An LSE of −∞ is right where a row sees no key.
     finite = all(bool(x.isfinite().all()) for name, x in error.got.items() if name != "lse")
     return Findings(

@@ -16,27 +16,25 @@ import torch
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import FORMATS
 from attncheck.core.mod_spec import FULL, NONE, Spec
-from attncheck.diagnose.confirmation import independent_cases
+from attncheck.diagnose.confirmation import independent_cases, nearest_taken
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case
 from attncheck.judge.fault_explanation import FaultPrediction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
     from attncheck.core.tensor_names import TensorName
-    from attncheck.diagnose.confirmation import Ask
     from attncheck.diagnose.explanations import Response
+    from attncheck.diagnose.failing_kernel import FailingKernel
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.fault_models.fault_model import Family
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
 
-    Call = Callable[[Inputs], Response | None]
-    """Runs the kernel on Inputs; None where it does not support them."""
-
+_SECONDS = 0.5  # time after which no further length is tried
 _INDEPENDENT = 6  # independent problems that the kernel is called on
 _LENGTHS = (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128, 129)
 _TILE = 16  # keys in the smallest tile that kernels use
@@ -61,44 +59,31 @@ class Observations:
     sign: str = ""  # key in ``SIGNS`` of a fault that the facts prove
 
 
-def observe(
-    response: Response,
-    case: Case,
-    ask: Ask,
-    call: Call,
-    *,
-    varies: bool,
-    seconds: float,
-    takes: Callable[[Problem], bool] = lambda _problem: True,
-) -> Observations:
+def observe(response: Response, kernel: FailingKernel, *, varies: bool) -> Observations:
     """Return facts on where and when a kernel is wrong, and the fault family they suggest.
 
     Args:
         response: The kernel's wrong response.
-        case: The Case that it answers.
-        ask: Runs the kernel on a Case.
-        call: Runs the kernel on given Inputs.
         varies: Whether the result changes with the contents of free memory.
-        seconds: Time after which no further length is tried.
-        takes: Whether the kernel supports a Problem, as in ``independent_cases``.
     """
+    case = kernel.case
     facts = [_wrong_places(response)]
     facts += ["what it gives changes with what free memory holds"] if varies else []
     needed = set()
     for name, (words, change) in _simplifications(case.problem).items():
-        if responses := _responses_with(case, change, ask):
+        if responses := _responses_with(change, kernel):
             wrong = any(run.error.proven for run in responses)
             facts.append(f"{'wrong as well' if wrong else 'right'} {words}")
             needed |= set() if wrong else {name}
     runs = [response]
-    for other in itertools.islice(independent_cases(case, takes), _INDEPENDENT):
-        runs += ask(other)
+    for other in itertools.islice(independent_cases(case, kernel.takes), _INDEPENDENT):
+        runs += kernel.ask(other)
     runs = [run for run in runs if run.error.proven]
     # Count the keys of the failure, and of the other wrong run with the most keys.
     runs[1:] = sorted(runs[1:], key=_measured_keys, reverse=True)
-    counts = [_KeyCounts.of(run, call) for run in runs[:2]]
+    counts = [_KeyCounts.of(run, kernel) for run in runs[:2]]
     facts += next((line for one in counts if one is not None and (line := one.facts())), [])
-    facts.append(_shortest_failure(case, ask, time.monotonic() + seconds))
+    facts.append(_shortest_failure(kernel))
     family = _common_family(runs, counts)
     if varies:
         family = "memory"
@@ -107,26 +92,27 @@ def observe(
     # A wrong score mod changes weights as missing rescaling or missing keys would.
     elif family is None or (family != "gradient" and needed & {"score", "sink"}):
         family = next((family for name, family in _BY_FEATURE.items() if name in needed), family)
-    if "score" in needed and (cap_family := _cap_family(runs[0], case, ask, call)):
+    if "score" in needed and (cap_family := _cap_family(runs[0], kernel)):
         sign = "softcap-of-another-function" if cap_family == "score" else ""
         return Observations(family=cap_family, facts=tuple(filter(None, facts)), sign=sign)
-    if family in {None, "mapping"} and (fact := _misplacement(runs, call)):
+    if family in {None, "mapping"} and (fact := _misplacement(runs, kernel)):
         family, facts = "mapping", [*facts, fact]
-    if family is None and (fact := _order_effect(case.problem, call, takes)):
+    if family is None and (fact := _order_effect(kernel)):
         family, facts = "rescaling", [*facts, fact]
     return Observations(family=family, facts=tuple(filter(None, facts)))
 
 
-def _cap_family(run: Response, case: Case, ask: Ask, call: Call) -> Family | None:
+def _cap_family(run: Response, kernel: FailingKernel) -> Family | None:
     """Return “score” if softcap computes another function, “precision” if it only rounds a score.
 
     The weights are measured in fp32 if the kernel supports it: they reveal a score best there.
     """
-    if case.problem.score.name != "softcap":
+    score = kernel.case.problem.score
+    if score.name != "softcap":
         return None
-    cap: Any = case.problem.score.values["cap"]
-    for one in [*_responses_with(case, {"dtype": "fp32"}, ask), run]:
-        counts = _KeyCounts.of(one, call) if one.error.proven else None
+    cap: Any = score.values["cap"]
+    for one in [*_responses_with({"dtype": "fp32"}, kernel), run]:
+        counts = _KeyCounts.of(one, kernel) if one.error.proven else None
         errors = None if counts is None else counts.score_errors()
         if errors is not None and errors[1] < _SMOOTH:
             return "score"
@@ -259,24 +245,25 @@ def _simplifications(problem: Problem) -> dict[str, tuple[str, dict[str, object]
     return {name: (words, change) for holds, name, words, change in table if holds}
 
 
-def _responses_with(case: Case, change: dict[str, object], ask: Ask) -> Sequence[Response]:
+def _responses_with(change: dict[str, object], kernel: FailingKernel) -> Sequence[Response]:
+    case = kernel.case
     try:
         other = case.problem.replace(**change)
-        return ask(Case(problem=other, question=case.question, parameters=case.parameters))
+        return kernel.ask(Case(problem=other, question=case.question, parameters=case.parameters))
     except ProblemError:
         return ()
 
 
-def _shortest_failure(case: Case, ask: Ask, end: float) -> str:
+def _shortest_failure(kernel: FailingKernel) -> str:
     """Return, in words, from how many keys on the kernel is wrong; tries ``_LENGTHS`` in order."""
-    problem, most_right = case.problem, 0
+    problem, most_right, end = kernel.case.problem, 0, time.monotonic() + _SECONDS
     for kv in _LENGTHS:
         if kv >= problem.kv or time.monotonic() > end:
             break
         change: dict[str, object] = {"kv": kv}
         if problem.query == problem.kv:
             change["query"] = kv
-        runs = _responses_with(case, change, ask)
+        runs = _responses_with(change, kernel)
         if any(run.error.proven for run in runs):
             return f"wrong from {kv} keys on" + (f", right with {most_right}" if most_right else "")
         most_right = kv if runs else most_right
@@ -338,7 +325,7 @@ class _KeyCounts:
     other_sum: bool  # whether LSE is wrong or missing
 
     @classmethod
-    def of(cls, response: Response, call: Call) -> _KeyCounts | None:
+    def of(cls, response: Response, kernel: FailingKernel) -> _KeyCounts | None:
         exact, error, problem = response.call, response.error, response.call.problem
         columns = problem.value_dim
         if not _measured_keys(response):
@@ -349,7 +336,7 @@ class _KeyCounts:
             keys = min(columns, problem.kv - start)
             v = torch.zeros(inputs.v.shape)
             v[:, :, start : start + keys, :keys] = torch.eye(keys)
-            run = call(inputs.replace(v=v.to(inputs.v.dtype)))
+            run = kernel.call(inputs.replace(v=v.to(inputs.v.dtype)))
             if run is None or not bool(run.error.got["out"].isfinite().all()):
                 return None
             unit = run.call.v[:, :, start, :1, None]  # in fp8 times its descale
@@ -506,7 +493,7 @@ class _KeyCounts:
         return padded.view(*x.shape[:-1], -1, _TILE)
 
 
-def _misplacement(runs: Sequence[Response], call: Call) -> str:
+def _misplacement(runs: Sequence[Response], kernel: FailingKernel) -> str:
     """Return evidence that numbers are read or written in the wrong place; empty if there is none.
 
     A right row changes only with its own query, and with the keys and values of its own sequence
@@ -521,12 +508,12 @@ def _misplacement(runs: Sequence[Response], call: Call) -> str:
         return problem.batch * problem.kv_heads == 1, problem.query * problem.kv
 
     inputs = min(some, key=order).call.inputs.forward()
-    plain = call(inputs)
+    plain = kernel.call(inputs)
     if plain is None or not bool(plain.error.got["out"].isfinite().any()):
         return ""
-    for finding in _Dependencies(inputs, plain, call).wrong():
+    for finding in _Dependencies(inputs, plain, kernel).wrong():
         # A result that changes from call to call proves no dependency.
-        again = call(inputs) if finding else None
+        again = kernel.call(inputs)
         if again is not None and not bool(_changes(plain, again).any()):
             return finding
     return ""
@@ -535,8 +522,8 @@ def _misplacement(runs: Sequence[Response], call: Call) -> str:
 class _Dependencies:
     """Tests what a kernel's outputs depend on by negating parts of its inputs, which is exact."""
 
-    def __init__(self, inputs: Inputs, plain: Response, call: Call) -> None:
-        self._inputs, self._plain, self._call = inputs, plain, call
+    def __init__(self, inputs: Inputs, plain: Response, kernel: FailingKernel) -> None:
+        self._inputs, self._plain, self._kernel = inputs, plain, kernel
         self._problem = inputs.problem
 
     def wrong(self) -> Iterator[str]:
@@ -553,7 +540,7 @@ class _Dependencies:
         for name, of in where.items():
             tensor = getattr(self._inputs, name)
             change[name] = (tensor.double() * torch.where(of, -1.0, 1.0)).to(tensor.dtype)
-        run = self._call(self._inputs.replace(**change))
+        run = self._kernel.call(self._inputs.replace(**change))
         if run is None:
             nothing = torch.zeros_like(_changes(self._plain, self._plain))
             return nothing, nothing.any(-1)
@@ -637,27 +624,24 @@ def _must_change(one: Response, other: Response) -> Tensor:
     return (distance > _PLAINLY * allowed).any(-1)
 
 
-def _order_effect(problem: Problem, call: Call, takes: Callable[[Problem], bool]) -> str:
+def _order_effect(kernel: FailingKernel) -> str:
     """Return a fact if the kernel is right with each row's largest score first, but not last.
 
     All rows of a head get the same query, so that one order of the keys sorts every row's scores.
     Empty if the fact does not hold.
     """
+    problem = kernel.case.problem
     if problem.operation != "attention" or problem.backward:
         return ""
     try:
-        plain = problem.replace(
+        wanted = problem.replace(
             mask=FULL, score=NONE, dcaptured=False, sink=False, kv=150, distribution="normal"
         )
     except ProblemError:
         return ""
-    if not takes(plain):
-        from attncheck.cases.strategies.problems import nearest_supported  # loads Hypothesis
-
-        nearest = nearest_supported(plain, takes, ())
-        if nearest is None or nearest.mask != FULL or nearest.score != NONE:
-            return ""
-        plain = nearest
+    plain = nearest_taken(wanted, kernel.takes)
+    if plain is None or plain.mask != FULL or plain.score != NONE:
+        return ""
     inputs = draw_inputs(plain, "cpu")
     # Through float64, because torch cannot gather fp8.
     query = inputs.q[:, :: plain.group, :1].double().repeat_interleave(plain.group, 1)
@@ -668,7 +652,7 @@ def _order_effect(problem: Problem, call: Call, takes: Callable[[Problem], bool]
     def sorted_by(*, descending: bool) -> Response | None:
         place = scores.argsort(-1, descending=descending)[..., None]
         k, v = (x.double().take_along_dim(place, 2).to(x.dtype) for x in (inputs.k, inputs.v))
-        return call(inputs.replace(k=k, v=v))
+        return kernel.call(inputs.replace(k=k, v=v))
 
     first = sorted_by(descending=True)
     if first is None or first.error.proven:

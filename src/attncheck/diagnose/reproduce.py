@@ -17,7 +17,6 @@ from attncheck.records.failures import StoredFailure
 from attncheck.subjects.capabilities.subject import Subject, capability
 from attncheck.verify.deaths import confirm_death
 from attncheck.verify.environment import environment
-from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Executor, Failure, Origin
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.question_fit import question_summary
@@ -86,26 +85,18 @@ def exact_runs(
     Raises:
         UsageError: for an unknown question, or one that does not suit its Problem.
     """
-    executor = executor or executor_of(subject)
-    return tuple(
-        _run(subject, evidence, executor, Origin(case=case, run=number))
-        for number, evidence in enumerate(evidence_of_runs(case, device))
-    )
-
-
-def _run(
-    subject: Subject, evidence: EvidenceBuilder, executor: Executor, origin: Origin
-) -> ExactRun:
-    inputs, exact = evidence.inputs, evidence.truth
-    result = executor.run(subject, inputs, origin=origin)
-    if isinstance(result, Failure):  # A failed call does not report its arithmetic.
-        arithmetic = default_arithmetic(inputs.problem.formats, capability(evidence.device))
-    else:
-        arithmetic = result.arithmetic
-    bound = evidence.allowance(arithmetic)
-    # Exactly 0 in rows without keys, even if other rows have no known bound.
-    alive = evidence.alive
-    allowed = Outputs(
-        torch.where(alive[..., None], bound.out, 0.0), torch.where(alive, bound.lse, 0.0)
-    )
-    return ExactRun(inputs=inputs, exact=exact, allowed=allowed)
+    executor, runs = executor or executor_of(subject), []
+    for number, evidence in enumerate(evidence_of_runs(case, device)):
+        inputs, alive = evidence.inputs, evidence.alive
+        result = executor.run(subject, inputs, origin=Origin(case=case, run=number))
+        if isinstance(result, Failure):  # A failed call does not report its arithmetic.
+            arithmetic = default_arithmetic(inputs.problem.formats, capability(evidence.device))
+        else:
+            arithmetic = result.arithmetic
+        bound = evidence.allowance(arithmetic)
+        # Exactly 0 in rows without keys, even if other rows have no known bound.
+        allowed = Outputs(
+            torch.where(alive[..., None], bound.out, 0.0), torch.where(alive, bound.lse, 0.0)
+        )
+        runs.append(ExactRun(inputs=inputs, exact=evidence.truth, allowed=allowed))
+    return tuple(runs)

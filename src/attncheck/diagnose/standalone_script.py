@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from attncheck.core.judgement import Judgement
+    from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.problem import Case, Problem
     from attncheck.records.record import Record
     from attncheck.subjects.capabilities.subject import Subject, WrittenCall
@@ -100,7 +101,7 @@ class KernelCall:
     source: str  # that function: (kernel, q, k, v) → (out, LSE)
     reads_mask: bool  # whether it reads a global ``mask``
     # Outputs (``out``, ``lse``) that the convention leaves undefined in rows that see no key.
-    unasked_in_empty_rows: frozenset[str] = frozenset()
+    unasked_in_empty_rows: frozenset[TensorName] = frozenset()
     notes: tuple[str, ...] = ()  # for the reader of the script
 
 
@@ -172,7 +173,11 @@ def _source(written: WrittenCall, problem: Problem) -> str:
 
 
 def _named_call(
-    loading: str, call: str, *, unasked: frozenset[str] = frozenset(), notes: tuple[str, ...] = ()
+    loading: str,
+    call: str,
+    *,
+    unasked: frozenset[TensorName] = frozenset(),
+    notes: tuple[str, ...] = (),
 ) -> KernelCall:
     # Named by a checksum of its text, so that runs with equal calls share one function.
     name = f"call_{zlib.crc32(call.encode()):08x}"
@@ -275,7 +280,12 @@ def render_script(  # The arguments are a question, its answer, and where the sc
     if case.problem.backward:
         raise UsageError("the script would ask for out and LSE: it cannot ask for gradients.")
     run_list = exact_runs(subject, case, device=device)
-    size = sum(t.nbytes for run in run_list for t in _tensors(run, {}))
+    size = sum(
+        tensor.nbytes
+        for run in run_list
+        for each in (run.inputs.tensors(), run.exact.tensors(), run.allowed.tensors())
+        for tensor in each.values()
+    )
     if size > LARGEST:
         raise UsageError(
             f"the script would hold {size >> 20} MiB of tensors: it may hold {LARGEST >> 20} MiB."
@@ -338,36 +348,26 @@ class _Memory:
         } | ({"within": size} if far else {})
 
 
-def _tensors(run: ExactRun, more: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    yield from run.inputs.tensors().values()
-    yield from more.values()
-    for outputs in (run.exact, run.allowed):
-        yield from (part for part in (outputs.out, outputs.lse) if part is not None)
-
-
 def _run_data(run: ExactRun, call: KernelCall, memory: _Memory) -> dict[str, Any]:
     """Return the data of a run: its call, inputs, exact outputs and allowances."""
     inputs, problem = run.inputs.tensors(), run.inputs.problem
     if call.reads_mask:
         inputs["mask"] = attention_mask(problem, str(run.inputs.device))
-    empty = run.exact.lse.isneginf() if run.exact.lse is not None else torch.tensor(data=False)
-    allowed = {"out": run.allowed.out, "lse": run.allowed.lse}
+    exact, allowed = run.exact.tensors(), run.allowed.tensors()
+    empty = exact["lse"].isneginf()
     data: dict[str, Any] = {
         "call": call.name,
         "inputs": {name: memory.view(tensor) for name, tensor in inputs.items()},
         "dtype": str(problem.formats.output.torch_dtype),
     }
-    for name, exact in (("out", run.exact.out), ("lse", run.exact.lse)):
-        bound = allowed[name]
-        assert exact is not None, "the oracle gives LSE"
-        assert bound is not None, "the judge bounds it"
-        if name in call.unasked_in_empty_rows:
-            rows = empty if name == "lse" else empty[..., None]
-            # An allowance of NaN lets the script accept anything there.
-            bound = torch.where(rows, torch.nan, bound)
+    # An allowance of NaN lets the script accept anything there.
+    for name in call.unasked_in_empty_rows:
+        rows = empty if name == "lse" else empty[..., None]
+        allowed[name] = torch.where(rows, torch.nan, allowed[name])
+    for name in exact:
         data[name] = {
-            part: memory.view(tensor.cpu().contiguous())
-            for part, tensor in (("exact", exact), ("allowed", bound))
+            part: memory.view(outputs[name].cpu().contiguous())
+            for part, outputs in (("exact", exact), ("allowed", allowed))
         }
     return data
 

@@ -17,7 +17,8 @@ from attncheck.core.errors import ProblemError, UsageError
 from attncheck.core.formats import DTYPES, FORMATS, Format, round_to
 from attncheck.core.mod_spec import FULL, NONE, Dimensions, Entry, Spec
 from attncheck.core.outputs import Outputs
-from attncheck.diagnose.diagnosis import LARGEST_DIAGNOSED, diagnose_result
+from attncheck.diagnose.diagnosis import diagnose_result
+from attncheck.diagnose.failing_kernel import LARGEST_DIAGNOSED
 from attncheck.inputs import input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS, Distribution
 from attncheck.inputs.input_tensors import Descale, Inputs
@@ -113,13 +114,15 @@ class UserTensors:
                 )
             if 0 in tensor.shape:
                 raise UsageError(f"{name}.shape={tuple(tensor.shape)} has an empty axis.")
-            if tensor.device != self.q.device:
-                raise UsageError(f"{name}.device={tensor.device}, but q.device={self.q.device}.")
-            if tensor.layout != torch.strided:
-                raise UsageError(f"{name}.layout={tensor.layout} must be torch.strided.")
+            self._require_own_device(name, tensor)
+            _require_strided(name, tensor)
         if self.q.device.type not in _DEVICES:
             able = " or ".join(_DEVICES)
             raise UsageError(f"q.device={self.q.device} must be {able}.")
+
+    def _require_own_device(self, name: str, tensor: Tensor) -> None:
+        if tensor.device != self.q.device:
+            raise UsageError(f"{name}.device={tensor.device}, but q.device={self.q.device}.")
 
     def _problem(self) -> Problem:
         batch, heads, query, head_dim = self.q.shape
@@ -238,10 +241,7 @@ class UserTensors:
                 "descale must be three fp32 tensors (batch, kv_heads): of q, of k and of v."
             )
         for name, scale in zip("qkv", self.descale, strict=True):
-            if scale.device != self.q.device:
-                raise UsageError(
-                    f"{name}_descale.device={scale.device}, but q.device={self.q.device}."
-                )
+            self._require_own_device(f"{name}_descale", scale)
         q, k, v = self.descale
         return Descale(q=q, k=k, v=v)
 
@@ -257,8 +257,7 @@ class UserTensors:
         if sink.dtype not in _EXACT_IN_FP32:
             able = _dtype_names(_EXACT_IN_FP32)
             raise UsageError(f"sink.dtype={sink.dtype} is not known: choose from {able}.")
-        if sink.device != self.q.device:
-            raise UsageError(f"sink.device={sink.device}, but q.device={self.q.device}.")
+        self._require_own_device("sink", sink)
         if bool((sink.isnan() | sink.isposinf()).any()):
             raise UsageError("sink holds NaN or ∞: a logit is finite, or −∞ for none.")
         return sink.detach().float()
@@ -269,6 +268,11 @@ def _require_tensor(name: str, value: object) -> Tensor:
     if not isinstance(value, torch.Tensor):
         raise UsageError(f"{name} is {type(value).__name__}: it must be a tensor.")
     return value
+
+
+def _require_strided(name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise UsageError(f"{name}.layout={tensor.layout} must be torch.strided.")
 
 
 def _dtype_names(dtypes: Iterable[torch.dtype]) -> str:
@@ -452,8 +456,7 @@ def _output_format(name: str, value: object, shape: tuple[int, ...], inputs: Inp
         raise UsageError(f"{name}.shape={tuple(tensor.shape)}, but should be {shape}.")
     if tensor.device != inputs.device:
         raise UsageError(f"{name}.device={tensor.device}, but should be {inputs.device}.")
-    if tensor.layout != torch.strided:
-        raise UsageError(f"{name}.layout={tensor.layout} must be torch.strided.")
+    _require_strided(name, tensor)
     for fmt in FORMATS.values():
         # fp8 formats saturate; no kernel gives its result in one.
         if fmt.torch_dtype == tensor.dtype and not fmt.saturates:

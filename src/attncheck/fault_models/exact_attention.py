@@ -19,7 +19,7 @@ from attncheck.core.outputs import Outputs
 from attncheck.mods.captured_gradients import CapturedSums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -33,7 +33,7 @@ _MOST_SPLIT_ROWS = 64  # most query rows with splits, which kernels use to decod
 _KEY_TILES = (16, 32, 48, 64, 96, 128)  # keys of a tile that need not have as many rows
 
 # Errors of a mod that takes only 0-d indices, or reads a table beyond its end.
-_NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
+NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
 FP32_LOWEST = -150 * math.log(2.0)  # exp below it is 0 in fp32
 _FP32_LARGEST = 128 * math.log(2.0)
 
@@ -67,20 +67,6 @@ class SoftmaxParts:
     def outputs(self) -> Outputs:
         """Return out and LSE."""
         return Outputs(self.out, self.lse)
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class RecurrenceChange:
-    """Changes to the recurrence that are not planted in the ideal kernel."""
-
-    # (scores of a tile, the maximum) → the exponents of the weights.
-    exponent: Callable[[Tensor, Tensor], Tensor] = lambda part, shift: part - shift
-    # of_out, of_sum: (running sums, their rescaling factor) → the rescaled sums.
-    of_out: Callable[[Tensor, Tensor], Tensor] = lambda sums, alpha: sums * alpha
-    of_sum: Callable[[Tensor, Tensor], Tensor] = lambda sums, alpha: sums * alpha
-    # sign_of_out, sign_of_sum: factors of a tile's sums.
-    sign_of_out: float = 1.0
-    sign_of_sum: float = 1.0
 
 
 class ExactAttention:
@@ -223,14 +209,12 @@ class ExactAttention:
         """Return the call's gradients; every row must be predicted."""
         return ExactGradients(self)
 
-    def visible(
-        self, mask: MaskMod, *, b: Tensor | None = None, h: Tensor | None = None, i: int = 0
-    ) -> Tensor:
-        """Return the keys that a mask shows, bool; at other indices, or rows shifted by ``i``."""
-        at = (self.b if b is None else b, self.h if h is None else h, self.i + i, self.j)
+    def visible(self, mask: MaskMod, *, h: Tensor | None = None, i: int = 0) -> Tensor:
+        """Return the keys that a mask shows, bool; to other heads, or rows shifted by ``i``."""
+        at = (self.b, self.h if h is None else h, self.i + i, self.j)
         try:
             seen = torch.as_tensor(mask(*at))
-        except _NOT_BROADCAST:
+        except NOT_BROADCAST:
             last = self.problem.query - 1
             seen = _vmap_axes(mask, 0, (at[0], at[1], at[2].clamp(0, last), at[3]))
         return seen.to(torch.bool).expand(self.shape)
@@ -250,7 +234,7 @@ class ExactAttention:
         try:
             # A copy, since a score mod may write to its argument.
             s = score(x.clone(), *at)
-        except _NOT_BROADCAST:
+        except NOT_BROADCAST:
             s = _vmap_axes(score, 1, at, x)
         return s.to(torch.float64).expand(x.shape)
 
@@ -340,10 +324,6 @@ class ExactAttention:
         lse = parts.lse if steps.lse is None else steps.lse(parts.lse)
         yield Outputs(parts.out * steps.normaliser, lse), {}
 
-    def descales(self, name: str) -> Tensor:
-        """Return the descales of q, k or v for each query head, ``(batch, heads, 1, 1)``."""
-        return self.by_query_head(getattr(self.inputs.descale, name).double())[..., None, None]
-
     def _descaled(
         self, change: Callable[[str, Tensor], Tensor], x: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -354,7 +334,7 @@ class ExactAttention:
         return x * (ratios["q"] * ratios["k"]), self.v * ratios["v"]
 
     def by_tile(
-        self, steps: Steps, z: Tensor | None = None, slip: RecurrenceChange | None = None
+        self, steps: Steps, z: Tensor | None = None
     ) -> Iterator[tuple[Outputs, dict[str, int]]]:
         """Yield outputs of the recurrence over tiles of all sizes, also within several splits.
 
@@ -362,24 +342,21 @@ class ExactAttention:
         """
         z, kv = self.z if z is None else z, self.problem.kv
         for size in self.key_tiles:
-            yield self.online(size, steps, z, slip=slip), {"tile": size}
+            yield self.online(size, steps, z), {"tile": size}
         for count, size in product(_SPLITS, self.key_tiles):
             length = -(-kv // count)
             # A split of one tile would equal a larger tile.
             if size < length and self.sink is None and len(self.rows) <= _MOST_SPLIT_ROWS:
                 parts = [
-                    self.online(size, steps, z[..., at:end], self.v[:, :, at:end], slip)
+                    self.online(size, steps, z[..., at:end], self.v[:, :, at:end])
                     for at, end in pairwise([*range(0, kv, length), kv])
                 ]
-                yield merged(parts), {"tile": size, "splits": count}
+                both = zip(*((one.out, one.lse) for one in parts), strict=True)
+                outs, lses = (torch.stack(each) for each in both)
+                yield merged(outs, lses), {"tile": size, "splits": count}
 
     def online(
-        self,
-        size: int,
-        steps: Steps,
-        z: Tensor | None = None,
-        v: Tensor | None = None,
-        slip: RecurrenceChange | None = None,
+        self, size: int, steps: Steps, z: Tensor | None = None, v: Tensor | None = None
     ) -> Outputs:
         """Return outputs of FlashAttention-2's recurrence over tiles of ``size`` keys.
 
@@ -388,10 +365,8 @@ class ExactAttention:
         Args:
             z: Scores, −∞ where hidden; the call's by default.
             v: Values of the keys; the call's by default.
-            slip: Further changes besides ``steps``.
         """
         z, v = self.z if z is None else z, self.v if v is None else v
-        slip = slip or RecurrenceChange()
         shape = z.shape[:3]
         m = z.new_full(shape, steps.first_maximum)
         total, out = z.new_zeros(shape), z.new_zeros((*shape, self.v.shape[-1]))
@@ -408,18 +383,18 @@ class ExactAttention:
             if steps.zero_maximum_when_empty:
                 new = shift
             relative = steps.relative(last=start == starts[-1])
-            p = _fp32_exp(slip.exponent(part, shift[..., None]) if relative else part)
+            p = _fp32_exp(steps.exponent(part, shift[..., None]) if relative else part)
             if start == 0 and steps.first_weight != 1.0:
                 p = torch.cat([p[..., :1] * steps.first_weight, p[..., 1:]], -1)
             alpha = _fp32_exp((m - shift * steps.rescale_maximum) * steps.rescale_exponent)
             summed = p if steps.summed_weights is None else steps.summed_weights(p)
-            rescaled = slip.of_sum(total, alpha if steps.rescales_sum else torch.ones_like(alpha))
-            total = rescaled + slip.sign_of_sum * summed.sum(-1)
+            rescaled = steps.of_sum(total, alpha if steps.rescales_sum else torch.ones_like(alpha))
+            total = rescaled + steps.sign_of_sum * summed.sum(-1)
             p = p if weights is None else weights(p)
             # 1 + 0 · α: an infinite factor spoils out whether it is applied or not.
             factor = alpha if steps.rescales_out else 1.0 + 0 * alpha
             added = weighted_sum(p, v[:, :, start : start + size])
-            out = slip.of_out(out, factor[..., None]) + slip.sign_of_out * added
+            out = steps.of_out(out, factor[..., None]) + steps.sign_of_out * added
             out = out if steps.kept_out is None else steps.kept_out(out)
             total = total if steps.kept_sum is None else steps.kept_sum(total)
             m = new
@@ -469,6 +444,11 @@ class ExactGradients:
         return (self.dout * self.call.parts.out).sum(-1)
 
     @cached_property
+    def off(self) -> Tensor:
+        """Return the term that is subtracted from dP in each row: delta − dLSE."""
+        return (self.delta - self.dlse)[..., None]
+
+    @cached_property
     def dp(self) -> Tensor:
         """Return dP = dO·v."""
         return self.dout @ self.call.v.mT
@@ -482,7 +462,7 @@ class ExactGradients:
     def of_heads(self) -> dict[str, Tensor]:
         """Return dK and dV of each query head, ``(batch, heads, kv, …)``, without a group's sum."""
         p = self.weights()
-        dx = p * (self.dp - (self.delta - self.dlse)[..., None]) * self.slopes
+        dx = p * (self.dp - self.off) * self.slopes
         return {"dk": dx.mT @ self.call.q * self.call.scale, "dv": p.mT @ self.dout}
 
     def slopes_at(self, x: Tensor, h: Tensor | None = None) -> Tensor:
@@ -634,9 +614,8 @@ class ExactGradients:
         return sums.sums
 
 
-def merged(parts: Sequence[Outputs], base: float = 1.0) -> Outputs:
-    """Merge the outputs of parts of the keys by their LSE times ``base``."""
-    outs, lses = (torch.stack(x) for x in zip(*((one.out, one.lse) for one in parts), strict=True))
+def merged(outs: Tensor, lses: Tensor, base: float = 1.0) -> Outputs:
+    """Merge out and LSE of parts of the keys, along the first axis, by their LSE times ``base``."""
     lse = (lses * base).logsumexp(0)
     shift = torch.where(lse == -math.inf, 0.0, lse)
     weights = (lses * base - shift).exp()

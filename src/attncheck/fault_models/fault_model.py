@@ -7,18 +7,19 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping  # dataclasses
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from attncheck.core.outputs import Outputs
+from attncheck.fault_models.steps import Steps
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.tensor_names import TensorName
     from attncheck.fault_models.exact_attention import ExactAttention
-    from attncheck.fault_models.steps import Steps
     from attncheck.inputs.problem import Problem
 
 Parameters = Mapping[str, int | float | str]
@@ -40,8 +41,8 @@ class Prediction:
     free: Tensor | None = None  # rows ``(batch, heads, rows)`` without a prediction
 
 
-Form = Prediction | Outputs | tuple[Outputs, Parameters]
-"""An item that a model yields: outputs, with parameters if the model has several forms."""
+Form = Prediction | Outputs | Steps | tuple[Outputs | Steps, Parameters]
+"""An item that a model yields: outputs or steps, with parameters if it has several forms."""
 
 
 Family = Literal[
@@ -106,16 +107,15 @@ class FaultModel:
                 yield from _lost_row_variants(one, call)
 
     def _forms(self, call: ExactAttention) -> Iterator[Prediction]:
-        for steps in self.steps:
-            for outputs, parameters in call.predict(steps):
-                yield Prediction(outputs=outputs, parameters=parameters)
-        for form in self.forms(call) if self.forms else ():
-            if isinstance(form, Prediction):
-                yield form
-            elif isinstance(form, Outputs):
-                yield Prediction(outputs=form)
+        for form in chain(self.steps, self.forms(call) if self.forms else ()):
+            one, parameters = form if isinstance(form, tuple) else (form, {})
+            if isinstance(one, Steps):
+                for outputs, of_tile in call.predict(one):
+                    yield Prediction(outputs=outputs, parameters={**parameters, **of_tile})
+            elif isinstance(one, Outputs):
+                yield Prediction(outputs=one, parameters=parameters)
             else:
-                yield Prediction(outputs=form[0], parameters=form[1])
+                yield one
 
 
 def _lost_row_variants(one: Prediction, call: ExactAttention) -> Iterator[Prediction]:
@@ -228,6 +228,11 @@ class ModelTable(dict[str, FaultModel]):
 def is_attention(problem: Problem) -> bool:
     """Return whether a Problem is one of attention, with heads, q and k."""
     return problem.operation == "attention"
+
+
+def is_scaled(problem: Problem) -> bool:
+    """Return whether a Problem's tensors have descales: they are fp8."""
+    return problem.formats.scaled
 
 
 def has_mask(*names: str) -> Callable[[Problem], bool]:

@@ -15,9 +15,8 @@ from attncheck.fault_models.gradient_models import nan_where
 from attncheck.fault_models.layout_models import (
     INDICES,
     contiguous,
-    places,
-    read_at,
     read_in_place,
+    read_strided,
     read_with_strides,
     same_along,
     transposed_load,
@@ -67,27 +66,23 @@ def _last_stored(grad: ExactGradients, dz: Tensor, rows: int, keys: int) -> Iter
 def _last_writes(
     grad: ExactGradients, dz: Tensor, read: list[tuple[Leaf, Tensor]], when: Tensor
 ) -> Tensor:
-    """Return the captured gradients, each number the last term written to it."""
+    """Return the captured gradients, each number the last term written to it; not terms of 0."""
     call, gradients = grad.call, []
     for tensor in captured_tensors(call.score):
         gradient = torch.zeros(tensor.numel(), dtype=torch.float64)
         for leaf, slope in read:
             if leaf.tensor is tensor:
-                terms = torch.where(call.seen, dz * slope, 0.0)
-                numbers = torch.arange(tensor.numel()).view(tensor.shape)[leaf.places]
-                _write_last(gradient, numbers.expand(dz.shape), terms, when.expand(dz.shape))
+                all_terms = torch.where(call.seen, dz * slope, 0.0)
+                places = torch.arange(tensor.numel()).view(tensor.shape)[leaf.places]
+                written = all_terms != 0
+                terms, times = all_terms[written], when.expand(dz.shape)[written]
+                numbers = places.expand(dz.shape)[written]
+                last = torch.full(gradient.shape, -1, dtype=torch.int64)
+                last.scatter_reduce_(0, numbers, times, "amax")
+                stays = times == last[numbers]
+                gradient[numbers[stays]] = terms[stays]
         gradients.append(gradient)
     return torch.cat(gradients)
-
-
-def _write_last(to: Tensor, numbers: Tensor, terms: Tensor, when: Tensor) -> None:
-    """Write to each number the last of its ``terms``; terms of 0 are not written."""
-    written = terms != 0
-    numbers, terms, when = numbers[written], terms[written], when[written]
-    last = torch.full(to.shape, -1, dtype=torch.int64)
-    last.scatter_reduce_(0, numbers, when, "amax")
-    stays = when == last[numbers]
-    to[numbers[stays]] = terms[stays]
 
 
 _PADDED_TO = (64, 128)  # rows to whose multiples kernels pad, whatever their tile
@@ -208,7 +203,7 @@ def gradient_added_again(grad: ExactGradients) -> Iterator[Form]:
 def captured_not_summed(grad: ExactGradients) -> Iterator[Form]:
     """What several scores read has the gradient that the last of them wrote, not the sum."""
     call, exact = grad.call, grad.exact
-    dz = grad.weights() * (grad.dp - (grad.delta - grad.dlse)[..., None])
+    dz = grad.weights() * (grad.dp - grad.off)
     grid = (call.problem.query, call.problem.kv)
     for rows, keys in dict.fromkeys((grid, *call.tiles, *((grid[0], n) for _, n in call.tiles))):
         assert exact.dcaptured is not None, "asked of what has it"
@@ -283,9 +278,7 @@ def backward_index_missing(grad: ExactGradients) -> Iterator[Form]:
                 own = x.contiguous()
                 b, h, _, _ = own.stride()
                 columns = own.shape[3]
-                steps = places(tuple(own.shape), (b // columns, h // columns, 1, 1))
-                at = sum(steps, torch.zeros((), dtype=torch.int64))
-                read[name] = read_at(own, at)[0]
+                read[name] = read_strided(own, (b // columns, h // columns, 1, 1))[0]
             yield grad.reading(read), {"of": whose, "index": "not times the columns"}
 
 
@@ -351,15 +344,10 @@ def dout_strides(grad: ExactGradients) -> Iterator[Form]:
     # The strides of a contiguous dO, or of one with rows before heads.
     for stride in (contiguous(dout.shape), (h * i * d, d, h * d, 1)):
         if stride != dout.stride():
-            for read in read_with_strides(dout, stride):
-                yield from _with_dout(grad, read.double())
-
-
-def _with_dout(grad: ExactGradients, dout: Tensor) -> Iterator[Form]:
-    """Yield gradients with another dO, and its delta or the right one."""
-    # A separate kernel for delta may read dO correctly.
-    for delta in ((dout * grad.call.parts.out).sum(-1), grad.delta):
-        yield grad.gradients(dout=dout, dp=dout @ grad.call.v.mT, delta=delta)
+            for read in map(torch.Tensor.double, read_with_strides(dout, stride)):
+                # A separate kernel for delta may read dO correctly.
+                for delta in ((read * grad.call.parts.out).sum(-1), grad.delta):
+                    yield grad.gradients(dout=read, dp=read @ grad.call.v.mT, delta=delta)
 
 
 @_model(applies=lambda problem: problem.head_dim != problem.value_dim)
@@ -419,8 +407,7 @@ def _with_other_heads(grad: ExactGradients, heads: Tensor) -> dict[str, Tensor]:
     seen = call.visible(call.mask, h=index)
     lse = call.parts.lse[:, heads]
     p = grad.weights(s=call.modified(x, h=index), seen=seen, lse=lse)
-    off = (grad.delta - grad.dlse)[:, heads]
-    dx = p * (dout @ call.v.mT - off[..., None]) * grad.slopes_at(x, index)
+    dx = p * (dout @ call.v.mT - grad.off[:, heads]) * grad.slopes_at(x, index)
     dx = torch.where(p == 0, 0.0, dx)
     sums = {"dk": dx.mT @ q * call.scale, "dv": p.mT @ dout}
     return {name: sum_group(each, call.problem.group) for name, each in sums.items()}

@@ -11,7 +11,7 @@ import torch
 
 from attncheck.fault_models.exact_attention import TRIED_TILES, ExactGradients, sum_group
 from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_mask, has_score
-from attncheck.fault_models.layout_models import places, read_at
+from attncheck.fault_models.layout_models import read_strided
 from attncheck.fault_models.mask_models import mask_without
 from attncheck.fault_models.steps import LOG2E, Steps, round_to_format
 from attncheck.fault_models.tile_models import bounded_loops, once_for_each, tile_visibility
@@ -64,7 +64,7 @@ def delta_not_summed(grad: ExactGradients) -> Iterator[Form]:
 @_model()
 def ds_factor_missing(grad: ExactGradients) -> Iterator[Form]:
     """DS is P alone, or dP − delta alone, not their product."""
-    p, off = grad.weights(), grad.dp - (grad.delta - grad.dlse)[..., None]
+    p, off = grad.weights(), grad.dp - grad.off
     seen = grad.call.seen
     for ds in (p, off, torch.where(seen, off, 0.0)):
         yield grad.of_scores(ds)
@@ -243,15 +243,16 @@ def backward_scores_rounded(grad: ExactGradients) -> Iterator[Form]:
 def gradient_rounded(grad: ExactGradients) -> Iterator[Form]:
     """A gradient, or what it is a product of, is rounded to too few bits."""
     call, exact = grad.call, grad.exact
-    p, off = grad.weights(), (grad.delta - grad.dlse)[..., None]
-    dx = p * (grad.dp - off) * grad.slopes
+    p = grad.weights()
+    dz = p * (grad.dp - grad.off)
+    dx = dz * grad.slopes
     for name in ("fp16", "bf16"):
         rounded = round_to_format(name)
         yield grad.gradients(weights=rounded(p)), {"format": name, "of": "P"}
         yield replace(exact, dv=grad.gradients(weights=rounded(p)).dv), {"format": name, "of": "P"}
         yield grad.gradients(dp=rounded(grad.dp)), {"format": name, "of": "dP"}
         yield grad.gradients(delta=rounded(grad.delta)), {"format": name, "of": "delta"}
-        yield grad.of_scores(rounded(p * (grad.dp - off))), {"format": name, "of": "dS"}
+        yield grad.of_scores(rounded(dz)), {"format": name, "of": "dS"}
         # A tile's term may be rounded, or the running sum; before the scale, or after it.
         products = {"dq": (dx, call.k, call.key_tiles)}
         products["dk"] = (dx.mT, call.q, call.row_tiles)
@@ -361,9 +362,7 @@ def delta_of_another_row(grad: ExactGradients) -> Iterator[Form]:
         "without row": (b, h, 0, 1),
         "without column": (b, h, i, 0),
     }.items():
-        steps = places(tuple(dout.shape), stride)
-        at = sum(steps, torch.zeros((), dtype=torch.int64))
-        delta = (read_at(out, at)[0] * read_at(dout, at)[0]).sum(-1)
+        delta = (read_strided(out, stride)[0] * read_strided(dout, stride)[0]).sum(-1)
         yield grad.gradients(delta=delta), {"of": of}
 
 

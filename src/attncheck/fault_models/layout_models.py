@@ -19,7 +19,7 @@ from attncheck.fault_models.fault_model import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
 
@@ -47,8 +47,7 @@ def read_with_strides(
         stride: A stride for each axis.
         shape: Shape to read; the tensor's own by default.
     """
-    steps = places(shape or tuple(tensor.shape), stride)
-    values, inside = read_at(tensor, sum(steps, torch.zeros((), dtype=torch.int64)))
+    values, inside = read_strided(tensor, stride, shape)
     yield values
     if not bool(inside.all()):
         yield torch.where(inside, values, torch.zeros((), dtype=values.dtype))
@@ -61,6 +60,18 @@ def places(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[Tensor]:
         along = [-1 if other == axis else 1 for other in range(len(shape))]
         steps.append((torch.arange(length) * step).view(along))
     return steps
+
+
+def total(steps: Iterable[Tensor]) -> Tensor:
+    """Return the sum of offsets along axes."""
+    return sum(steps, torch.zeros((), dtype=torch.int64))
+
+
+def read_strided(
+    tensor: Tensor, stride: tuple[int, ...], shape: tuple[int, ...] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return ``read_at`` of a tensor read with other strides, in its own shape by default."""
+    return read_at(tensor, total(places(shape or tuple(tensor.shape), stride)))
 
 
 def read_at(tensor: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,9 +192,8 @@ def read_in_place(own: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]
     Both are assumed contiguous, with heads before rows, or rows before heads.
     """
     for axes in ((0, 1, 2, 3), (0, 2, 1, 3)):
-        shape, size = own.permute(axes).shape, other.numel()
-        steps = places(tuple(shape), contiguous(shape))
-        at = sum(steps, torch.zeros((), dtype=torch.int64))
+        size = other.numel()
+        at = torch.arange(own.numel()).view(own.permute(axes).shape)
         values = other.permute(axes).flatten()[at.clamp(max=size - 1)]
         yield values.permute(axes), (at < size).permute(axes)
 
@@ -244,15 +254,13 @@ def stride_of_another_axis(call: ExactAttention) -> Iterator[Form]:
                 continue
             # An index without a stride has that of the columns.
             for other in {*own} - {own[axis]}:
-                steps = places(shape, (*own[:axis], other, *own[axis + 1 :]))
-                read, inside = read_at(tensor, sum(steps, torch.zeros((), dtype=torch.int64)))
+                read, inside = read_strided(tensor, (*own[:axis], other, *own[axis + 1 :]))
                 if bool(inside.all()):
                     yield _with_inputs(call, {whose: read.permute(order)})[0], parameters
         # One index for all rows of all sequences, as in packed sequences.
         rows = order.index(2)
         for other in {*own} - {own[rows]} if rows == 1 else ():
-            steps = places(shape, (shape[1] * other, other, *own[2:]))
-            read, inside = read_at(tensor, sum(steps, torch.zeros((), dtype=torch.int64)))
+            read, inside = read_strided(tensor, (shape[1] * other, other, *own[2:]))
             if bool(inside.all()):
                 parameters = {"of": whose, "index": "sequence and row"}
                 yield _with_inputs(call, {whose: read.permute(order)})[0], parameters
@@ -301,8 +309,7 @@ def index_of_another_axis(call: ExactAttention) -> Iterator[Form]:
                     index[axis] = -index[axis] if other is None else other
                     index.append(torch.arange(tensors[one].shape[3]))
                     stride = memory[one].stride()
-                    steps = [index[place] * step for place, step in zip(order, stride, strict=True)]
-                    at = sum(steps, torch.zeros((), dtype=torch.int64))
+                    at = total(index[n] * step for n, step in zip(order, stride, strict=True))
                     read[one], in_memory = read_at(memory[one], at)
                     shape = (*call.shape[:2], own_rows[one].numel(), tensors[one].shape[3])
                     read[one] = read[one].expand(shape)
@@ -403,43 +410,37 @@ def first_tile_again(call: ExactAttention) -> Iterator[Form]:
     """The first tile is read again in place of every other: its pointer, or index, does not move
     on.
     """
-    kv, query = call.problem.kv, call.problem.query
-    for size in call.key_tiles:
-        # With a single tile this is right.
-        place = torch.arange(kv) % size
-        for names in ("k", "v", "kv"):
-            read = {name: getattr(call, name)[:, :, place] for name in names}
-            yield attending(call, read), {"of": ", ".join(names), "tile": size}
-        # The mask may be applied at the first tile's places, too, which then counts once a tile.
-        count, in_first = -(-kv // size), call.j < size
-        scores = call.s + math.log(count)
-        yield call.attend(s=scores, seen=call.seen & in_first), {"of": "all", "tile": size}
-    for size in call.row_tiles:
-        place = torch.arange(query) % size
-        yield attending(call, {"q": _permuted_rows(call, place)}), {"of": "q", "tile": size}
+    # With a single tile this is right.
+    yield from _read_again(call, lambda i, size: i % size, lambda size: -(-call.problem.kv // size))
 
 
 @_model(applies=is_attention)
 def first_of_tile_again(call: ExactAttention) -> Iterator[Form]:
     """The first row, or key, of each tile stands for all of it: the index within it is missing."""
-    kv = call.problem.kv
+    yield from _read_again(call, lambda i, size: i // size * size, lambda size: size)
+
+
+def _read_again(
+    call: ExactAttention, place: Callable[[Tensor, int], Tensor], times: Callable[[int], int]
+) -> Iterator[Form]:
+    """Yield outputs where some keys, or rows, are read in place of all others.
+
+    Args:
+        place: (an index, the size of a tile) → the index that is read.
+        times: (the size of a tile) → how often each key is read.
+    """
     for size in call.key_tiles:
-        place = torch.arange(kv) // size * size
+        keys = place(torch.arange(call.problem.kv), size)
         for names in ("k", "v", "kv"):
-            read = {name: getattr(call, name)[:, :, place] for name in names}
+            read = {name: getattr(call, name)[:, :, keys] for name in names}
             yield attending(call, read), {"of": ", ".join(names), "tile": size}
-        # The mask may be applied at that key's place, too, which then counts once for each place.
-        first = call.j % size == 0
-        outputs = call.attend(s=call.s + math.log(size), seen=call.seen & first)
+        # The mask may be applied at that place, too: the key then counts as often as it is read.
+        own = place(call.j, size) == call.j
+        outputs = call.attend(s=call.s + math.log(times(size)), seen=call.seen & own)
         yield outputs, {"of": "all", "tile": size}
     for size in call.row_tiles:
-        place = torch.arange(call.problem.query) // size * size
-        yield attending(call, {"q": _permuted_rows(call, place)}), {"of": "q", "tile": size}
-
-
-def _permuted_rows(call: ExactAttention, place: Tensor) -> Tensor:
-    """Return the predicted rows of q, each replaced by the row at ``place``."""
-    return call.every_q[:, :, place[call.rows]]
+        rows = place(torch.arange(call.problem.query), size)[call.rows]
+        yield attending(call, {"q": call.every_q[:, :, rows]}), {"of": "q", "tile": size}
 
 
 def attending(call: ExactAttention, read: dict[str, Tensor]) -> Outputs:
@@ -583,23 +584,18 @@ def offsets_of_32_bits(call: ExactAttention) -> Iterator[Form]:
     """
     for name in ("q", "k", "v"):
         tensor: Tensor = getattr(call.inputs, name)
-        if _reach(tensor) < _FAR:
+        axes = zip(tensor.shape, tensor.stride(), strict=True)
+        if sum((length - 1) * step for length, step in axes) < _FAR:
             continue
         # Either the offsets along each axis wrap, or their sum does.
         for each in (True, False):
             yield _with_inputs(call, {name: _read_wrapped(tensor, each=each)})
 
 
-def _reach(tensor: Tensor) -> int:
-    """Return the offset of the last element from the first."""
-    return sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def _read_wrapped(tensor: Tensor, *, each: bool) -> Tensor:
     """Return the tensor read with int32 offsets: those along each axis wrap, or their sum."""
     steps = places(tuple(tensor.shape), tensor.stride())
-    start = torch.zeros((), dtype=torch.int64)
-    at = sum(map(_wrap, steps), start) if each else _wrap(sum(steps, start))
+    at = total(map(_wrap, steps)) if each else _wrap(total(steps))
     values, inside = read_at(tensor, at)
     return torch.where(inside, values, torch.zeros((), dtype=values.dtype))
 

@@ -8,15 +8,15 @@ import torch
 
 from attncheck.core.mod_spec import FULL, Dimensions, Spec
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.fault_model import ModelTable, Parameters, has_mask
+from attncheck.fault_models.fault_model import Form, ModelTable, Parameters, has_mask
 from attncheck.fault_models.layout_models import key_counts
-from attncheck.fault_models.steps import Steps, replace_mask_parts
+from attncheck.fault_models.steps import Steps, steps_with_masks
 from attncheck.fault_models.tile_models import first_key, once_for_each, tile_visibility
 from attncheck.mods import masks
 from attncheck.mods.library import build_mask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
 
@@ -32,38 +32,30 @@ _CAUSAL = ("causal", "causal_bottom_right", "sliding_window", "prefix_lm")
 _DOCUMENTS = ("document", "documents")
 
 Values = Any  # a Spec's values, by name
-Rows = tuple["Outputs", "Parameters"]
 
 
-def _replace_parts(**instead: Callable[[Values, Dimensions, str], MaskMod]) -> Steps:
-    """Return Steps with other masks in place of the named parts."""
-
-    def change(spec: Spec, dims: Dimensions, device: str) -> MaskMod | None:
-        build = instead.get(spec.name)
-        return None if build is None else build(spec.values, dims, device)
-
-    return Steps(mask=lambda problem, device: replace_mask_parts(problem, device, change))
-
-
-def _shift_edge(later: int, *names: str) -> Steps:
+def _shift_edge(later: int) -> Steps:
     """Return Steps that move the edge of causal masks ``later`` keys to the right."""
-    every: dict[str, Callable[[Values, Dimensions, str], MaskMod]] = {
-        "causal": lambda _v, _d, _: lambda _b, _h, i, j: i + later >= j,
-        "causal_bottom_right": lambda _v, d, _: masks.causal_bottom_right(d.kv - d.query + later),
-        "sliding_window": lambda v, _d, _: (
-            lambda _b, _h, i, j: (i - j < v["window"]) & (i + later >= j)
-        ),
-        "prefix_lm": lambda v, _d, _: lambda _b, _h, i, j: (j < v["prefix"]) | (i + later >= j),
-    }
-    return _replace_parts(**{name: every[name] for name in names or every})
+    return steps_with_masks(
+        {
+            "causal": lambda _v, _d, _: lambda _b, _h, i, j: i + later >= j,
+            "causal_bottom_right": lambda _v, d, _: masks.causal_bottom_right(
+                d.kv - d.query + later
+            ),
+            "sliding_window": lambda v, _d, _: (
+                lambda _b, _h, i, j: (i - j < v["window"]) & (i + later >= j)
+            ),
+            "prefix_lm": lambda v, _d, _: lambda _b, _h, i, j: (j < v["prefix"]) | (i + later >= j),
+        }
+    )
 
 
 def mask_without(*names: str, instead: MaskMod = masks.full) -> Steps:
     """Return Steps with ``instead`` in place of the mask's named parts."""
-    return _replace_parts(**dict.fromkeys(names, lambda _v, _d, _: instead))
+    return steps_with_masks(dict.fromkeys(names, lambda _v, _d, _: instead))
 
 
-def _with_later_rows(call: ExactAttention, rows: int) -> Rows:
+def _with_later_rows(call: ExactAttention, rows: int) -> Form:
     """Return outputs with the mask of the row ``rows`` later, and parameters."""
     # A shift by one row is in the sentence, and needs no parameter.
     parameters = {"rows": rows} if abs(rows) > 1 else {}
@@ -78,18 +70,17 @@ def _with_empty_last(whose: str) -> Steps:
         spec = type(FULL).of("documents", **{**values, whose: moved})
         return build_mask(spec, dims, device)
 
-    return _replace_parts(documents=build)
+    return steps_with_masks({"documents": build})
 
 
 @_model(applies=has_mask("documents"), steps=_with_empty_last("query_lengths"))
-def empty_documents_not_counted(call: ExactAttention) -> Iterator[Rows]:
+def empty_documents_not_counted(_call: ExactAttention) -> Iterator[Form]:
     """Documents without rows, or keys, are not counted: rows behind one see another document's
     keys.
     """
     # Rows and keys have separate offsets: either may be counted wrong.
     for whose in ("query_lengths", "kv_lengths"):
-        for outputs, _ in call.predict(_with_empty_last(whose)):
-            yield outputs, {"of": whose}
+        yield _with_empty_last(whose), {"of": whose}
 
 
 def _padding_seen(problem: Problem, device: str) -> MaskMod | None:
@@ -110,7 +101,7 @@ MODELS.add(
 
 
 @_model(applies=has_mask(*_CAUSAL), steps=_shift_edge(1))
-def mask_one_key_wider(call: ExactAttention) -> Iterator[Rows]:
+def mask_one_key_wider(call: ExactAttention) -> Iterator[Form]:
     """The causal mask is one key too wide: row i sees key i + 1."""
     # The whole mask may be shifted by a row, with all its parts.
     yield _with_later_rows(call, 1)
@@ -122,7 +113,7 @@ def mask_one_key_wider(call: ExactAttention) -> Iterator[Rows]:
 
 
 @_model(applies=has_mask(*_CAUSAL), steps=_shift_edge(-1))
-def mask_one_key_narrower(call: ExactAttention) -> Iterator[Rows]:
+def mask_one_key_narrower(call: ExactAttention) -> Iterator[Form]:
     """The causal mask is one key too narrow: row i does not see key i."""
     yield _with_later_rows(call, -1)
 
@@ -135,7 +126,7 @@ def _rectangular(problem: Problem) -> bool:
     applies=lambda p: _rectangular(p) and has_mask("causal_bottom_right")(p),
     steps=mask_without("causal_bottom_right", instead=masks.causal),
 )
-def mask_top_left(call: ExactAttention) -> Iterator[Rows]:
+def mask_top_left(call: ExactAttention) -> Iterator[Form]:
     """The causal mask starts at the top left corner: row i sees keys up to i, where it should see
     kv − query more.
     """
@@ -143,36 +134,37 @@ def mask_top_left(call: ExactAttention) -> Iterator[Rows]:
 
 
 @_model(applies=lambda p: _rectangular(p) and has_mask("causal", "sliding_window", "prefix_lm")(p))
-def mask_bottom_right(call: ExactAttention) -> Iterator[Outputs | Rows]:
+def mask_bottom_right(call: ExactAttention) -> Iterator[Form]:
     """The causal mask ends at the bottom right corner: row i sees kv − query keys more than up to
     i.
     """
     later = call.problem.kv - call.problem.query
     # Also of a part that is bottom right already, and is then shifted twice.
-    yield from (outputs for outputs, _ in call.predict(_shift_edge(later)))
+    yield _shift_edge(later)
     yield _with_later_rows(call, later)
 
 
 def _window(more: int) -> Steps:
-    return _replace_parts(sliding_window=lambda v, _d, _: masks.sliding_window(v["window"] + more))
+    return steps_with_masks(
+        {"sliding_window": lambda v, _d, _: masks.sliding_window(v["window"] + more)}
+    )
 
 
 def _prefix(more: int) -> Steps:
-    return _replace_parts(prefix_lm=lambda v, _d, _: masks.prefix_lm(v["prefix"] + more))
+    return steps_with_masks({"prefix_lm": lambda v, _d, _: masks.prefix_lm(v["prefix"] + more)})
 
 
 def _padding(more: int) -> Steps:
-    return _replace_parts(
-        padding=lambda v, _d, device: masks.padding(
-            torch.tensor(v["lengths"], device=device) + more
-        )
-    )
+    def build(values: Values, _dims: Dimensions, device: str) -> MaskMod:
+        return masks.padding(torch.tensor(values["lengths"], device=device) + more)
+
+    return steps_with_masks({"padding": build})
 
 
 @_model(
     applies=has_mask("sliding_window"), steps=mask_without("sliding_window", instead=masks.causal)
 )
-def window_ignored(call: ExactAttention) -> Iterator[Rows]:
+def window_ignored(call: ExactAttention) -> Iterator[Form]:
     """The sliding window is ignored: only what is causal of it is left."""
     # A loop that begins with the window visits only the window's tiles.
     causal = call.visible(masks.causal)
@@ -217,9 +209,9 @@ for _names, _sentence, _steps in (
     MODELS.add(_names, _sentence, applies=has_mask("prefix_lm"), steps=_steps)
 
 
-def _integer(spec: Spec, name: str) -> int:
-    values: Values = spec.values
-    return int(values[name])
+def _later_rows(offset: Spec) -> int:
+    rows: Any = offset.values["rows"]
+    return int(rows)
 
 
 def _without_offset(problem: Problem, device: str) -> MaskMod | None:
@@ -238,7 +230,7 @@ def _without_offset(problem: Problem, device: str) -> MaskMod | None:
     ),
     steps=Steps(mask=_without_offset),
 )
-def query_offset_missing(call: ExactAttention) -> Iterator[Outputs]:
+def query_offset_missing(call: ExactAttention) -> Iterator[Form]:
     """The mask and the score mod are asked about the row within the chunk, not within the
     sequence.
     """
@@ -246,18 +238,18 @@ def query_offset_missing(call: ExactAttention) -> Iterator[Outputs]:
     # The mask alone may lack its offset, or the score mod, too, if they share an index.
     for spec in problem.mask.walk():
         if spec.name in {"offset", "causal_bottom_right"}:
-            rows = _integer(spec, "rows") if spec.name == "offset" else problem.kv - problem.query
+            rows = _later_rows(spec) if spec.name == "offset" else problem.kv - problem.query
             seen = call.visible(call.mask, i=-rows)
             both = call.modified(call.x, i=-rows) if problem.score.name == "offset" else call.s
             yield call.attend(seen=seen)
             yield call.attend(seen=seen, s=both)
     if problem.score.name == "offset":
-        rows = _integer(problem.score, "rows")
+        rows = _later_rows(problem.score)
         yield call.attend(s=call.modified(call.x, i=-rows))
 
 
 @_model(applies=has_mask("and", "or"), order=1)
-def one_part_ignored(call: ExactAttention) -> Iterator[Rows]:
+def one_part_ignored(call: ExactAttention) -> Iterator[Form]:
     """One part of the mask is ignored."""
     spec = call.problem.mask
     if spec.name not in {"and", "or"}:
@@ -274,7 +266,7 @@ def one_part_ignored(call: ExactAttention) -> Iterator[Rows]:
     applies=has_mask(),
     steps=Steps(mask=lambda problem, _: None if problem.mask == FULL else masks.full),
 )
-def mask_ignored(call: ExactAttention) -> Iterator[Rows]:
+def mask_ignored(call: ExactAttention) -> Iterator[Form]:
     """The mask is ignored: every row sees every key."""
     if call.problem.mask == FULL:
         return
@@ -286,7 +278,7 @@ def mask_ignored(call: ExactAttention) -> Iterator[Rows]:
 
 
 @_model(applies=has_mask())
-def mask_reversed(call: ExactAttention) -> Iterator[Rows]:
+def mask_reversed(call: ExactAttention) -> Iterator[Form]:
     """The mask is the wrong way round: what is hidden counts, and what is seen does not."""
     shown = call.visible(call.mask)
     edges: dict[str, Tensor] = {}
@@ -312,7 +304,7 @@ def mask_reversed(call: ExactAttention) -> Iterator[Rows]:
 
 
 @_model()
-def causal_always(call: ExactAttention) -> Iterator[Rows]:
+def causal_always(call: ExactAttention) -> Iterator[Form]:
     """A causal mask, or its reverse, is applied that nobody asked for."""
     # Published kernels align either corner.
     corners = [0, call.problem.kv - call.problem.query]

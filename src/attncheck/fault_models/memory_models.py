@@ -8,10 +8,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_mask, is_attention
-from attncheck.fault_models.layout_models import key_counts, read_at, wider, with_keys
+from attncheck.fault_models.fault_model import (
+    Form,
+    ModelTable,
+    Prediction,
+    has_mask,
+    is_attention,
+    is_scaled,
+)
+from attncheck.fault_models.layout_models import key_counts, read_at, total, wider, with_keys
 from attncheck.fault_models.steps import LOG2E
-from attncheck.fault_models.tile_models import padded_keys, tile_visibility, with_padding
+from attncheck.fault_models.tile_models import (
+    any_in_block,
+    padded_keys,
+    tile_visibility,
+    with_padding,
+)
 from attncheck.mods.page_table import draw_page_table, pack_pages
 
 if TYPE_CHECKING:
@@ -20,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.fault_models.exact_attention import ExactAttention
-    from attncheck.inputs.problem import Problem
 
 MODELS = ModelTable("memory")
 
@@ -79,14 +90,13 @@ def page_index_wrong(call: ExactAttention) -> Iterator[Form]:
     pages |= {"page 0": (0 * own, slot, head), "page 1": (0 * own + 1, slot, head)}
     pages |= {f"slot: {name}": (own, at, head) for name, at in slots.items()}
     pages |= {f"head: {name}": (own, slot, at) for name, at in heads.items()}
+    strides = pools[0].stride()[:3]
     for name, indices in pages.items():
-        steps = pools[0].stride()[:3]
-        at = sum((i * step for i, step in zip(indices, steps, strict=True)), 0 * t)
+        at = total(i * step for i, step in zip(indices, strides, strict=True))
         yield from _at_offsets(call, pools, at, name)
     for axis, other in permutations(range(3), 2):
-        strides = [*pools[0].stride()[:3]]
-        strides[axis] = strides[other]
-        at = sum((i * step for i, step in zip((own, slot, head), strides, strict=True)), 0 * t)
+        wrong = (*strides[:axis], strides[other], *strides[axis + 1 :])
+        at = total(i * step for i, step in zip((own, slot, head), wrong, strict=True))
         yield from _at_offsets(call, pools, at, f"stride {axis} for {other}")
 
 
@@ -152,16 +162,11 @@ def values_behind_keys(call: ExactAttention) -> Iterator[Form]:
                 continue
             # All rows load the last tile, or only blocks of rows that visit it.
             last = torch.ones(call.shape[:3], dtype=torch.bool)
-            for rows in [last, *_visiting_rows(call, size)]:
+            tiles = [(rows, keys) for rows, keys in call.tiles if keys == size]
+            visiting = [tile_visibility(call, rows, size)[0][..., -1] for rows, _ in tiles]
+            for rows in [last, *visiting]:
                 hit = rows[..., None] & call.by_query_head(wild)
                 yield call.with_out(hit, math.nan), {"tile": size}
-
-
-def _visiting_rows(call: ExactAttention, size: int) -> Iterator[Tensor]:
-    """Yield rows ``(batch, heads, rows)`` of blocks that visit the last tile of keys."""
-    for rows, keys in call.tiles:
-        if keys == size:
-            yield tile_visibility(call, rows, size)[0][..., -1]
 
 
 @_model(order=1)
@@ -174,7 +179,8 @@ def rows_unwritten(call: ExactAttention) -> Iterator[Form]:
         # A partial last block, rows without keys, or blocks of such rows.
         ragged = number == (query - 1) // rows
         dead = (~call.seen.any(-1)) & (call.parts.lse == -math.inf)
-        for unwritten in (ragged.expand(dead.shape), dead, _dead_blocks(dead, number)):
+        dead_blocks = ~any_in_block(~dead, number.flatten())
+        for unwritten in (ragged.expand(dead.shape), dead, dead_blocks):
             if bool(unwritten.any()) and bool(unwritten.all()):  # Else it fits any rows.
                 if bool(dead.all()):
                     yield Prediction(outputs=exact, free=unwritten)
@@ -182,16 +188,6 @@ def rows_unwritten(call: ExactAttention) -> Iterator[Form]:
                 yield Prediction(outputs=exact, parameters={"rows": rows}, free=unwritten)
                 yield call.with_out(unwritten, 0.0), {"rows": rows}
                 yield call.with_out(unwritten, 0.0, lse=0.0), {"rows": rows}
-
-
-def _dead_blocks(dead: Tensor, number: Tensor) -> Tensor:
-    """Return the rows of blocks in which all rows are dead."""
-    dead_blocks = torch.zeros_like(dead)
-    for block in sorted(set(number.flatten().tolist())):
-        in_block = (number == block).expand(dead.shape)
-        all_dead = (dead | ~in_block).all(-1, keepdim=True)
-        dead_blocks |= in_block & all_dead
-    return dead_blocks
 
 
 def _visited_places(call: ExactAttention, size: int) -> Iterator[Tensor]:
@@ -263,11 +259,7 @@ def mask_times_infinity(call: ExactAttention) -> Iterator[Form]:
         yield _with_nan_rows(call, (call.seen & masked).any(-1), tile=size, rows=rows)
 
 
-def _scaled_format(problem: Problem) -> bool:
-    return problem.formats.scaled
-
-
-@_model(applies=_scaled_format, family="overflow")
+@_model(applies=is_scaled, family="overflow")
 def column_scale_of_zero(call: ExactAttention) -> Iterator[Form]:
     """A column of V that is 0 throughout has no scale: 0 · ∞ or 0 / 0 is NaN in that column."""
     v = call.v
@@ -285,7 +277,7 @@ def column_scale_of_zero(call: ExactAttention) -> Iterator[Form]:
             yield call.with_out(touched, math.nan), {"tile": size}
 
 
-@_model(applies=_scaled_format)
+@_model(applies=is_scaled)
 def tail_in_block_scale(call: ExactAttention) -> Iterator[Form]:
     """What lies behind the last key has a part in the scale of its block: NaN, if there is one."""
     for size in call.key_tiles:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -11,19 +13,23 @@ import torch
 
 from attncheck.core.formats import FORMATS
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.exact_attention import RecurrenceChange
-from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, is_attention
+from attncheck.fault_models.fault_model import (
+    Form,
+    ModelTable,
+    Prediction,
+    is_attention,
+    is_scaled,
+)
 from attncheck.fault_models.softmax_models import SENTINELS
-from attncheck.fault_models.steps import LOG2E, RIGHT, Steps, round_to_format
+from attncheck.fault_models.steps import LOG2E, Steps, round_to_format
 from attncheck.fault_models.tile_models import padded_keys, tile_visibility
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
     from attncheck.fault_models.exact_attention import ExactAttention
-    from attncheck.inputs.problem import Problem
 
 RECURRENCE = ModelTable("rescaling")  # faults in the recurrence of the online softmax
 FP8 = ModelTable("factor")  # faults in descales, and in the rounding of P to fp8
@@ -31,24 +37,21 @@ MODELS = ModelTable("precision")  # faults of rounding to too few bits
 _SUMS = ("out", "sum")
 _LEAST_FACTOR = 2.0**-10  # least factor of an output that counts as a bias; less is missing
 
-for _name, _sentence, _steps in (
-    (
-        "alpha-not-on-out",
-        "the output so far is not rescaled when the running maximum rises",
-        Steps(rescales_out=False),
-    ),
-    (
-        "alpha-not-on-sum",
-        "the row sum so far is not rescaled when the running maximum rises",
-        Steps(rescales_sum=False),
-    ),
-    (
-        "alpha-not-at-all",
-        "neither the output nor the row sum so far is rescaled when the running maximum rises",
-        Steps(rescales_sum=False, rescales_out=False),
-    ),
-):
-    RECURRENCE.add(_name, _sentence, steps=_steps)
+RECURRENCE.add(
+    "alpha-not-on-out",
+    "the output so far is not rescaled when the running maximum rises",
+    steps=Steps(rescales_out=False),
+)
+RECURRENCE.add(
+    "alpha-not-on-sum",
+    "the row sum so far is not rescaled when the running maximum rises",
+    steps=Steps(rescales_sum=False),
+)
+RECURRENCE.add(
+    "alpha-not-at-all",
+    "neither the output nor the row sum so far is rescaled when the running maximum rises",
+    steps=Steps(rescales_sum=False, rescales_out=False),
+)
 
 
 @RECURRENCE.model(steps=(Steps(rescale_exponent=LOG2E), Steps(rescale_exponent=1.0 / LOG2E)))
@@ -56,7 +59,7 @@ def alpha_of_another_base(call: ExactAttention) -> Iterator[Form]:
     """What was summed so far is rescaled by a power of another base than the weights are of."""
     # The scale may be in the weights and not in the rescaling factor, or the reverse.
     for exponent in (call.scale, 1 / call.scale):
-        yield from call.predict(Steps(rescale_exponent=exponent))
+        yield Steps(rescale_exponent=exponent)
 
 
 RECURRENCE.add(
@@ -110,10 +113,10 @@ def weights_of_another_sign(call: ExactAttention) -> Iterator[Form]:
     maximum.
     """
     for of, exponent in {
-        "plus": lambda part, shift: part + shift,
+        "plus": operator.add,
         "reversed": lambda part, shift: torch.where(part == -math.inf, math.inf, shift - part),
     }.items():
-        for outputs, parameters in call.by_tile(RIGHT, slip=RecurrenceChange(exponent=exponent)):
+        for outputs, parameters in call.predict(Steps(exponent=exponent)):
             # Hidden keys and padding have infinite weights then.
             padded = of == "reversed" and padded_keys(call, parameters["tile"])
             every = torch.ones_like(call.parts.dead)
@@ -122,9 +125,9 @@ def weights_of_another_sign(call: ExactAttention) -> Iterator[Form]:
 
 
 @RECURRENCE.model()
-def sum_of_the_largest(call: ExactAttention) -> Iterator[Form]:
+def sum_of_the_largest(_call: ExactAttention) -> Iterator[Form]:
     """Each tile adds its largest weight to the row sum, not the sum of its weights."""
-    yield from call.predict(Steps(summed_weights=lambda p: p.amax(-1, keepdim=True)))
+    yield Steps(summed_weights=lambda p: p.amax(-1, keepdim=True))
 
 
 @RECURRENCE.model()
@@ -133,15 +136,15 @@ def alpha_misapplied(call: ExactAttention) -> Iterator[Form]:
     stands in its place or is added, or a tile is taken off and not added.
     """
     slips = {
-        "divided": lambda sums, alpha: sums / alpha,
+        "divided": operator.truediv,
         "in its place": lambda sums, alpha: alpha + 0 * sums,
-        "added": lambda sums, alpha: sums + alpha,
+        "added": operator.add,
     }
-    every: list[tuple[str, dict[str, Any]]]
-    every = [(f"{of} {name}", {f"of_{of}": slip}) for of in _SUMS for name, slip in slips.items()]
-    every += [(f"{of} taken off", {f"sign_of_{of}": -1.0}) for of in _SUMS]
-    for name, slip in every:
-        for outputs, parameters in call.by_tile(RIGHT, slip=RecurrenceChange(**slip)):
+    every: dict[str, dict[str, Any]]
+    every = {f"{of} {name}": {f"of_{of}": slip} for of in _SUMS for name, slip in slips.items()}
+    every |= {f"{of} taken off": {f"sign_of_{of}": -1.0} for of in _SUMS}
+    for name, changes in every.items():
+        for outputs, parameters in call.predict(Steps(**changes)):
             yield outputs, {**parameters, "of": name}
 
 
@@ -170,9 +173,9 @@ def earlier_tiles_lost(call: ExactAttention) -> Iterator[Form]:
                 "both": dataclasses.replace(parts, values=values, total=total),
             }.items():
                 yield one.outputs, {"of": of, **parameters}
-    slips = {"out": RecurrenceChange(of_out=_discard), "sum": RecurrenceChange(of_sum=_discard)}
-    for of, slip in {**slips, "both": RecurrenceChange(of_out=_discard, of_sum=_discard)}.items():
-        for outputs, parameters in call.by_tile(RIGHT, slip=slip):
+    lost = {"out": Steps(of_out=_discard), "sum": Steps(of_sum=_discard)}
+    for of, steps in {**lost, "both": Steps(of_out=_discard, of_sum=_discard)}.items():
+        for outputs, parameters in call.predict(steps):
             # Each split has its own last tile.
             if "splits" in parameters:
                 yield outputs, {"of": of, **parameters}
@@ -180,10 +183,6 @@ def earlier_tiles_lost(call: ExactAttention) -> Iterator[Form]:
 
 def _discard(sums: Tensor, _alpha: Tensor) -> Tensor:
     return torch.zeros_like(sums)
-
-
-def _is_fp8(problem: Problem) -> bool:
-    return problem.formats.scaled
 
 
 def _without_descales(*names: str) -> Steps:
@@ -194,17 +193,16 @@ for _name in "qkv":
     FP8.add(
         f"descale-{_name}-missing",
         f"the descale of {_name} is ignored",
-        applies=_is_fp8,
+        applies=is_scaled,
         steps=_without_descales(_name),
     )
 
 
-@FP8.model(applies=_is_fp8, order=1)
-def descales_missing(call: ExactAttention) -> Iterator[Form]:
+@FP8.model(applies=is_scaled, order=1)
+def descales_missing(_call: ExactAttention) -> Iterator[Form]:
     """Several descales are ignored."""
     for names in ("qk", "qkv", "kv", "qv"):
-        for outputs, _ in call.predict(_without_descales(*names)):
-            yield outputs, {"of": ", ".join(names)}
+        yield _without_descales(*names), {"of": ", ".join(names)}
 
 
 # Slices where both indices are missing, that of the batch, or that of the head.
@@ -222,34 +220,33 @@ def _first_descales(names: str, where: str) -> Steps:
 
 
 @FP8.model(
-    applies=lambda problem: _is_fp8(problem) and problem.batch * problem.kv_heads > 1,
+    applies=lambda problem: is_scaled(problem) and problem.batch * problem.kv_heads > 1,
     steps=_first_descales("k", "all"),
     family="mapping",
 )
-def descale_first_head(call: ExactAttention) -> Iterator[Form]:
+def descale_first_head(_call: ExactAttention) -> Iterator[Form]:
     """One head's descale is used for all: its index is missing."""
     for names, where in product(("qkv", "qk", "q", "k", "v"), _FIRST):
-        for outputs, _ in call.predict(_first_descales(names, where)):
-            yield outputs, {"of": ", ".join(names), "first": where}
+        yield _first_descales(names, where), {"of": ", ".join(names), "first": where}
 
 
 FP8.add(
     "weights-underflow",
     "small weights are lost in fp8: they are not multiplied by anything before they are rounded",
-    applies=_is_fp8,
+    applies=is_scaled,
     steps=Steps(weights_scale=1.0),
     family="precision",
 )
 
 
-@FP8.model(applies=_is_fp8, family="precision")
+@FP8.model(applies=is_scaled, family="precision")
 def weights_saturated(call: ExactAttention) -> Iterator[Form]:
     """Large weights are cut off in fp8: they are multiplied by too much before they are rounded."""
     for size, bits in product(call.key_tiles, (9, 10, 11, 12)):
         yield call.online(size, Steps(weights_scale=2.0**bits)), {"tile": size, "bits": bits}
 
 
-@FP8.model(applies=_is_fp8)
+@FP8.model(applies=is_scaled)
 def weights_scale_left(call: ExactAttention) -> Iterator[Form]:
     """The factor of P is not taken off the output."""
     # If it is multiplied instead of divided, it is there twice.
@@ -259,68 +256,58 @@ def weights_scale_left(call: ExactAttention) -> Iterator[Form]:
         yield Outputs(out, call.parts.lse)
 
 
-def _predict_formats(call: ExactAttention, forms: Iterable[tuple[str, Steps]]) -> Iterator[Form]:
-    for name, steps in forms:
-        for outputs, parameters in call.predict(steps):
-            yield outputs, {"format": name, **parameters}
-
-
 @MODELS.model(order=1)
-def weights_rounded(call: ExactAttention) -> Iterator[Form]:
+def weights_rounded(_call: ExactAttention) -> Iterator[Form]:
     """The weights are rounded to too few bits before they multiply the values."""
-    formats = ("fp16", "bf16", "e4m3", "e5m2")
-    yield from _predict_formats(call, ((f, Steps(weights=round_to_format(f))) for f in formats))
+    for name in ("fp16", "bf16", "e4m3", "e5m2"):
+        yield Steps(weights=round_to_format(name)), {"format": name}
     # Also before they are summed, or only there.
     for name in ("fp16", "bf16"):
-        r = round_to_format(name)
-        forms = Steps(weights=r, summed_weights=r), Steps(summed_weights=r)
-        yield from _predict_formats(call, ((name, steps) for steps in forms))
+        rounded = round_to_format(name)
+        yield Steps(weights=rounded, summed_weights=rounded), {"format": name}
+        yield Steps(summed_weights=rounded), {"format": name}
 
 
 @MODELS.model(steps=Steps(kept_sum=round_to_format("bf16")), order=1)
-def sum_rounded(call: ExactAttention) -> Iterator[Form]:
+def sum_rounded(_call: ExactAttention) -> Iterator[Form]:
     """The row sum is kept in too few bits."""
     for name in ("bf16", "fp16"):
         rounded = round_to_format(name)
-        both = Steps(kept_sum=rounded), Steps(summed_weights=rounded, kept_sum=rounded)
-        yield from _predict_formats(call, ((name, steps) for steps in both))
+        yield Steps(kept_sum=rounded), {"format": name}
+        yield Steps(summed_weights=rounded, kept_sum=rounded), {"format": name}
 
 
 @MODELS.model(order=1)
-def alpha_rounded(call: ExactAttention) -> Iterator[Form]:
+def alpha_rounded(_call: ExactAttention) -> Iterator[Form]:
     """What rescales what was summed so far is rounded to too few bits."""
     for name in ("fp16", "bf16"):
-        rounded = round_to_format(name)
+        rescaled = partial(_rescaled_by_rounded, round_to_format(name))
+        yield Steps(of_out=rescaled, of_sum=rescaled), {"format": name}
+        yield Steps(of_out=rescaled), {"format": name}
+        yield Steps(of_sum=rescaled), {"format": name}
 
-        def slip(
-            sums: Tensor, alpha: Tensor, rounded: Callable[[Tensor], Tensor] = rounded
-        ) -> Tensor:
-            return sums * rounded(alpha)
 
-        for one in (
-            RecurrenceChange(of_out=slip, of_sum=slip),
-            RecurrenceChange(of_out=slip),
-            RecurrenceChange(of_sum=slip),
-        ):
-            for outputs, parameters in call.by_tile(RIGHT, slip=one):
-                yield outputs, {"format": name, **parameters}
+def _rescaled_by_rounded(
+    rounded: Callable[[Tensor], Tensor], sums: Tensor, alpha: Tensor
+) -> Tensor:
+    return sums * rounded(alpha)
 
 
 @MODELS.model(order=1)
-def lse_rounded(call: ExactAttention) -> Iterator[Form]:
+def lse_rounded(_call: ExactAttention) -> Iterator[Form]:
     """LSE is rounded to too few bits."""
-    formats = ("fp16", "bf16")
-    yield from _predict_formats(call, ((f, Steps(lse=round_to_format(f))) for f in formats))
+    for name in ("fp16", "bf16"):
+        yield Steps(lse=round_to_format(name)), {"format": name}
 
 
 @MODELS.model(
     steps=(Steps(kept_out=round_to_format("bf16")), Steps(kept_out=round_to_format("fp16"))),
     order=1,
 )
-def out_rounded(call: ExactAttention) -> Iterator[Form]:
+def out_rounded(_call: ExactAttention) -> Iterator[Form]:
     """The output is accumulated in too few bits."""
-    formats = ("bf16", "fp16")
-    yield from _predict_formats(call, ((f, Steps(kept_out=round_to_format(f))) for f in formats))
+    for name in ("bf16", "fp16"):
+        yield Steps(kept_out=round_to_format(name)), {"format": name}
 
 
 @MODELS.model(steps=Steps(products=round_to_format("fp16")), order=1)

@@ -9,7 +9,7 @@ import torch
 
 from attncheck.core.outputs import Outputs
 from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_score, is_attention
-from attncheck.fault_models.steps import LOG2E, Steps, replace_score_parts
+from attncheck.fault_models.steps import LOG2E, Steps, steps_with_scores
 from attncheck.inputs.problem import USUAL_SCALE
 from attncheck.mods import scores
 from attncheck.mods.library import is_additive
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.core.mod_spec import Dimensions, Spec
+    from attncheck.core.mod_spec import Dimensions
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import ScoreMod
@@ -154,20 +154,15 @@ def bias_not_scaled(call: ExactAttention) -> Iterator[Form]:
     yield call.attend(s=call.modified(call.x * LOG2E) / LOG2E)
 
 
-def score_with(name: str, instead: Callable[[Any, Dimensions, str], ScoreMod]) -> Steps:
-    """Return Steps with ``instead`` (values, dimensions, device) in place of the parts ``name``."""
-
-    def change(spec: Spec, dims: Dimensions, device: str) -> ScoreMod | None:
-        return instead(spec.values, dims, device) if spec.name == name else None
-
-    return Steps(score=lambda problem, device: replace_score_parts(problem, device, change))
-
-
 def _softcap(capped: Callable[[Tensor, float], Tensor]) -> Steps:
     """Return Steps with another function (score, cap) in place of softcap."""
-    return score_with(
-        "softcap", lambda values, _d, _: lambda s, _b, _h, _i, _j: capped(s, values["cap"])
+    return steps_with_scores(
+        {"softcap": lambda values, _d, _: lambda s, _b, _h, _i, _j: capped(s, values["cap"])}
     )
+
+
+def _without(part: str) -> Steps:
+    return steps_with_scores({part: lambda _v, _d, _: scores.none})
 
 
 def _softcap_in_units(into: float, out: float) -> Steps:
@@ -188,7 +183,7 @@ for _name, _sentence, _steps in (
     (
         "softcap-missing",
         "softcap is ignored",
-        score_with("softcap", lambda _v, _d, _: scores.none),
+        _without("softcap"),
     ),
     (
         "softcap-of-log2",
@@ -258,8 +253,7 @@ def score_mod_ignored(call: ExactAttention) -> Iterator[Form]:
     for part in dict.fromkeys(part.name for part in call.problem.score.walk()):
         # The whole mod is left out above; here it is a part of a composed one.
         if part != call.problem.score.name:
-            for outputs, _ in call.predict(score_with(part, lambda _v, _d, _: scores.none)):
-                yield outputs, {"ignored": part}
+            yield _without(part), {"ignored": part}
 
 
 @_model(applies=has_score())
@@ -273,7 +267,8 @@ def _negative_alibi(_values: Any, dims: Dimensions, device: str) -> ScoreMod:
 
 
 @_model(
-    applies=has_score("alibi", "relative_bias", "bias"), steps=score_with("alibi", _negative_alibi)
+    applies=has_score("alibi", "relative_bias", "bias"),
+    steps=steps_with_scores({"alibi": _negative_alibi}),
 )
 def alibi_sign(call: ExactAttention) -> Iterator[Form]:
     """What the score mod adds has the wrong sign."""
@@ -313,10 +308,10 @@ def _published_slopes(heads: int) -> tuple[float, ...]:
 
 
 def _alibi_with(slopes: Callable[[int], tuple[float, ...]]) -> Steps:
-    return score_with(
-        "alibi",
-        lambda _v, dims, device: scores.alibi(torch.tensor(slopes(dims.heads), device=device)),
-    )
+    def build(_values: Any, dims: Dimensions, device: str) -> ScoreMod:
+        return scores.alibi(torch.tensor(slopes(dims.heads), device=device))
+
+    return steps_with_scores({"alibi": build})
 
 
 @_model(applies=has_score("alibi"), steps=_alibi_with(_published_slopes))
@@ -330,8 +325,7 @@ def alibi_slopes(call: ExactAttention) -> Iterator[Form]:
         (scores.alibi_slopes(power * 2)[:heads], later, scores.alibi_slopes(call.problem.kv_heads))
     ):
         if len(slopes) == heads:
-            for outputs, _ in call.predict(_alibi_with(dict.fromkeys([heads], slopes).__getitem__)):
-                yield outputs
+            yield _alibi_with(dict.fromkeys([heads], slopes).__getitem__)
 
 
 def _without_offset(problem: Problem, device: str) -> ScoreMod | None:

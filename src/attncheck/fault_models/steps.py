@@ -7,9 +7,10 @@ and predict in float64 the outputs of a kernel with that fault (``exact_attentio
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -30,25 +31,14 @@ if TYPE_CHECKING:
 LOG2E = math.log2(math.e)
 
 Mod = TypeVar("Mod")
+Builder = Callable[[Any, Dimensions, str], Mod]
+"""Builds a mod of a part's values by name, the Dimensions and the device."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Steps:
-    """Changes to the steps of a kernel; the defaults are the steps of a right kernel.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _TileSteps:
+    """Changes to what is done for each tile of keys."""
 
-    A mask, score mod or scale stays right if it is None, or its function returns None.
-    """
-
-    # (problem, device) → the mask that is applied, in both passes.
-    mask: Callable[[Problem, str], MaskMod | None] | None = None
-    # (problem, device) → the score mod, also for its derivative.
-    score: Callable[[Problem, str], ScoreMod | None] | None = None
-    scale: Callable[[Problem], float | None] | None = None  # factor of q·k
-    # (name of q, k or v, its descales) → the descales that are applied.
-    descale: Callable[[str, Tensor], Tensor] | None = None
-    products: Callable[[Tensor], Tensor] | None = None  # change of q·k before it is scaled
-    hidden: float = -math.inf  # the score of a hidden key
-    sink: bool = True  # whether the sink takes part in the softmax
     first_maximum: float = -math.inf  # the running maximum before the first tile
     # Whether a row that has seen nothing keeps a maximum of 0.
     zero_maximum_when_empty: bool = False
@@ -68,10 +58,22 @@ class Steps:
     # kept_out, kept_sum: change of the running sums after each tile.
     kept_out: Callable[[Tensor], Tensor] | None = None
     kept_sum: Callable[[Tensor], Tensor] | None = None
-    # Factor of out at the end, besides the reciprocal of the row sum.
-    normaliser: float = 1.0
-    lse: Callable[[Tensor], Tensor] | None = None  # change of the natural LSE
-    # As ``mask``, but only in the backward.
+    # The following are only predicted: the ideal kernel does not read them.
+    # (scores of a tile, the maximum) → the exponents of the weights.
+    exponent: Callable[[Tensor, Tensor], Tensor] = operator.sub
+    # of_out, of_sum: (running sums, their rescaling factor) → the rescaled sums.
+    of_out: Callable[[Tensor, Tensor], Tensor] = operator.mul
+    of_sum: Callable[[Tensor, Tensor], Tensor] = operator.mul
+    # sign_of_out, sign_of_sum: factors of a tile's sums.
+    sign_of_out: float = 1.0
+    sign_of_sum: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _BackwardSteps:
+    """Changes to the backward."""
+
+    # (problem, device) → the mask that is applied, only in the backward.
     backward_mask: Callable[[Problem, str], MaskMod | None] | None = None
     backward_lse: float = 1.0  # factor of LSE in the backward
     # (delta, dLSE) → the term that is subtracted from dP.
@@ -83,6 +85,28 @@ class Steps:
     # Query heads ``(kv_heads, any)`` over which dK and dV of a key head are summed.
     group_heads: Callable[[Problem], Tensor] | None = None
 
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Steps(_TileSteps, _BackwardSteps):
+    """Changes to the steps of a kernel; the defaults are the steps of a right kernel.
+
+    A mask, score mod or scale stays right if it is None, or its function returns None.
+    """
+
+    # (problem, device) → the mask that is applied, in both passes.
+    mask: Callable[[Problem, str], MaskMod | None] | None = None
+    # (problem, device) → the score mod, also for its derivative.
+    score: Callable[[Problem, str], ScoreMod | None] | None = None
+    scale: Callable[[Problem], float | None] | None = None  # factor of q·k
+    # (name of q, k or v, its descales) → the descales that are applied.
+    descale: Callable[[str, Tensor], Tensor] | None = None
+    products: Callable[[Tensor], Tensor] | None = None  # change of q·k before it is scaled
+    hidden: float = -math.inf  # the score of a hidden key
+    sink: bool = True  # whether the sink takes part in the softmax
+    # Factor of out at the end, besides the reciprocal of the row sum.
+    normaliser: float = 1.0
+    lse: Callable[[Tensor], Tensor] | None = None  # change of the natural LSE
+
     def relative(self, *, last: bool) -> bool:
         """Return whether a tile's weights are relative to the maximum."""
         return self.maximum_in_tiles == "all" or (self.maximum_in_tiles != "none" and not last)
@@ -90,56 +114,36 @@ class Steps:
     @property
     def by_tile(self) -> bool:
         """Return whether the changes depend on the tiles of keys."""
-        return any(getattr(self, name) != getattr(RIGHT, name) for name in _TILE_STEPS)
+        return any(getattr(self, one.name) != one.default for one in fields(_TileSteps))
 
     @property
     def of_backward(self) -> bool:
         """Return whether a step of the backward is changed."""
-        return any(getattr(self, name) != getattr(RIGHT, name) for name in _BACKWARD_STEPS)
+        return any(getattr(self, one.name) != one.default for one in fields(_BackwardSteps))
 
 
 RIGHT = Steps()  # the steps of a right kernel
 
-_TILE_STEPS = (
-    "weights",
-    "summed_weights",
-    "kept_out",
-    "kept_sum",
-    "zero_maximum_when_empty",
-    "rescales_out",
-    "rescales_sum",
-    "maximum_in_tiles",
-    "rescale_exponent",
-    "rescale_maximum",
-    "first_weight",
-    "weights_scale",
-    "first_maximum",
-)
-_BACKWARD_STEPS = (
-    "backward_mask",
-    "backward_lse",
-    "delta",
-    "slope",
-    "scaled_gradients",
-    "group_heads",
-)
 
+def steps_with_masks(instead: Mapping[str, Builder[MaskMod]]) -> Steps:
+    """Return Steps with other masks in place of the parts that ``instead`` names.
 
-def replace_mask_parts(
-    problem: Problem, device: str, change: Callable[[Spec, Dimensions, str], MaskMod | None]
-) -> MaskMod | None:
-    """Return the mask with parts replaced by the results of ``change``.
-
-    A part whose result is None stays; if all are None, return None.
+    They are right on a Problem whose mask has none of these parts.
     """
-    return _replace_parts(MASKS, problem.mask, problem.dimensions, device, change)
+    return Steps(
+        mask=lambda problem, device: _replace_parts(
+            MASKS, problem.mask, problem.dimensions, device, instead
+        )
+    )
 
 
-def replace_score_parts(
-    problem: Problem, device: str, change: Callable[[Spec, Dimensions, str], ScoreMod | None]
-) -> ScoreMod | None:
-    """Return the score mod with parts replaced by ``change``, as ``replace_mask_parts`` does."""
-    return _replace_parts(SCORES, problem.score, problem.dimensions, device, change)
+def steps_with_scores(instead: Mapping[str, Builder[ScoreMod]]) -> Steps:
+    """Return Steps with other score mods, as ``steps_with_masks`` does."""
+    return Steps(
+        score=lambda problem, device: _replace_parts(
+            SCORES, problem.score, problem.dimensions, device, instead
+        )
+    )
 
 
 def _replace_parts(
@@ -147,16 +151,17 @@ def _replace_parts(
     spec: Spec,
     dims: Dimensions,
     device: str,
-    change: Callable[[Spec, Dimensions, str], Mod | None],
+    instead: Mapping[str, Builder[Mod]],
 ) -> Mod | None:
-
-    changed = change(spec, dims, device)
-    entry = entries[spec.name]
+    """Return the mod with some parts replaced; None where it has none of them."""
     # If a part is replaced as a whole, its own parts are not.
-    if changed is not None or entry.compose is None:
-        return changed
+    if build := instead.get(spec.name):
+        return build(spec.values, dims, device)
+    entry = entries[spec.name]
+    if entry.compose is None:
+        return None
     inside = entry.within(spec.values, dims)
-    parts = [_replace_parts(entries, part, inside, device, change) for part in spec.parts]
+    parts = [_replace_parts(entries, part, inside, device, instead) for part in spec.parts]
     if all(part is None for part in parts):
         return None
     built = [

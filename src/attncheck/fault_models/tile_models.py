@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.exact_attention import TRIED_TILES, SoftmaxParts, merged
+from attncheck.fault_models.exact_attention import NOT_BROADCAST, TRIED_TILES, SoftmaxParts, merged
 from attncheck.fault_models.fault_model import (
     Form,
     ModelTable,
@@ -145,17 +145,21 @@ def first_tile_dropped(call: ExactAttention) -> Iterator[Form]:
         edge = _edge_tiles(call, rows, size, last=False)
         yield _without_keys(call, edge, tile=size, rows=rows)
         # If the first key is rounded up to a tile, blocks that begin with a tile lose nothing.
-        begins = edge & _seen_by_block(call, rows, call.seen) & (call.j % size == 0)
+        begins = edge & any_in_block(call.seen, call.i.flatten() // rows) & (call.j % size == 0)
         ragged = edge & ~begins.any(-1, keepdim=True)
         yield _without_keys(call, ragged, tile=size, rows=rows, when="it begins within one")
 
 
-def _seen_by_block(call: ExactAttention, rows: int, seen: Tensor) -> Tensor:
-    """Return the keys that any row of the same block of rows sees."""
-    any_row, number = torch.zeros_like(seen), call.i.flatten() // rows
+def any_in_block(what: Tensor, number: Tensor) -> Tensor:
+    """Return what holds in any row of the same block: bool ``(batch, heads, rows[, kv])``.
+
+    Args:
+        number: Number of each row's block.
+    """
+    any_row = torch.zeros_like(what)
     for block in sorted(set(number.tolist())):
         in_block = number == block
-        any_row[:, :, in_block] = seen[:, :, in_block].any(2, keepdim=True)
+        any_row[:, :, in_block] = what[:, :, in_block].any(2, keepdim=True)
     return any_row
 
 
@@ -329,29 +333,23 @@ def _edge_tiles(call: ExactAttention, rows: int, size: int, *, last: bool) -> Te
 @_model(applies=is_attention, family="memory")
 def values_stale(call: ExactAttention) -> Iterator[Form]:
     """The values of the tile before are used again."""
-    for size, place in _previous_tile_keys(call):
+    for size, place in _keys_one_tile_before(call):
         yield call.attend(v=call.v[:, :, place]), {"tile": size}
 
 
 @_model(applies=is_attention, family="memory")
 def keys_stale(call: ExactAttention) -> Iterator[Form]:
     """The keys of the tile before are used again."""
-    for size, place in _previous_tile_keys(call):
-        outputs = call.attend(x=call.x[..., place])
-        yield outputs, {"tile": size}
+    for size, place in _keys_one_tile_before(call):
+        yield call.attend(x=call.x[..., place]), {"tile": size}
 
 
-def _previous_tile_keys(call: ExactAttention) -> Iterator[tuple[int, Tensor]]:
+def _keys_one_tile_before(call: ExactAttention) -> Iterator[tuple[int, Tensor]]:
     """Yield tile sizes, and for each key its counterpart in the previous tile (the first stays)."""
-    kv = call.problem.kv
+    keys = torch.arange(call.problem.kv)
     for size in call.key_tiles:
-        if size < kv:
-            keys = torch.arange(kv)
+        if size < len(keys):
             yield size, torch.where(keys >= size, keys - size, keys)
-
-
-# Errors of a mask or score mod that reads a table beyond its end.
-_BEHIND_ITS_END = (RuntimeError, IndexError, TypeError, ValueError)
 
 
 @_model(applies=has_mask(), order=1, family="mask")
@@ -441,7 +439,7 @@ def _whole_tiles(call: ExactAttention, rows: int, size: int) -> Tensor:
     try:
         seen = torch.as_tensor(call.mask(call.b, call.h, i, j)).bool()
     # A table ends with the call; beyond it a kernel reads the last entry, or masks.
-    except _BEHIND_ITS_END:
+    except NOT_BROADCAST:
         i, j = i.clamp(max=problem.query - 1), j.clamp(max=problem.kv - 1)
         seen = torch.as_tensor(call.mask(call.b, call.h, i, j)).bool()
     seen = seen[(None,) * (4 - seen.dim())]
@@ -486,7 +484,7 @@ def _score_behind(call: ExactAttention, count: int) -> Tensor:
     j = torch.arange(call.problem.kv, call.problem.kv + count).view(1, 1, 1, -1)
     try:
         return call.score(zeros, call.b, call.h, call.i, j).to(torch.float64)
-    except _BEHIND_ITS_END:
+    except NOT_BROADCAST:
         return call.modified(torch.zeros_like(call.x))[..., -1:]
 
 
@@ -518,10 +516,6 @@ def _splits(call: ExactAttention) -> Iterator[tuple[dict[str, int], Tensor, Tens
         yield {"splits": count, "tile": size}, torch.stack(outs), torch.stack(lses)
 
 
-def _merge(outs: Tensor, lses: Tensor, base: float = 1.0) -> Outputs:
-    return merged([Outputs(*one) for one in zip(outs, lses, strict=True)], base)
-
-
 def _several_keys(problem: Problem) -> bool:
     return problem.operation == "attention" and problem.kv > 1
 
@@ -548,14 +542,14 @@ def split_merge_base(call: ExactAttention) -> Iterator[Form]:
     exact = call.parts.lse
     for parameters, outs, lses in _splits(call):
         for base in (LOG2E, 1.0 / LOG2E):
-            merged = _merge(outs, lses, base)
+            by_base = merged(outs, lses, base)
             # The sum and the maximum of LSE may have different bases.
             largest = lses.amax(0)
             safe = torch.where(largest == -math.inf, 0.0, largest)
             mixed = safe + ((lses - safe) * base).exp().sum(0).log()
-            assert merged.lse is not None, "as it was made"
-            for lse in (merged.lse, merged.lse / base, mixed, exact):
-                yield Outputs(merged.out, lse), parameters
+            assert by_base.lse is not None, "as it was made"
+            for lse in (by_base.lse, by_base.lse / base, mixed, exact):
+                yield Outputs(by_base.out, lse), parameters
 
 
 @SPLITS.model(applies=lambda p: _several_keys(p) and not p.sink)
@@ -648,7 +642,7 @@ def split_dropped(call: ExactAttention) -> Iterator[Form]:
     for parameters, outs, lses in _splits(call):
         for dropped in range(parameters["splits"]):
             others = [n for n in range(len(outs)) if n != dropped]
-            yield _merge(outs[others], lses[others]), parameters | {"number": dropped}
+            yield merged(outs[others], lses[others]), parameters | {"number": dropped}
 
 
 @SPLITS.model(applies=is_attention, family="overflow")

@@ -12,8 +12,14 @@ from typing import Any
 
 from attncheck.core.errors import UsageError, require_known
 from attncheck.core.source_files import import_file
-from attncheck.faults.catalogue import CATEGORIES, CONTROLS, FAULTS, fault_named
-from attncheck.faults.fault import Control, Fault
+from attncheck.faults.catalogue import (
+    CATEGORIES,
+    CONTROLS,
+    FAULTS,
+    Control,
+    Fault,
+    fault_named,
+)
 from attncheck.records.fault_scores import ControlScore, FaultScore
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.workers.units import Unit

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attncheck.core.errors import AttncheckError
-from attncheck.core.mod_spec import FULL, Spec
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs, same_numbers
 from attncheck.diagnose.user_tensors import UserTensors
 from attncheck.inputs.input_tensors import Inputs
@@ -109,13 +109,9 @@ class _ShimmedCall:
         """Yield the call's Inputs; the library's mods keep the names that kernels know."""
         call = self._call
         with self._tensors.inputs() as inputs:
-            changes: dict[str, Any] = {}
-            if isinstance(call.mask, Spec) and call.mask != FULL:
-                changes["mask"] = call.mask
-            if isinstance(call.score, Spec):
-                changes["score"] = call.score
-            problem = inputs.problem.replace(**changes) if changes else inputs.problem
-            yield inputs.replace(problem=problem)
+            mods = {"mask": call.mask, "score": call.score}
+            named = {name: mod for name, mod in mods.items() if isinstance(mod, Spec)}
+            yield inputs.replace(problem=inputs.problem.replace(**named))
 
 
 def _with_loss(inputs: Inputs, dout: torch.Tensor, dlse: torch.Tensor | None) -> Inputs:

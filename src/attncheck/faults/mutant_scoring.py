@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import json
+import multiprocessing
 import os
 import re
-import select
-import signal
 import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache, partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -273,48 +273,33 @@ def _run_in_fork(run: Callable[[Callable[..., None]], None]) -> dict[str, Any]:
 
     A process that dies, or sends nothing for longer than a call may take, has failed a question.
     """
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-
-        def send(**fields: Any) -> None:
-            os.write(writer, json.dumps(fields).encode() + b"\n")
-
-        try:
-            run(send)
-        except BaseException as error:  # noqa: BLE001  # The mutant or attncheck may raise anything.
-            send(reason=one_line(repr(error)))
-        finally:
-            os._exit(0)
-    os.close(writer)
-    return _receive_fields(child, reader)
-
-
-def _receive_fields(child: int, reader: int) -> dict[str, Any]:
+    fork = multiprocessing.get_context("fork")
+    reader, writer = fork.Pipe(duplex=False)
+    child = fork.Process(target=_run_and_exit, args=(run, writer))
     fields: dict[str, Any] = {}
-    start, rest = time.perf_counter(), b""
-    silent = False
-    while True:
-        ready, _, _ = select.select([reader], [], [], _PATIENCE)
-        if not ready:
-            silent = True
-            break
-        data = os.read(reader, 1 << 16)
-        if not data:
-            break
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            fields |= json.loads(line)
-    os.close(reader)
-    if silent:
-        os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    start, status = time.perf_counter(), "crash"
+    child.start()
+    writer.close()  # Only the child has it then, whose end is the pipe's.
+    with suppress(EOFError, OSError):  # the last message may be cut off
+        while reader.poll(_PATIENCE):
+            fields |= reader.recv()
+        status = "timeout"
+        child.kill()
+    reader.close()
+    child.join()
     if "outcome" not in fields and "reason" not in fields:
-        status = "timeout" if silent else "crash"
-        more = {"outcome": "caught", "status": status, "seconds": time.perf_counter() - start}
-        fields |= more
+        seconds = time.perf_counter() - start
+        fields |= {"outcome": "caught", "status": status, "seconds": seconds}
     return fields
+
+
+def _run_and_exit(run: Callable[[Callable[..., None]], None], writer: Connection) -> None:
+    try:
+        run(lambda **fields: writer.send(fields))
+    except BaseException as error:  # noqa: BLE001  # The mutant or attncheck may raise anything.
+        writer.send({"reason": one_line(repr(error))})
+    finally:
+        os._exit(0)
 
 
 class _Job:
@@ -465,13 +450,13 @@ def _identical(subject: Subject, right: Subject, problems: Sequence[Problem]) ->
         if executor.refusal(right, problem, "cpu") is not None:
             continue
         one, other = (executor.run(each, draw_inputs(problem, "cpu")) for each in (subject, right))
-        if not isinstance(one, Execution) or not isinstance(other, Execution):
-            if isinstance(one, Execution) is not isinstance(other, Execution):
+        if isinstance(one, Execution) and isinstance(other, Execution):
+            count += 1
+            mine, theirs = one.outputs.tensors(), other.outputs.tensors()
+            same = all(map(_same_bits, mine.values(), theirs.values()))
+            if mine.keys() != theirs.keys() or not same:
                 return False
-            continue
-        count += 1
-        mine, theirs = one.outputs.tensors(), other.outputs.tensors()
-        if mine.keys() != theirs.keys() or not all(map(_same_bits, mine.values(), theirs.values())):
+        elif isinstance(one, Execution) or isinstance(other, Execution):
             return False
     return count > 0
 

@@ -220,9 +220,7 @@ _OPPOSITES: dict[type[ast.operator], type[ast.operator]] = {
 
 def _flip_operator(site: _Site) -> Iterator[ast.AST]:
     node = site.node
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPPOSITES:
-        yield _with_fields(node, op=_OPPOSITES[type(node.op)]())
-    if isinstance(node, ast.AugAssign) and type(node.op) in _OPPOSITES:
+    if isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in _OPPOSITES:
         yield _with_fields(node, op=_OPPOSITES[type(node.op)]())
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         yield node.operand

@@ -18,7 +18,7 @@ from attncheck.subjects.capabilities import named_kernels
 
 if TYPE_CHECKING:
     from attncheck.fault_models.steps import Steps
-    from attncheck.faults.fault import Control, Fault, HostName
+    from attncheck.faults.catalogue import Control, Fault, HostName
 
 _ROOT = Path(__file__).parents[1]
 _SHARED = {"compilation"}  # prepares Triton for all kernels, and is not copied

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from attncheck.faults.catalogue import CONTROLS, FAULTS
-from attncheck.faults.fault import HOSTS
+from attncheck.faults.catalogue import CONTROLS, FAULTS, HOSTS
 from attncheck.faults.fault_selection import FILE, FaultSelection, new_score
 from attncheck.records.fault_scores import (
     SCORED,

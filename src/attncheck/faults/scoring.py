@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ from msgspec.structs import replace
 
 from attncheck.core.errors import AttncheckError, UnknownName, UsageError
 from attncheck.core.sanitize_text import one_line
-from attncheck.faults.catalogue import fault_named
-from attncheck.faults.fault import HOSTS, Control
+from attncheck.faults.catalogue import HOSTS, Control, fault_named
 from attncheck.faults.fault_selection import FILE, file_fault_reference, new_score
 from attncheck.faults.patching import NotPlanted
 from attncheck.faults.peer_rules import PeerRules, RecordingExecutor
@@ -260,7 +259,7 @@ class FaultScorer:
     ) -> FaultScore:
         """Run the gate until the first wrong answer, shrink that, and return the score."""
         peers = PeerRules(right)
-        with _gate_run(kernel, unit, self._stages) as run:
+        with closing(GateRun(kernel, unit, self._stages)) as run:
             try:
                 failure = _first_failure(run, peers)
                 score = replace(score, **_counts(run, unit), peers=peers.verdicts)
@@ -287,7 +286,7 @@ class FaultScorer:
     def _score_control(self, unit: Unit, kernel: str, control: ControlScore) -> ControlScore:
         """Run the whole gate, and return the score with one wrong answer of each kind."""
         flagged: dict[tuple[str, ...], WrongAnswer] = {}
-        with _gate_run(kernel, unit, self._stages) as run:
+        with closing(GateRun(kernel, unit, self._stages)) as run:
             try:
                 for answer, _ in run.answers():
                     if answer.record.status in FAILED_STATUSES:
@@ -327,15 +326,6 @@ def _planting_folder() -> Iterator[Path]:
             sys.path[:] = paths
             for name in [name for name in sys.modules if name.startswith(_PLANTED)]:
                 del sys.modules[name]
-
-
-@contextmanager
-def _gate_run(kernel: str, unit: Unit, stages: str) -> Iterator[GateRun]:
-    run = GateRun(kernel, unit, stages)
-    try:
-        yield run
-    finally:
-        run.close()
 
 
 def _first_failure(run: GateRun, peers: PeerRules) -> tuple[Answer, tuple[Unit, ...]] | None:

@@ -11,7 +11,8 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from contextlib import closing
+from functools import cache, cached_property
 
 import torch
 from msgspec.structs import replace
@@ -20,7 +21,7 @@ from attncheck import oracles
 from attncheck.core.draws import Draws
 from attncheck.core.errors import UsageError
 from attncheck.core.outputs import Outputs
-from attncheck.faults.continuous_faults import ContinuousFault, continuous_fault_named
+from attncheck.faults.continuous_faults import continuous_fault_named
 from attncheck.faults.peer_rules import FAULT_RULES, RULES, PeerReference, is_plain
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units, priority
@@ -123,22 +124,25 @@ def measure_sensitivity(
     """
     fault, start = continuous_fault_named(name), time.perf_counter()
     choices = Choices.of_tier(tier, isolated=False, dtypes=(dtype,), stages=STAGES)
+    sizes = fault.sizes(dtype)
+
+    @cache
+    def kernel(number: int) -> Ideal:
+        """Return the ideal kernel with the fault of a size; at negative indices a right one."""
+        return fault.kernel(sizes[number]) if number >= 0 else Ideal(_RIGHT[number])
+
     # No failure counts as known: known failures of a right kernel would hide the fault.
-    gate = GateWorker(choices, KnownFailures(()))
-    try:
+    with closing(GateWorker(choices, KnownFailures(()))) as gate:
         units = list(_gate_questions(gate, device, tier))
-        kernels = _Kernels(fault, dtype)
-        verdicts = [_verdict_question(unit, kernels) for unit in units]
-        rules = {ATTNCHECK_RULE: smallest_detected(verdicts, kernels.sizes)}
+        verdicts = [_verdict_question(unit, kernel) for unit in units]
+        rules = {ATTNCHECK_RULE: smallest_detected(verdicts, sizes)}
         # Other projects test no relations: their rules apply to single calls only.
         cases = [(unit, Case.from_json(unit.case)) for unit in units]
-        plain = [_PeerQuestion(unit, case, kernels) for unit, case in cases if is_plain(case)]
+        plain = [_PeerQuestion(unit, case, kernel) for unit, case in cases if is_plain(case)]
         for rule in FAULT_RULES:
             fit = [each.question(rule) for each in plain if each.fits(rule)]
-            smallest = smallest_detected(fit, kernels.sizes)
+            smallest = smallest_detected(fit, sizes)
             rules[rule] = replace(smallest, unfit=len(plain) - len(fit))
-    finally:
-        gate.close()
     return FaultSensitivity(
         fault=name,
         summary=fault.summary,
@@ -151,26 +155,6 @@ def measure_sensitivity(
         rules=rules,
         seconds=round(time.perf_counter() - start, 1),
     )
-
-
-class _Kernels:
-    """Ideal kernels with the fault, by index of its size; at negative indices right kernels.
-
-    Attributes:
-        sizes: The fault's sizes, the largest first.
-    """
-
-    def __init__(self, fault: ContinuousFault, dtype: str) -> None:
-        self._fault, self.sizes = fault, fault.sizes(dtype)
-        self._kernels: dict[int, Ideal] = {}
-
-    def __getitem__(self, number: int) -> Ideal:
-        if number not in self._kernels:
-            faulty = number >= 0
-            self._kernels[number] = (
-                self._fault.kernel(self.sizes[number]) if faulty else Ideal(_RIGHT[number])
-            )
-        return self._kernels[number]
 
 
 def _gate_questions(gate: GateWorker, device: str, tier: str) -> Iterator[Unit]:
@@ -193,12 +177,12 @@ def _gate_questions(gate: GateWorker, device: str, tier: str) -> Iterator[Unit]:
                 number += 1
 
 
-def _verdict_question(unit: Unit, kernels: _Kernels) -> Question:
+def _verdict_question(unit: Unit, kernel: Callable[[int], Ideal]) -> Question:
     """Return attncheck's verdict on a unit as a Question, without diagnosis or details."""
     case = Case.from_json(unit.case)
 
     def detects(number: int) -> bool:
-        record = run_case(kernels[number], case, device=unit.device, brief=True)
+        record = run_case(kernel(number), case, device=unit.device, brief=True)
         return record.status in FAILED_STATUSES
 
     return f"{unit.stage}: {case}", detects
@@ -207,8 +191,8 @@ def _verdict_question(unit: Unit, kernels: _Kernels) -> Question:
 class _PeerQuestion:
     """A question under other projects' rules; its tensors and truth are shared by all sizes."""
 
-    def __init__(self, unit: Unit, case: Case, kernels: _Kernels) -> None:
-        self._unit, self._case, self._kernels = unit, case, kernels
+    def __init__(self, unit: Unit, case: Case, kernel: Callable[[int], Ideal]) -> None:
+        self._unit, self._case, self._kernel = unit, case, kernel
         self._outputs: tuple[int, Outputs] | None = None
 
     @cached_property
@@ -236,7 +220,7 @@ class _PeerQuestion:
         if self._outputs is None or self._outputs[0] != number:
             # Indices below those of tilings are the last tiling's result with other roundings.
             own = number if number >= -len(_RIGHT) else -1
-            outputs = self._kernels[own].run(reference.inputs)
+            outputs = self._kernel(own).run(reference.inputs)
             if own != number:
                 outputs = _with_other_rounding(outputs, reference, number)
             self._outputs = number, outputs

@@ -30,8 +30,7 @@ import msgspec
 from msgspec import to_builtins
 
 from attncheck.core.errors import UsageError, require_known
-from attncheck.faults.catalogue import fault_named
-from attncheck.faults.fault import HostName
+from attncheck.faults.catalogue import HostName, fault_named
 from attncheck.faults.planting import plant
 from attncheck.faults.replacement_plugin import VARIABLE, Replacement
 from attncheck.records.fault_scores import OwnTestsScore
@@ -112,17 +111,15 @@ class SuiteRun:
     def status(self, suite: UserSuite) -> tuple[Status, str]:
         """Return the status of the kernel's fault in this run, and the reason."""
         wrong = self.unscorable(suite)
-        if self.code == _PASSED and "called" not in self.events:
+        if not self.called and (self.passed or not wrong):
             return "not reached", self.unreached()
         if wrong:
             return "not scored", wrong
-        if self.code == _PASSED:
-            if "shown" in self.events:
-                return "missed", ""
-            return "not shown", "the same bits with the fault as without, in every call"
-        if "called" not in self.events and "replaced" in self.events and self.code == _FAILED:
-            return "not reached", self.unreached()
-        return "caught", ""
+        if not self.passed:
+            return "caught", ""
+        if "shown" in self.events:
+            return "missed", ""
+        return "not shown", "the same bits with the fault as without, in every call"
 
     def unscorable(self, suite: UserSuite) -> str:
         """Return why the run cannot be scored; empty if it can."""
