@@ -237,8 +237,7 @@ class Recording:
             return (FULL if self.call.mask == "none" else Spec.of(self.call.mask)), NONE
         if self._visible is None:
             return FULL, Spec.of(self.name)
-        batch, heads, query, kv = self.call.scores
-        dimensions = Dimensions(batch=batch, heads=heads, query=query, kv=kv)
+        dimensions = sizes_problem(self.call).dimensions
         return named_mask(self._visible, dimensions) or Spec.of(self.name), NONE
 
     def _draw(self, draws: Draws, sizes: Sizes) -> Drawn:
