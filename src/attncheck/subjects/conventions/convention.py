@@ -90,11 +90,6 @@ def number_tensor(numbers: Collection[float | list[float]], dtype: torch.dtype) 
     )
 
 
-def input_argument(text: str, make: Callable[[Inputs], Any]) -> ComputedArgument:
-    """Return an argument that is an input tensor, called ``text`` in a script."""
-    return ComputedArgument(make=make, text=text)
-
-
 @dataclass(frozen=True, slots=True)
 class Argument:
     """The value of one parameter, and when to pass it."""
@@ -131,7 +126,7 @@ class Request:
         """Return each head's sink logit, fp32 ``(heads,)``; −∞ (weight 0) without a sink."""
         heads = self.problem.heads
         if self.problem.sink:
-            return needed(input_argument("sink", lambda inputs: inputs.sink))
+            return needed(ComputedArgument(make=lambda inputs: inputs.sink, text="sink"))
         return spare(
             ComputedArgument(
                 make=lambda inputs: inputs.q.new_full((heads,), -math.inf, dtype=torch.float32),

@@ -34,7 +34,6 @@ from attncheck.subjects.conventions.convention import (
     Convention,
     Parameter,
     Request,
-    input_argument,
     needed,
     number_tensor,
     offered,
@@ -142,13 +141,12 @@ def _descales(problem: Problem, sequences: list[int] | None = None) -> Arguments
         return {f"{name}_descale": spare(None) for name in "qkv"}
 
     def descale_argument(name: str) -> ComputedArgument:
-        of_parts = "" if sequences is None else f"[{sequences}]"
-
         def make(inputs: Inputs) -> torch.Tensor:
             descale: torch.Tensor = getattr(inputs.descale, name)
             return descale if sequences is None else descale[sequences]
 
-        return input_argument(f"{name}_descale{of_parts}", make)
+        of_parts = "" if sequences is None else f"[{sequences}]"
+        return ComputedArgument(make=make, text=f"{name}_descale{of_parts}")
 
     return {f"{name}_descale": needed(descale_argument(name)) for name in "qkv"}
 

@@ -146,13 +146,11 @@ class FunctionSubject(Subject):
             with grad, rounds, around, detector or nullcontext():
                 with results.refusals():
                     result = self.function(*tensors, **passed)
-                returned = results.read_result(
-                    result, self.convention, self._convention.most, self.options
-                )
-                outputs = results.to_outputs(returned, layout, self.options)
+                returned = results.read_result(result, self._convention, self.options)
+                outputs = results.to_outputs(*returned, layout, self.options)
                 if gradients is not None:
                     with results.refusals():
-                        outputs = gradients.added(returned, outputs)
+                        outputs = gradients.added(*returned, outputs)
             # Checked in the first call: the executor compares q, k and v, but not copies of them.
             if mutations is not None:
                 self._check_inputs(layout, inputs, tensors)
