@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from attncheck import probes
 from attncheck.cases.covering import SHAPES, FewRows, plain_row, row_name, row_problem
-from attncheck.cases.named_problems import CHECK, IN_TURN, PROBED, tagged
+from attncheck.cases.named_problems import CHECK, IN_TURN, PROBED, SUMMARIES, tagged
 from attncheck.cases.variants import check_measured
 from attncheck.core.errors import ProblemError
 from attncheck.core.judgement import Unclaimed
@@ -65,10 +65,9 @@ def check_cases(
         UnknownName: for another dtype.
         ProblemError: for a head_dim that no Problem has.
     """
-    entries = tagged(CHECK)
     problems = _problems(CHECK, dtype, head_dims, takes, names)
     comparisons = [
-        CheckCase(name=name, summary=entries[name].summary, case=Case(problem=problem))
+        CheckCase(name=name, summary=SUMMARIES[name], case=Case(problem=problem))
         for name, problem in problems.items()
     ]
     place = {name: number for number, name in enumerate(ORDER)}
