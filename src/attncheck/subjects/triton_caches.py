@@ -133,20 +133,24 @@ class Varlen(Flash):
         """Return a function from packed out and LSE to gradients; None without gradients."""
         if inputs.dout is None:
             return None
+        from attncheck.kernels.varlen_backward import key_program_list
+
         problem, device = inputs.problem, inputs.device.type
         rows, keys = self.gradient_launches(problem, device)
+        key_counts = [count for _, count in _packed(problem).lengths()]
         backward = partial(
             self.backward_launcher(),
             launch=rows,
             launch_by_keys=keys,
             programs=_programs(inputs, rows),
-            key_programs=_key_programs(inputs, keys),
+            key_programs=key_program_list(key_counts, keys.block_kv).to(inputs.device),
             slope=triton_slope(problem, device),
             **common,
         )
         changes = {"q": layout.queries, "k": layout.keys, "v": layout.keys}
         leaves = [Leaf.of(f"d{name}", getattr(inputs, name), how) for name, how in changes.items()]
-        dout, dlse = layout.queries(inputs.dout), _packed_rows(inputs.dlse)
+        dout = layout.queries(inputs.dout)
+        dlse = None if inputs.dlse is None else inputs.dlse.transpose(0, 1).flatten(1)
 
         def call(out: torch.Tensor, lse: torch.Tensor) -> dict[str, torch.Tensor]:
             *gradients, dsink = backward(*tensors, out, lse, dout, dlse)
@@ -184,24 +188,12 @@ def _programs(inputs: Inputs, launch: Launch) -> torch.Tensor:
     return program_list(rows, launch.block_query).to(inputs.device)
 
 
-def _key_programs(inputs: Inputs, launch: Launch) -> torch.Tensor:
-    from attncheck.kernels.varlen_backward import key_program_list
-
-    keys = [keys for _, keys in _packed(inputs.problem).lengths()]
-    return key_program_list(keys, launch.block_kv).to(inputs.device)
-
-
 def _descale(inputs: Inputs) -> Descale | None:
     """Return the descales of documents, which are those of their sequences."""
     if inputs.descale is None:
         return None
     b = [b for b, _, _ in _packed(inputs.problem).places()]
     return Descale(**{name: getattr(inputs.descale, name)[b] for name in "qkv"})
-
-
-def _packed_rows(dlse: torch.Tensor | None) -> torch.Tensor | None:
-    """Reshape ``(batch, heads, query)`` to ``(heads, total)``."""
-    return None if dlse is None else dlse.transpose(0, 1).flatten(1)
 
 
 def _mods(problem: Problem, device: str) -> dict[str, Any]:

@@ -48,6 +48,7 @@ _FP8_CAPABILITY = (8, 9)  # Ada; Triton compiles e4m3 from this on
 
 
 Tiles = dict[str, dict[int, tuple[int, int, int, int]]]
+_16_BITS, _FP8 = ("fp16", "bf16"), ("e4m3", "e5m2")
 
 # (block_query, block_kv, warps, stages) for head dims up to 64, 128 and 256 on Hopper: tiles whose
 # registers hardly spill (at most 80 bytes a thread in benchmarks/spills.py on Triton 3.6). IEEE
@@ -55,26 +56,20 @@ Tiles = dict[str, dict[int, tuple[int, int, int, int]]]
 HOPPER: Tiles = {
     "fp32": {64: (64, 32, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 1)},
     "tf32": {64: (64, 64, 4, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 1)},
-    "fp16": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)},
-    "bf16": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)},
-    "e4m3": {64: (128, 64, 8, 3), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)},
-    "e5m2": {64: (128, 64, 8, 3), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)},
+    **{key: {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)} for key in _16_BITS},
+    **{key: {64: (128, 64, 8, 3), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)} for key in _FP8},
 }
 
 # Tiles of the backward, for dQ by rows, and for dK and dV by keys, whose programs hold two sums.
-_ROWS_IN_16_BITS = {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)}
-_KEYS_IN_16_BITS = {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (16, 64, 8, 2)}
 BY_ROWS: Tiles = {
     "fp32": {64: (64, 32, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 1)},
     "tf32": {64: (64, 64, 8, 2), 128: (64, 32, 8, 2), 256: (64, 32, 8, 1)},
-    "fp16": _ROWS_IN_16_BITS,
-    "bf16": _ROWS_IN_16_BITS,
+    **{key: {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)} for key in _16_BITS},
 }
 BY_KEYS: Tiles = {
     "fp32": {64: (32, 32, 8, 2), 128: (16, 32, 8, 1), 256: (16, 32, 8, 1)},
     "tf32": {64: (32, 64, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 1)},
-    "fp16": _KEYS_IN_16_BITS,
-    "bf16": _KEYS_IN_16_BITS,
+    **{key: {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (16, 64, 8, 2)} for key in _16_BITS},
 }
 
 
@@ -232,14 +227,10 @@ def _hides_future(mask: Spec) -> bool:
 
 
 # FlashAttention-1 holds O and P·V at once, so that some of FlashAttention-2's tiles would spill.
-_FLASH1_16_BITS = {**HOPPER["bf16"], 256: (32, 64, 8, 1)}
-_FLASH1_FP8 = {**HOPPER["e4m3"], 128: (64, 64, 8, 1), 256: (32, 64, 8, 1)}
 _FLASH1_TILES: Tiles = {
     **HOPPER,
-    "fp16": _FLASH1_16_BITS,
-    "bf16": _FLASH1_16_BITS,
-    "e4m3": _FLASH1_FP8,
-    "e5m2": _FLASH1_FP8,
+    **{key: {**HOPPER["bf16"], 256: (32, 64, 8, 1)} for key in _16_BITS},
+    **{key: {**HOPPER["e4m3"], 128: (64, 64, 8, 1), 256: (32, 64, 8, 1)} for key in _FP8},
 }
 
 
@@ -262,12 +253,10 @@ _FP8_SMALLEST = 32  # keys of a tile: tensor cores contract 32 fp8 numbers at a 
 # Tiles of 64 rows do not get 8 warps: two warps would share a row's keys, and Triton would choose
 # another layout of scores in the careful launch, which has one more product. Its row sums then
 # differ by an ulp (in tf32, on an H200).
-_FLASH2_16_BITS = {**HOPPER["bf16"], 256: (128, 32, 8, 2)}
 _TILES: Tiles = {
     **HOPPER,
     "tf32": {**HOPPER["tf32"], 128: (64, 32, 4, 2)},
-    "fp16": _FLASH2_16_BITS,
-    "bf16": _FLASH2_16_BITS,
+    **{key: {**HOPPER["bf16"], 256: (128, 32, 8, 2)} for key in _16_BITS},
 }
 _LARGE = {9, 10}  # major compute capabilities with 227 KiB of shared memory for a block
 
