@@ -106,16 +106,13 @@ def load(path: Path | str) -> tuple[Recording, ...]:
     for name in names:
         if names.count(name) > 1:
             _refuse(path, f"has two calls {name!r}")
-    tensors_of_calls = [
-        _take_tensors(path, i, call, tensors) for i, call in enumerate(header.calls)
-    ]
+    recordings = tuple(
+        Recording(file=path.name, call=call, **_take_tensors(path, i, call, tensors))
+        for i, call in enumerate(header.calls)
+    )
     # _take_tensors removed every tensor of a call.
     for name in tensors:
         _refuse(path, f"has a tensor {name!r} that belongs to no call")
-    recordings = tuple(
-        Recording(file=path.name, call=call, **tensors)
-        for call, tensors in zip(header.calls, tensors_of_calls, strict=True)
-    )
     for recording in recordings:
         recording.register()
     return recordings

@@ -166,9 +166,8 @@ class Sdpa(Subject):
 
     @contextlib.contextmanager
     def _settings(self, problem: Problem) -> Iterator[None]:
-        products: torch_arithmetic.Products = "tf32" if problem.dtype == "tf32" else "ieee"
         grad = torch.set_grad_enabled(problem.backward)
-        with grad, torch_arithmetic.fp32_products(products), sdpa_kernel(self._kernel):
+        with grad, torch_arithmetic.fp32_products(problem.dtype), sdpa_kernel(self._kernel):
             yield
 
     def _unsupported_products(self, problem: Problem, device: str) -> str | None:
@@ -366,7 +365,6 @@ class Flex(Subject):
             with no_garbage_collection():
                 import_module("torch._inductor.compile_fx")
         function = _eager if device.type == "cpu" else _compiled(structure)
-        products: torch_arithmetic.Products = "tf32" if problem.dtype == "tf32" else "ieee"
         tensors = (inputs.q, inputs.k, inputs.v)
         leaves = tuple(tensor.detach().requires_grad_(problem.backward) for tensor in tensors)
 
@@ -374,7 +372,7 @@ class Flex(Subject):
             with (
                 torch.set_grad_enabled(problem.backward),
                 _requiring_grad(read),
-                torch_arithmetic.fp32_products(products),
+                torch_arithmetic.fp32_products(problem.dtype),
             ):
                 out, lse = function(*leaves, score, blocks, problem.scale)
                 gradients = _gradients(out, lse, (*leaves, *read), inputs)

@@ -8,12 +8,12 @@ https://github.com/vllm-project/vllm, https://docs.flashinfer.ai. Caches already
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
-from attncheck.core.mod_spec import NONE, Spec
+from attncheck.core.mod_spec import NONE
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.masks import Band, band_of
@@ -56,9 +56,7 @@ _PARAMETERS = (
         by_name=True,
         of_result=True,
     ),
-    Parameter("q_descale", ("q_descale",), by_position=False),
-    Parameter("k_descale", ("k_descale",), by_position=False),
-    Parameter("v_descale", ("v_descale",), by_position=False),
+    *(Parameter(f"{name}_descale", (f"{name}_descale",), by_position=False) for name in "qkv"),
     Parameter("sinks", SINKS, by_name=True, by_position=False),
     Parameter("num_splits", ("num_splits",), bound=False, matters=False, by_position=False),
     Parameter("pack_gqa", ("pack_gqa",), bound=False, matters=False, by_position=False),
@@ -171,13 +169,6 @@ def _parsed_window(call: CallArguments) -> tuple[int, int]:
     return left, 0 if call.value("causal") else right
 
 
-def _parsed_score(
-    call: CallArguments, heads: int, offset: int, *, causal: bool
-) -> Spec | Callable[..., torch.Tensor] | None:
-    slopes, cap = call.value("alibi_slopes"), call.value("softcap") or 0.0
-    return window_masks.softcap_and_slopes(cap, slopes, heads, offset, causal=causal)
-
-
 # ------------------------------------------------------------------ flash_attn_func
 
 
@@ -207,7 +198,7 @@ def _parse_flash_attn(call: CallArguments) -> ParsedCall:
         k=k,
         v=v,
         mask=window_masks.window_mask(left, right, query, kv),
-        score=_parsed_score(call, q.shape[1], kv - query, causal=right == 0),
+        score=window_masks.softcap_and_slopes(call, q.shape[1], kv - query, causal=right == 0),
         scale=call.value("scale"),
         sink=call.value("sinks"),
         returned=call.results(lambda out: out.transpose(1, 2), lambda lse: lse),
@@ -269,7 +260,7 @@ def _parse_varlen(call: CallArguments) -> ParsedCall:
         k=k,
         v=v,
         mask=window_masks.packed_window_mask(left, right, *starts, device=q.device),
-        score=_parsed_score(call, q.shape[1], 0, causal=right == 0),
+        score=window_masks.softcap_and_slopes(call, q.shape[1], 0, causal=right == 0),
         scale=call.value("scale"),
         sink=call.value("sinks"),
         returned=call.results(lambda out: out[0].transpose(0, 1), lambda lse: lse[0]),

@@ -132,7 +132,6 @@ class FunctionSubject(Subject):
             last += tensors[len(last) :]
             tensors = (last[0], last[1], last[2])
         graded = gradients is not None and gradients.by_autograd
-        products: torch_arithmetic.Products = "tf32" if problem.dtype == "tf32" else "ieee"
         detector = torch_arithmetic.CpuFlashDetector() if device.type == "cpu" else None
         mutations: results.MutationCheck | None = results.MutationCheck(passed, arguments, inputs)
 
@@ -141,7 +140,8 @@ class FunctionSubject(Subject):
             around = self._convention.within(device.type)
             leaves_modes = LEAVES_MODES.get()
             grad = nullcontext() if leaves_modes and not graded else torch.set_grad_enabled(graded)
-            rounds = nullcontext() if leaves_modes else torch_arithmetic.fp32_products(products)
+            products = torch_arithmetic.fp32_products(problem.dtype)
+            rounds = nullcontext() if leaves_modes else products
             with grad, rounds, around, detector or nullcontext():
                 with results.refusals():
                     result = self.function(*tensors, **passed)
