@@ -233,9 +233,8 @@ def _probe_cases(problems: Mapping[str, Problem]) -> Iterator[CheckCase]:
             if probe.unfit(problem) is not None:
                 continue
             # Each of the usual layouts takes another round, if the probe has several.
-            rounds = [*enumerate(probes.cases(name, problem)[:_PROBE_ROUNDS])]
+            rounds = probes.cases(name, problem)[:_PROBE_ROUNDS]
             turn = _USUAL_LAYOUTS.index(layout) if layout in _USUAL_LAYOUTS else 0
-            for number, case in rounds[turn % len(rounds) : turn % len(rounds) + 1]:
-                suffix = f"-{number + 1}" if number else ""
-                label = f"{name}-{layout}{suffix}"
-                yield CheckCase(name=label, summary=probe.summary, case=case)
+            number = turn % len(rounds)
+            label = f"{name}-{layout}" + (f"-{number + 1}" if number else "")
+            yield CheckCase(name=label, summary=probe.summary, case=rounds[number])

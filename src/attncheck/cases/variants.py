@@ -411,14 +411,12 @@ def _label_parts(choice: _CellAndSubject) -> tuple[str, ...]:
 
 def _nearest_labels(name: str, choices: list[_CellAndSubject]) -> list[str]:
     """Return the labels that begin with the known part of ``name``, cut off one part after it."""
-    labels = [_label_parts(one) for one in choices]
-    depth = 1
-    while True:
-        prefixes = {parts: "/".join(parts[:depth]) for parts in labels}
-        matching = [parts for parts in labels if f"{name}/".startswith(f"{prefixes[parts]}/")]
-        if not matching or depth > max(map(len, matching)):
-            return sorted(set(prefixes.values()))
-        labels, depth = matching, depth + 1
+    labels, depth = [_label_parts(one) for one in choices], 1
+    while known := [p for p in labels if f"{name}/".startswith(f"{'/'.join(p[:depth])}/")]:
+        if depth > max(map(len, known)):
+            break
+        labels, depth = known, depth + 1
+    return sorted({"/".join(parts[:depth]) for parts in labels})
 
 
 # ------------------------------------------------------------ mods and inputs of the user's own

@@ -328,9 +328,7 @@ def _render_call(
 
 
 def _have_same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return all(getattr(one, name) == getattr(other, name) for name in ("shape", "dtype")) and (
-        one.stride() == other.stride()
-    )
+    return (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
 
 
 def _uses_triton(function: Callable[..., Any]) -> bool:
