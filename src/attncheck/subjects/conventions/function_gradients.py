@@ -17,7 +17,7 @@ from attncheck.subjects.capabilities.subject import Refused
 from attncheck.subjects.conventions.convention import ConventionOptions, Parameter, callee
 from attncheck.subjects.conventions.empty_rows import empty_rows
 from attncheck.subjects.conventions.layouts import Layout
-from attncheck.subjects.conventions.results import BrokenResult
+from attncheck.subjects.conventions.results import BrokenResult, to_natural_lse
 
 _NO_LSE = "it gives no LSE, of which the loss is a function"
 _NO_WINDOW = (-1, -1)
@@ -96,7 +96,6 @@ class GradientCall:
 
     Args:
         dead: Rows that see no key, if the function's results there are to be changed.
-        natural_lse: Converts the function's LSE to attncheck's axes and natural logarithm.
     """
 
     def __init__(
@@ -108,10 +107,9 @@ class GradientCall:
         passed: Mapping[str, Any],
         parameters: Mapping[str, Parameter],
         dead: torch.Tensor | None,
-        natural_lse: Callable[[Any], Any],
     ) -> None:
-        self._backward, self._natural_lse = options.backward, natural_lse
-        self._parameters = parameters
+        self._options, self._layout, self._parameters = options, layout, parameters
+        self._backward = options.backward
         changes = {"q": layout.queries, "k": layout.keys, "v": layout.keys}
         self._leaves = [Leaf.of(f"d{n}", getattr(inputs, n), how) for n, how in changes.items()]
         if inputs.sink is not None:
@@ -210,7 +208,7 @@ class GradientCall:
         assert self._dlse is not None
         with torch.enable_grad():
             own_lse = lse.detach().requires_grad_()
-            natural = self._natural_lse(own_lse)
+            natural = to_natural_lse(own_lse, self._layout, self._options)
         return _adjoint(natural, own_lse, self._dlse)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
@@ -119,7 +119,6 @@ class FunctionSubject(Subject):
                 passed=passed,
                 parameters=self._parameters,
                 dead=dead,
-                natural_lse=lambda lse: results.to_natural_lse(lse, layout, self.options),
             )
             # The function gets leaves of autograd, so that only this loss is differentiated.
             tensors, passed = gradients.tensors, gradients.passed
@@ -209,13 +208,38 @@ class FunctionSubject(Subject):
         arguments = self._arguments(problem)
         if isinstance(arguments, str):
             return None
-        return _render_call(
-            arguments,
-            self._convention.layout(problem),
-            base2=self.options.lse == "base2",
-            drops_lse=self.options.returns_lse is False,
-            infinite=math.inf in self._convention.empty_lse,
-        )
+        layout = self._convention.layout(problem)
+        made = [value for value in arguments.values() if isinstance(value, ComputedArgument)]
+        if not all(value.text for value in made):
+            return None
+        # All setups come before the call, because an expression may use names from another's setup.
+        lines = [line for value in made for line in value.setup.splitlines()]
+        passed = [layout.texts[name] for name in "qkv"]
+        for name, value in arguments.items():
+            passed.append(
+                f"{name}={value.text if isinstance(value, ComputedArgument) else repr(value)}"
+            )
+        lines += ["given = kernel(", *(f"    {each}," for each in passed), ")"]
+        lines += [
+            "out, lse = given[:2] if isinstance(given, (tuple, list)) else (given, None)",
+            'lse = lse if isinstance(lse, torch.Tensor) else getattr(lse, "lse", None)',
+        ]
+        # Lines that change nothing are left out.
+        if layout.texts["out"] != "out":
+            lines.append(f"out = {layout.texts['out']}")
+        if self.options.returns_lse is False:
+            lines.append("lse = None")
+        else:
+            changes = [] if layout.texts["lse"] == "lse" else [layout.texts["lse"]]
+            # As ``base2_to_natural`` does, so that the script has the same bits.
+            if self.options.lse == "base2":
+                changes.append(f"(lse.double() * {math.log(2)!r}).float()")
+            # The script compares with the oracle, in which rows without keys have -∞.
+            if math.inf in self._convention.empty_lse:
+                changes.append('lse.masked_fill(lse == float("inf"), -float("inf"))')
+            lines += [f"lse = None if lse is None else {change}" for change in changes]
+        lines.append("return out, lse")
+        return "\n".join(["def call(kernel, q, k, v):", *(f"    {line}" for line in lines), ""])
 
     def _convention_refusal(self, problem: Problem, device: str) -> str | None:
         """Return why no function of the convention can support the Problem."""
@@ -282,49 +306,6 @@ class FunctionSubject(Subject):
             return None  # with a sink every row has a weight
         dead = empty_rows(inputs.problem, inputs.device)
         return dead if bool(dead.any()) else None
-
-
-def _render_call(
-    arguments: Mapping[str, Any], layout: Layout, *, base2: bool, drops_lse: bool, infinite: bool
-) -> str | None:
-    """Return ``def call(kernel, q, k, v)`` in attncheck's axes; None if an argument has no source.
-
-    Args:
-        base2: Whether the kernel's LSE has base 2.
-        drops_lse: Whether an LSE that it returns is ignored.
-        infinite: Whether its LSE may be ∞ in a row that sees no key, which is changed to -∞.
-    """
-    made = [value for value in arguments.values() if isinstance(value, ComputedArgument)]
-    if not all(value.text for value in made):
-        return None
-    # All setups come before the call, because an expression may use names from another's setup.
-    lines = [line for value in made for line in value.setup.splitlines()]
-    passed = [layout.texts[name] for name in "qkv"]
-    for name, value in arguments.items():
-        passed.append(
-            f"{name}={value.text if isinstance(value, ComputedArgument) else repr(value)}"
-        )
-    lines += ["given = kernel(", *(f"    {each}," for each in passed), ")"]
-    lines += [
-        "out, lse = given[:2] if isinstance(given, (tuple, list)) else (given, None)",
-        'lse = lse if isinstance(lse, torch.Tensor) else getattr(lse, "lse", None)',
-    ]
-    # Lines that change nothing are left out.
-    if layout.texts["out"] != "out":
-        lines.append(f"out = {layout.texts['out']}")
-    if drops_lse:
-        lines.append("lse = None")
-    else:
-        changes = [] if layout.texts["lse"] == "lse" else [layout.texts["lse"]]
-        # As ``base2_to_natural`` does, so that the script has the same bits.
-        if base2:
-            changes.append(f"(lse.double() * {math.log(2)!r}).float()")
-        # The script compares with the oracle, in which rows without keys have -∞.
-        if infinite:
-            changes.append('lse.masked_fill(lse == float("inf"), -float("inf"))')
-        lines += [f"lse = None if lse is None else {change}" for change in changes]
-    lines.append("return out, lse")
-    return "\n".join(["def call(kernel, q, k, v):", *(f"    {line}" for line in lines), ""])
 
 
 def _have_same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
