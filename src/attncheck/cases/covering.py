@@ -419,15 +419,14 @@ def compiled_rows(
     if not all(axes.values()):
         return [], []
     items = tuple((name, tuple(values)) for name, values in axes.items())
-    all_rows, compilations = _compiled_rows(items, shapes, least)
-    return all_rows[:compilations], all_rows[compilations:]
+    return _compiled_rows(items, shapes, least)
 
 
 @functools.lru_cache(maxsize=8)
 def _compiled_rows(
     items: tuple[tuple[str, tuple[Any, ...]], ...], shapes: str, least: int
-) -> tuple[list[Row], int]:
-    """Return all rows of ``compiled_rows``, and the number of first rows of a compilation."""
+) -> tuple[list[Row], list[Row]]:
+    """Return the rows of ``compiled_rows``."""
     axes, kinds = dict(items), dict[tuple[int, ...], list[str]]()
     for name in axes["shape"]:
         kinds.setdefault(lengths_kind(SHAPES[shapes][name]), []).append(name)
@@ -451,7 +450,7 @@ def _compiled_rows(
         for full_row in triples.every(row):
             if triples.gain(full_row):
                 triples.add(full_row)
-    return triples.rows, len(first_rows)
+    return triples.rows[: len(first_rows)], triples.rows[len(first_rows) :]
 
 
 class _Combinations:

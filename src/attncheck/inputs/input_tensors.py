@@ -232,7 +232,10 @@ def round_inputs(exact: Inputs, problem: Problem) -> Inputs:
         if name in _FP32:
             stored[name] = values
         elif problem.formats.scaled:
-            scale = _share_descale(_compute_descale(values, problem.kv_heads, fmt), name, problem)
+            scale = _compute_descale(values, problem.kv_heads, fmt)
+            # Pages that all sequences share are stored once, with the largest descale.
+            if name != "q" and problem.paging is not None and problem.paging.shared:
+                scale = scale.amax(0, keepdim=True).expand_as(scale).contiguous()
             stored[f"{name}_descale"] = scale
             each = scale.double().repeat_interleave(values.shape[1] // problem.kv_heads, dim=1)
             stored[name] = _to_storage(values / each[..., None, None], fmt)
@@ -291,13 +294,6 @@ def _draw_loss(problem: Problem) -> tuple[torch.Tensor | None, torch.Tensor | No
     if problem.dlse:
         dlse = torch.from_numpy(draws.normal("dlse", rows)).float()
     return dout, dlse
-
-
-def _share_descale(scale: torch.Tensor, name: str, problem: Problem) -> torch.Tensor:
-    """Return the largest descale for all sequences if they share pages, which are stored once."""
-    if name == "q" or problem.paging is None or not problem.paging.shared:
-        return scale
-    return scale.amax(0, keepdim=True).expand_as(scale).contiguous()
 
 
 def _clone_memory(tensor: torch.Tensor) -> torch.Tensor:
