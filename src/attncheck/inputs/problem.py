@@ -141,8 +141,8 @@ class Problem:
 
     @property
     def has_usual_scale(self) -> bool:
-        """Return whether the scale is the default for the head dim."""
-        return self.scale == self.replace(scale=USUAL_SCALE).scale
+        """Whether the scale is the default, 1/√head_dim; a softmax has no other."""
+        return self.operation == "softmax" or self.scale == fp32(1.0 / math.sqrt(self.head_dim))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen
@@ -297,7 +297,6 @@ class Problem:
 
     def __str__(self) -> str:
         softmax = self.operation == "softmax"
-        usual = softmax or self.scale == fp32(1.0 / math.sqrt(self.head_dim))
         parts = (
             self.dtype,
             self.operation if softmax else str(self.mask),
@@ -310,7 +309,7 @@ class Problem:
             self.shape,
             self.distribution,
             f"seed {self.seed}",
-            "" if usual else f"scale {self.scale:g}",
+            "" if self.has_usual_scale else f"scale {self.scale:g}",
         )
         return " ".join(part for part in parts if part)
 

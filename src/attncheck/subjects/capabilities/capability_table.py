@@ -14,7 +14,7 @@ import msgspec
 
 from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.errors import AttncheckError, UnknownName, UsageError
-from attncheck.core.formats import DTYPES, FORMATS, Format, fp32
+from attncheck.core.formats import DTYPES, FORMATS, Format
 from attncheck.core.mod_spec import NONE
 from attncheck.inputs.problem import PROMISES
 from attncheck.mods.masks import MASKS
@@ -314,11 +314,10 @@ def _exclusions(limits: Limits, problem: Problem) -> Iterator[str | None]:
         plain = problem.score == NONE and limits.scores is None
         yield "" if plain else _exclusion(limits.scores, family(problem.score), "score mod")
     lengths = f"{problem.query} queries and {problem.kv} keys"
-    default_scale = not attention or problem.scale == fp32(problem.head_dim**-0.5)
     for name, present, what in (
         ("gqa", problem.group > 1, f"{problem.group} query heads to a key head"),
         ("rectangular", attention and problem.query != problem.kv, lengths),
-        ("scale", not default_scale, f"scale={problem.scale:g}, other than 1/√head_dim"),
+        ("scale", not problem.has_usual_scale, f"scale={problem.scale:g}, other than 1/√head_dim"),
     ):
         declared = getattr(limits, name)
         if not present or declared:

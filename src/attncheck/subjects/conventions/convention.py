@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 
 from attncheck.core.errors import UnknownName
-from attncheck.core.formats import fp32
 from attncheck.core.mod_spec import NONE
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
@@ -119,8 +118,7 @@ class Request:
 
     def scale(self) -> Argument:
         """Return the scale; 1/√head_dim is left out, so that the default is tested too."""
-        is_default = self.problem.scale == fp32(self.problem.head_dim**-0.5)
-        return spare(self.problem.scale) if is_default else needed(self.problem.scale)
+        return (spare if self.problem.has_usual_scale else needed)(self.problem.scale)
 
     def sinks(self) -> Argument:
         """Return each head's sink logit, fp32 ``(heads,)``; −∞ (weight 0) without a sink."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -63,8 +64,8 @@ _PARAMETERS = (
     Parameter("sm_margin", ("sm_margin",), bound=False, matters=False, by_position=False),
 )
 
-_EMPTY_LSE = (-math.inf, math.inf)
-"""flash-attn's LSE is +∞ unless it splits the keys (``normalize_softmax_lse``), else -∞."""
+# flash-attn's LSE is +∞ unless it splits the keys (``normalize_softmax_lse``), else -∞.
+_convention = partial(Convention, most=4, bottom_right=True, empty_lse=(-math.inf, math.inf))
 
 _NO_WINDOW = (-1, -1)
 
@@ -205,7 +206,7 @@ def _parse_flash_attn(call: CallArguments) -> ParsedCall:
     )
 
 
-FLASH_ATTN = Convention(
+FLASH_ATTN = _convention(
     name="flash_attn",
     summary="a function of q, k, v (batch, length, heads, dim), called like flash_attn_func",
     parameters=(*_PARAMETERS, *WRITTEN_OUT),
@@ -216,9 +217,6 @@ FLASH_ATTN = Convention(
     claims_function=lambda names, dotted: (
         bool(names & {"softmax_scale", "window_size", "alibi_slopes"}) or "flash_attn" in dotted
     ),
-    most=4,
-    bottom_right=True,
-    empty_lse=_EMPTY_LSE,
 )
 
 
@@ -267,7 +265,7 @@ def _parse_varlen(call: CallArguments) -> ParsedCall:
     )
 
 
-VARLEN = Convention(
+VARLEN = _convention(
     name="varlen",
     summary="a function of q, k, v (total, heads, dim) and cu_seqlens_q, cu_seqlens_k, called "
     "like flash_attn_varlen_func",
@@ -284,9 +282,6 @@ VARLEN = Convention(
     claims_function=lambda names, dotted: (
         any(name.startswith("cu_seqlens") for name in names) or "varlen" in dotted
     ),
-    most=4,
-    bottom_right=True,
-    empty_lse=_EMPTY_LSE,
 )
 
 
@@ -386,7 +381,7 @@ def _claims_paged(names: frozenset[str], dotted: str) -> bool:
     return not packed and bool(names & set(_TABLES)) and bool(names & set(_LENGTHS))
 
 
-PAGED = Convention(
+PAGED = _convention(
     name="paged",
     summary="a function of q (batch, query, heads, dim), caches (pages, page_size, kv_heads, "
     "dim), cache_seqlens and block_table, called like flash_attn_with_kvcache",
@@ -406,9 +401,6 @@ PAGED = Convention(
     layout=_paged_layout,
     bind=_bind_paged,
     claims_function=_claims_paged,
-    most=4,
-    bottom_right=True,
-    empty_lse=_EMPTY_LSE,
     declined=_DECLINED,
     tensors=_paged_tensors,
     paged=True,
