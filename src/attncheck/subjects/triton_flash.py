@@ -375,11 +375,9 @@ class Flash2(Flash):
         )
         # fmt: on
         tensors = inputs.q, inputs.k, inputs.v
-
-        def backward(forward: Outputs) -> Gradients:
-            return launcher(*tensors, forward.out, forward.lse, inputs.dout, inputs.dlse)
-
-        return backward
+        return lambda forward: launcher(
+            *tensors, forward.out, forward.lse, inputs.dout, inputs.dlse
+        )
 
 
 class Flash2Atomic(Flash2):

@@ -149,8 +149,8 @@ def softcap_and_slopes(
         offset: Row i is on the diagonal at key i + offset.
         causal: Whether rows see no keys after the diagonal.
     """
-    # Slopes are ``(heads,)`` or ``(batch, heads)``.
-    slopes, cap = call.value("alibi_slopes"), call.value("softcap") or 0.0
+    slopes: Tensor | None = call.value("alibi_slopes")  # ``(heads,)`` or ``(batch, heads)``
+    cap = call.value("softcap") or 0.0
     capped = Spec.of("softcap", cap=float(cap)) if cap else None
     if slopes is None:
         return capped
