@@ -50,14 +50,14 @@ def possible(axes, chosen, exclusions):
 
 @pytest.mark.parametrize("strength", [1, 2, 3])
 def test_every_choice_is_covered(strength):
-    rows = covering_rows(AXES, strength, EXCLUDED)
+    rows = covering_rows(AXES, strength)
     for chosen in itertools.combinations(AXES, strength):
         covered = {tuple(row[name] for name in chosen) for row in rows}
         assert covered == possible(AXES, chosen, EXCLUDED)
 
 
 def test_an_array_of_fewer_rows_misses_some():
-    rows = covering_rows(AXES, 2, EXCLUDED)
+    rows = covering_rows(AXES, 2)
     pairs = {(row["mask"], row["heads"]) for row in rows[: len(MASK_NAMES) * len(HEADS) - 1]}
     assert pairs != possible(AXES, ("mask", "heads"), EXCLUDED)
 
@@ -81,8 +81,8 @@ def compilation(row):
 
 @pytest.mark.parametrize("least", [0, 700])
 def test_few_compilations_have_every_three_that_there_can_be(least):
-    first, again = compiled_rows(COMPILED, "medium", least, EXCLUSIONS[:4])
-    plain = covering_rows(COMPILED, 3, EXCLUSIONS[:4])
+    first, again = compiled_rows(COMPILED, "medium", least)
+    plain = covering_rows(COMPILED, 3)
     assert threes([*first, *again]) == threes(plain)
     assert not any(never(row) for row in (*first, *again) for _, never in EXCLUSIONS[:4])
     compiled = [compilation(row) for row in first]
@@ -90,32 +90,32 @@ def test_few_compilations_have_every_three_that_there_can_be(least):
     # Of a row that cannot have some lengths another mask has them.
     assert len({compilation(row) for row in again} - set(compiled)) < 5
     assert len(first) + len(again) >= least
-    assert (first, again) == compiled_rows(COMPILED, "medium", least, EXCLUSIONS[:4])
+    assert (first, again) == compiled_rows(COMPILED, "medium", least)
 
 
 def test_what_one_axis_after_the_other_misses_is_added(monkeypatch):
     monkeypatch.setattr(covering._Triples, "varied", lambda self, row: (next(self.every(row)), 0))
     covering._compiled_rows.cache_clear()
-    first, again = compiled_rows(COMPILED, "medium", 0, EXCLUSIONS[:4])
+    first, again = compiled_rows(COMPILED, "medium", 0)
     covering._compiled_rows.cache_clear()
-    assert threes([*first, *again]) == threes(covering_rows(COMPILED, 3, EXCLUSIONS[:4]))
+    assert threes([*first, *again]) == threes(covering_rows(COMPILED, 3))
 
 
 def test_of_few_values_there_are_as_many_rows():
     one = {name: values[:1] for name, values in COMPILED.items()}
-    first, again = compiled_rows(one, "medium", 40, EXCLUSIONS[:4])
+    first, again = compiled_rows(one, "medium", 40)
     assert (len(first), len(again)) == (1, 39)
     assert compiled_rows(one | {"dtype": ()}, "medium", 40) == ([], [])
 
 
 def test_nothing_excluded_is_in_a_row():
-    rows = covering_rows(AXES, 3, EXCLUDED)
+    rows = covering_rows(AXES, 3)
     assert not any(never(row) for row in rows for _, never in EXCLUDED)
     assert any(row["stored"] == "paged" for row in rows)
 
 
 def test_the_rows_are_the_same_every_time():
-    assert covering_rows(AXES, 2, EXCLUDED) == covering_rows(AXES, 2, EXCLUDED)
+    assert covering_rows(AXES, 2) == covering_rows(AXES, 2)
 
 
 def test_an_axis_without_values_makes_no_rows():

@@ -101,11 +101,12 @@ def test_transposed_values_give_the_same_bits(mask, dtype):
 
 
 def test_transposed_values_are_stored_transposed(dtype):
-    v = draw_inputs(small(dtype)).v
-    stored = Flash2TransposedValues().values(v)
+    inputs = draw_inputs(small(dtype))
+    v = inputs.v
+    _, stored, _ = Flash2TransposedValues().stored(inputs)
     assert torch.equal(stored.float(), v.float())
     assert stored.stride()[-2:] == (1, v.shape[2])
-    assert Flash2().values(v) is v
+    assert Flash2().stored(inputs)[1] is v
 
 
 def peaked(dtype: str, lead: float):

@@ -12,7 +12,7 @@ from attncheck.core.paged_layout import Paging
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.page_table import draw_page_table
-from attncheck.subjects import triton_caches
+from attncheck.subjects import triton_flash
 from attncheck.subjects.conventions.call_tensors import (
     inputs_page_table,
     paged_inputs,
@@ -75,7 +75,7 @@ def test_it_reads_what_lies_in_pages(monkeypatch):
         found = paged_inputs(inputs)
         return dataclasses.replace(found, k=torch.zeros_like(found.k))
 
-    monkeypatch.setattr(triton_caches, "paged_inputs", emptied)
+    monkeypatch.setattr(triton_flash, "paged_inputs", emptied)
     assert status(Paged(), small()) == "fail"
 
 

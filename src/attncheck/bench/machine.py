@@ -30,7 +30,7 @@ def machine_limits(dtypes: list[str], device: str) -> tuple[dict[str, float], fl
     for dtype in dtypes:
         with suppress(RuntimeError, ValueError, NotImplementedError):
             product = _product(dtype, size, device)
-            with fp32_products("tf32" if dtype == "tf32" else "ieee"):
+            with fp32_products(dtype):
                 product()
                 rates[dtype] = 2.0 * size**3 / medians({"": product}, device, rounds)[""]
     source = torch.ones(_COPIED[device], dtype=torch.int8, device=device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from attncheck import probes
 from attncheck.cases.covering import SHAPES, FewRows, plain_row, row_name, row_problem
-from attncheck.cases.named_problems import CHECK, IN_TURN, PROBED, tagged
+from attncheck.cases.named_problems import CHECK, IN_TURN, PROBED, SUMMARIES, tagged
 from attncheck.cases.variants import check_measured
 from attncheck.core.errors import ProblemError
 from attncheck.core.judgement import Unclaimed
@@ -65,10 +65,9 @@ def check_cases(
         UnknownName: for another dtype.
         ProblemError: for a head_dim that no Problem has.
     """
-    entries = tagged(CHECK)
     problems = _problems(CHECK, dtype, head_dims, takes, names)
     comparisons = [
-        CheckCase(name=name, summary=entries[name].summary, case=Case(problem=problem))
+        CheckCase(name=name, summary=SUMMARIES[name], case=Case(problem=problem))
         for name, problem in problems.items()
     ]
     place = {name: number for number, name in enumerate(ORDER)}
@@ -234,9 +233,8 @@ def _probe_cases(problems: Mapping[str, Problem]) -> Iterator[CheckCase]:
             if probe.unfit(problem) is not None:
                 continue
             # Each of the usual layouts takes another round, if the probe has several.
-            rounds = [*enumerate(probes.cases(name, problem)[:_PROBE_ROUNDS])]
+            rounds = probes.cases(name, problem)[:_PROBE_ROUNDS]
             turn = _USUAL_LAYOUTS.index(layout) if layout in _USUAL_LAYOUTS else 0
-            for number, case in rounds[turn % len(rounds) : turn % len(rounds) + 1]:
-                suffix = f"-{number + 1}" if number else ""
-                label = f"{name}-{layout}{suffix}"
-                yield CheckCase(name=label, summary=probe.summary, case=case)
+            number = turn % len(rounds)
+            label = f"{name}-{layout}" + (f"-{number + 1}" if number else "")
+            yield CheckCase(name=label, summary=probe.summary, case=rounds[number])

@@ -23,34 +23,27 @@ from attncheck.core.mod_spec import FULL, NONE, Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import USUAL_SCALE, Problem
 
-Exclusion = tuple[tuple[str, ...], "Callable[[Mapping[str, Any]], bool]"]
-"""Names of axes, and a predicate that is true for values of these axes that cannot be combined."""
 
-
-def covering_rows(
-    axes: Mapping[str, Sequence[Hashable]], strength: int, exclusions: Sequence[Exclusion] = ()
-) -> list[dict[str, Any]]:
+def covering_rows(axes: Mapping[str, Sequence[Hashable]], strength: int) -> list[dict[str, Any]]:
     """Return rows in which every possible combination of values of any ``strength`` axes occurs.
 
-    The rows depend only on the arguments: they are equal on every machine.
+    The rows depend only on the arguments: they are equal on every machine. ``EXCLUSIONS`` occur in
+    no row.
 
     Args:
         axes: The values of each axis; if an axis has no values, there are no rows.
         strength: 2 for pairs, 3 for triples; fewer axes than that get all their combinations.
-        exclusions: Combinations that occur in no row and need not be covered.
     """
     if not all(axes.values()):
         return []
     items = tuple((name, tuple(values)) for name, values in axes.items())
-    rows = _numbered_rows(items, strength, tuple(exclusions))
+    rows = _numbered_rows(items, strength)
     return [{name: axes[name][at] for name, at in zip(axes, row, strict=True)} for row in rows]
 
 
 @functools.lru_cache(maxsize=8)  # it takes several seconds, and two stages of a gate share rows
 def _numbered_rows(
-    items: tuple[tuple[str, tuple[Hashable, ...]], ...],
-    strength: int,
-    exclusions: tuple[Exclusion, ...],
+    items: tuple[tuple[str, tuple[Hashable, ...]], ...], strength: int
 ) -> list[tuple[int, ...]]:
     """Return the rows of ``covering_rows`` with the number of each value in its axis."""
     axes = dict(items)
@@ -58,7 +51,7 @@ def _numbered_rows(
     rows = covertable.make(
         {name: list(range(len(values))) for name, values in items},
         strength=min(strength, len(axes)),
-        constraints=[_constraint(axes, each) for each in exclusions if set(each[0]) <= set(axes)],
+        constraints=[_constraint(axes, each) for each in EXCLUSIONS if set(each[0]) <= set(axes)],
     )
     # Rows with the first, plainest values of the axes come first.
     return sorted(tuple(row[name] for name in axes) for row in rows)
@@ -271,6 +264,9 @@ def _is_paged(row: Mapping[str, Any]) -> bool:
     return "paging" in STORED[row["stored"]]
 
 
+Exclusion = tuple[tuple[str, ...], "Callable[[Mapping[str, Any]], bool]"]
+"""Names of axes, and a predicate that is true for values of these axes that cannot be combined."""
+
 _WIDE_DISTRIBUTIONS = {"large_logits", "one_hot", "sink"}  # those with a large spread of scores
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
@@ -294,8 +290,9 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
 of one row is causal), or for which a right kernel may return anything."""
 
 
-def _is_excluded(row: Mapping[str, Any]) -> bool:
-    return any(cannot_be(row) for _, cannot_be in EXCLUSIONS)
+def is_excluded(row: Mapping[str, Any]) -> bool:
+    """Return whether a row, which may lack axes, has one of ``EXCLUSIONS``."""
+    return any(cannot_be(row) for names, cannot_be in EXCLUSIONS if row.keys() >= {*names})
 
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -378,8 +375,8 @@ def alone_rows(axes: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
             for mask in masks if axis == "extent" else axes["mask"][:1]:
                 row = common | {axis: name, "mask": mask}
                 # Combinations that exclude a backward are asked without it.
-                row |= {"backward": axes["backward"][0]} if _is_excluded(row) else {}
-                if not _is_excluded(row):
+                row |= {"backward": axes["backward"][0]} if is_excluded(row) else {}
+                if not is_excluded(row):
                     yield row
     for values in TOGETHER:
         # The distribution may be one that ``axes`` leaves out to save time.
@@ -402,10 +399,7 @@ def lengths_kind(lengths: tuple[int, int]) -> tuple[int, ...]:
 
 
 def compiled_rows(
-    axes: Mapping[str, Sequence[Any]],
-    shapes: str,
-    least: int,
-    exclusions: Sequence[Exclusion] = (),
+    axes: Mapping[str, Sequence[Any]], shapes: str, least: int
 ) -> tuple[list[Row], list[Row]]:
     """Return rows in which every possible combination of values of any three axes occurs.
 
@@ -417,7 +411,6 @@ def compiled_rows(
         axes: As in ``covering_rows``; the axes in ``VARIED`` are among them.
         shapes: The name in ``SHAPES`` of the lengths.
         least: The smallest number of rows, however few values the axes have.
-        exclusions: As in ``covering_rows``.
 
     Returns:
         The first row of each compilation, and the rows that reuse one. In this order two processes
@@ -426,25 +419,21 @@ def compiled_rows(
     if not all(axes.values()):
         return [], []
     items = tuple((name, tuple(values)) for name, values in axes.items())
-    all_rows, compilations = _compiled_rows(items, shapes, least, tuple(exclusions))
-    return all_rows[:compilations], all_rows[compilations:]
+    return _compiled_rows(items, shapes, least)
 
 
 @functools.lru_cache(maxsize=8)
 def _compiled_rows(
-    items: tuple[tuple[str, tuple[Any, ...]], ...],
-    shapes: str,
-    least: int,
-    exclusions: tuple[Exclusion, ...],
-) -> tuple[list[Row], int]:
-    """Return all rows of ``compiled_rows``, and the number of first rows of a compilation."""
+    items: tuple[tuple[str, tuple[Any, ...]], ...], shapes: str, least: int
+) -> tuple[list[Row], list[Row]]:
+    """Return the rows of ``compiled_rows``."""
     axes, kinds = dict(items), dict[tuple[int, ...], list[str]]()
     for name in axes["shape"]:
         kinds.setdefault(lengths_kind(SHAPES[shapes][name]), []).append(name)
     names_by_first = {names[0]: names for names in kinds.values()}  # the first represents its kind
     compiled = {name: axes[name] for name in axes if name not in VARIED}
-    first_rows = covering_rows(compiled | {"shape": tuple(names_by_first)}, 3, exclusions)
-    triples = _Triples(axes, names_by_first, exclusions)
+    first_rows = covering_rows(compiled | {"shape": tuple(names_by_first)}, 3)
+    triples = _Triples(axes, names_by_first)
     for row in first_rows:
         triples.add(triples.varied(row)[0])
     is_incomplete = True
@@ -461,27 +450,41 @@ def _compiled_rows(
         for full_row in triples.every(row):
             if triples.gain(full_row):
                 triples.add(full_row)
-    return triples.rows, len(first_rows)
+    return triples.rows[: len(first_rows)], triples.rows[len(first_rows) :]
 
 
-class _Triples:
+class _Combinations:
+    """The combinations of values of ``strength`` axes in some rows, and how often each is used."""
+
+    def __init__(self, strength: int) -> None:
+        self._strength = strength
+        self._seen: set[frozenset[tuple[str, Any]]] = set()
+        self.uses: Counter[tuple[str, Any]] = Counter()  # of each value
+
+    def add(self, row: Row) -> None:
+        """Add the combinations of a row."""
+        self._seen.update(map(frozenset, itertools.combinations(row.items(), self._strength)))
+        self.uses.update(row.items())
+
+    def merit(self, row: Row, item: tuple[str, Any]) -> tuple[int, int]:
+        """Return how many combinations ``item`` adds to a row, then how seldom it is used."""
+        others = itertools.combinations(row.items(), self._strength - 1)
+        return sum(frozenset((*each, item)) not in self._seen for each in others), -self.uses[item]
+
+
+class _Triples(_Combinations):
     """Rows, and the triples of values (of three axes, one of them in ``VARIED``) in them."""
 
     def __init__(
-        self,
-        axes: Mapping[str, Sequence[Any]],
-        alike: Mapping[str, Sequence[str]],
-        exclusions: Sequence[Exclusion],
+        self, axes: Mapping[str, Sequence[Any]], alike: Mapping[str, Sequence[str]]
     ) -> None:
-        self._axes, self._alike, self._exclusions = axes, alike, exclusions
-        self._seen: set[frozenset[tuple[str, Any]]] = set()
-        self._uses: Counter[tuple[str, Any]] = Counter()
+        super().__init__(3)
+        self._axes, self._alike = axes, alike
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
         """Add a row that has a value on every axis."""
-        self._seen.update(map(frozenset, itertools.combinations(row.items(), 3)))
-        self._uses.update(row.items())
+        super().add(row)
         self.rows.append({name: row[name] for name in self._axes})
 
     def gain(self, row: Row) -> int:
@@ -489,7 +492,7 @@ class _Triples:
         before = {name: value for name, value in row.items() if name not in VARIED}
         gain = 0
         for name in VARIED:
-            gain += self._new_triples(before, (name, row[name]))
+            gain += self.merit(before, (name, row[name]))[0]
             before[name] = row[name]
         return gain
 
@@ -498,9 +501,9 @@ class _Triples:
         full_row, gain = {name: value for name, value in row.items() if name not in VARIED}, 0
         for name in VARIED:
             merits = {
-                value: (self._new_triples(full_row, (name, value)), -self._uses[name, value])
+                value: self.merit(full_row, (name, value))
                 for value in self._values(row, name)
-                if self._is_allowed(full_row | {name: value})
+                if not is_excluded(full_row | {name: value})
             }
             full_row[name] = max(merits, key=merits.__getitem__)
             gain += merits[full_row[name]][0]
@@ -508,23 +511,16 @@ class _Triples:
 
     def every(self, row: Row) -> Iterator[Row]:
         """Yield ``row`` with all ``VARIED`` values; if excluded, with another axis changed too."""
-        named = {name for names, _ in self._exclusions for name in names if name not in VARIED}
+        named = {name for names, _ in EXCLUSIONS for name in names if name not in VARIED}
         changed = [name for name in self._axes if name in named]
         others = [{}, *({name: value} for name in changed for value in self._axes[name])]
         for values in itertools.product(*(self._values(row, name) for name in VARIED)):
             full_row = row | dict(zip(VARIED, values, strict=True))
-            allowed = (full_row | other for other in others if self._is_allowed(full_row | other))
-            yield from itertools.islice(allowed, 1)
+            changes = (full_row | other for other in others)
+            yield from itertools.islice(itertools.filterfalse(is_excluded, changes), 1)
 
     def _values(self, row: Row, name: str) -> Sequence[Any]:
         return self._alike[row["shape"]] if name == "shape" else self._axes[name]
-
-    def _is_allowed(self, row: Row) -> bool:
-        return not any(set(names) <= row.keys() and never(row) for names, never in self._exclusions)
-
-    def _new_triples(self, row: Row, item: tuple[str, Any]) -> int:
-        pairs = itertools.combinations(row.items(), 2)
-        return sum(frozenset((*pair, item)) not in self._seen for pair in pairs)
 
 
 # ------------------------------------------------------------ few rows, for a check
@@ -554,8 +550,7 @@ class FewRows:
 
     def __init__(self, takes: Callable[[Problem], bool], plain: Row, shapes: str) -> None:
         self._plain, self._taken = plain, _cached_row_filter(takes, shapes)
-        self._seen: set[frozenset[tuple[str, Any]]] = set()  # pairs
-        self._uses: Counter[tuple[str, Any]] = Counter()
+        self._pairs = _Combinations(2)
 
     def takes(self, row: Row) -> bool:
         """Return whether the row is a Problem that the kernel takes."""
@@ -607,25 +602,21 @@ class FewRows:
         for _ in range(count):
             # Start with the least used value; among several, one that needs changes of other axes.
             pairs = [(name, value) for name, values in axes.items() for value in values]
-            name, value = min(pairs, key=lambda one: (self._uses[one], not axes[one[0]][one[1]]))
+            name, value = min(
+                pairs, key=lambda one: (self._pairs.uses[one], not axes[one[0]][one[1]])
+            )
             row = axes[name][value] | {name: value}
             # Mask and lengths first, because they limit the values of the other axes.
             for other in sorted(axes, key=lambda each: each not in {"mask", "shape"}):
                 if other not in row:
                     row[other] = self._best(row, other, [*axes[other]])
-            self._seen.update(frozenset(pair) for pair in _pairs_of(row))
-            self._uses.update(row.items())
+            self._pairs.add(row)
             yield self._plain | row
 
     def _best(self, row: Row, name: str, values: list[Any]) -> Any:
         """Return the value that adds most new pairs to ``row``; among several, the least used."""
-
-        def merit(value: Any) -> tuple[int, int]:
-            new = sum(frozenset((item, (name, value))) not in self._seen for item in row.items())
-            return new, -self._uses[name, value]
-
-        usable = (v for v in sorted(values, key=merit, reverse=True) if self.takes(row | {name: v}))
-        return next(usable, self._plain[name])
+        best = sorted(values, key=lambda v: self._pairs.merit(row, (name, v)), reverse=True)
+        return next((v for v in best if self.takes(row | {name: v})), self._plain[name])
 
 
 def plain_row(problem: Problem, shapes: str) -> Row:
@@ -684,17 +675,19 @@ def restore_lost_pairs(
     for row in had:
         seen.update(_pairs_of(row))
     taken = _cached_row_filter(supports, shapes)
-    for pair in _all_pairs(axes):
-        if pair in seen:
-            continue
-        seen.add(pair)
-        candidates = list(_candidates(axes, had, dict(pair)))
-        # Rows that add most missing pairs first; among equals, the plainest.
-        candidates.sort(key=lambda row: sum(each in seen for each in _pairs_of(row)))
-        addition = next(filter(taken, candidates), None)
-        if addition is not None:
-            seen.update(_pairs_of(addition))
-            yield addition
+    for one, other in itertools.combinations(axes, 2):
+        for value, other_value in itertools.product(axes[one], axes[other]):
+            pair = ((one, value), (other, other_value))
+            if pair in seen:
+                continue
+            seen.add(pair)
+            candidates = list(_candidates(axes, had, dict(pair)))
+            # Rows that add most missing pairs first; among equals, the plainest.
+            candidates.sort(key=lambda row: sum(each in seen for each in _pairs_of(row)))
+            addition = next(filter(taken, candidates), None)
+            if addition is not None:
+                seen.update(_pairs_of(addition))
+                yield addition
 
 
 def _candidates(axes: Mapping[str, Sequence[Any]], had: Sequence[Row], pair: Row) -> Iterator[Row]:
@@ -709,14 +702,6 @@ def _candidates(axes: Mapping[str, Sequence[Any]], had: Sequence[Row], pair: Row
             yield {name: row[name] for name in axes} | pair
 
 
-def _all_pairs(
-    axes: Mapping[str, Sequence[Any]],
-) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
-    for one, other in itertools.combinations(axes, 2):
-        for value, other_value in itertools.product(axes[one], axes[other]):
-            yield (one, value), (other, other_value)
-
-
 def _pairs_of(row: Row) -> Iterator[tuple[tuple[str, Any], ...]]:
     return itertools.combinations(row.items(), 2)
 
@@ -728,7 +713,7 @@ def _cached_row_filter(takes: Callable[[Problem], bool], shapes: str) -> Callabl
     def is_taken(items: tuple[tuple[str, Any], ...]) -> bool:
         row = dict(items)
         try:
-            return not _is_excluded(row) and takes(row_problem(row, shapes, 0))
+            return not is_excluded(row) and takes(row_problem(row, shapes, 0))
         except ProblemError:
             return False
 

@@ -16,7 +16,7 @@ from attncheck.core.paged_layout import Paging
 
 CHECK = "check"
 """Asked by ``attncheck check``, and as the fixture ``problem`` in users' own tests."""
-PROBED = "probed"  # CHECK problems whose layouts the probes use too
+PROBED = "probed"  # CHECK problems whose layouts the probes use too; CHECK is implied
 IN_TURN = "in turn"
 """A quick check makes calls in turn on the first that a kernel takes, and on half of its length."""
 LONG = "long"  # the contract asks these unchanged in every dtype of 16 and 8 bits
@@ -38,7 +38,6 @@ class NamedProblem:
 
     name: str  # its name in reports
     tags: frozenset[str]  # its users
-    summary: str  # what a failure would show, in one line; empty if the name says it
     fields: dict[str, Any]  # fields of the Problem
     # Sizes for a kernel that does not take these: the nearest would be far larger.
     instead: dict[str, Any]
@@ -59,17 +58,22 @@ def _sizes(text: str) -> dict[str, int]:
     return sizes
 
 
-def _row(
-    name: str, sizes: str, *tags: str, summary: str = "", instead: str = "", **fields: Any
-) -> NamedProblem:
+def _row(name: str, sizes: str, *tags: str, instead: str = "", **fields: Any) -> NamedProblem:
     """Return a row of the table; ``sizes`` have the form of reports: ``B2 H6/2 Q40 K70 D96``."""
     return NamedProblem(
         name=name,
-        tags=frozenset(tags),
-        summary=summary,
+        tags=frozenset((*tags, CHECK) if PROBED in tags else tags),
         fields=fields | _sizes(sizes),
         instead=_sizes(instead),
     )
+
+
+def _window(length: int) -> Spec:
+    return Spec.of("sliding_window", window=length)
+
+
+def _padding(lengths: list[int]) -> Spec:
+    return Spec.of("padding", lengths=lengths)
 
 
 _CAUSAL = Spec.of("causal")
@@ -81,138 +85,32 @@ _BOTTOM_RIGHT = Spec.of("causal_bottom_right")
 # 1/√head_dim is no power of two.
 _TABLE: tuple[NamedProblem, ...] = (
     # ------------------------------------------------------------ a quick check: layouts
-    _row("plain", "H8 Q64", CHECK, summary="lengths that fit every tile; eight heads"),
-    _row(
-        "ragged",
-        "Q77 K93",
-        CHECK,
-        PROBED,
-        summary="lengths that fit no tile: masking of the last one",
-    ),
-    _row("causal", "Q130 D128", CHECK, PROBED, summary="the diagonal", mask=_CAUSAL),
-    _row(
-        "causal-even",
-        "Q128",
-        CHECK,
-        PROBED,
-        summary="the diagonal, at lengths that fit every tile",
-        mask=_CAUSAL,
-    ),
-    _row(
-        "causal-wide",
-        "Q33 K150 D80",
-        CHECK,
-        PROBED,
-        summary="more keys than queries: causal is aligned top-left",
-        mask=_CAUSAL,
-    ),
-    _row(
-        "causal-tall",
-        "Q99 K48 D96",
-        CHECK,
-        PROBED,
-        summary="more queries than keys: the last rows see every key",
-        mask=_CAUSAL,
-    ),
-    _row(
-        "gqa",
-        "B2 H6/2 Q40 K70 D96",
-        CHECK,
-        PROBED,
-        summary="three query heads to a key head, two sequences",
-    ),
-    _row("one-query", "B2 Q1 K211", CHECK, PROBED, summary="one row, as in decoding"),
-    _row("one-key", "Q5 K1 D80", CHECK, summary="one key: out is its value"),
-    _row(
-        "window",
-        "Q100",
-        CHECK,
-        PROBED,
-        summary="a sliding window, as a mask that is written out",
-        mask=Spec.of("sliding_window", window=17),
-    ),
-    _row(
-        "window-wide",
-        "H2 Q150",
-        CHECK,
-        CONTRACT,
-        summary="a window wider than a tile: it does not begin before the keys do",
-        mask=Spec.of("sliding_window", window=100),
-    ),
+    _row("plain", "H8 Q64", CHECK),
+    _row("ragged", "Q77 K93", PROBED),
+    _row("causal", "Q130 D128", PROBED, mask=_CAUSAL),
+    _row("causal-even", "Q128", PROBED, mask=_CAUSAL),
+    _row("causal-wide", "Q33 K150 D80", PROBED, mask=_CAUSAL),
+    _row("causal-tall", "Q99 K48 D96", PROBED, mask=_CAUSAL),
+    _row("gqa", "B2 H6/2 Q40 K70 D96", PROBED),
+    _row("one-query", "B2 Q1 K211", PROBED),
+    _row("one-key", "Q5 K1 D80", CHECK),
+    _row("window", "Q100", PROBED, mask=_window(17)),
+    _row("window-wide", "H2 Q150", CHECK, CONTRACT, mask=_window(100)),
     # Row 0 sees the keys 127 to 133: the last key of a tile of any usual size, and a few more.
     _row(
-        "window-edge",
-        "H2 Q17 K150",
-        CHECK,
-        CONTRACT,
-        summary="a window that begins with the last key of a tile",
-        mask=Spec.of("offset", Spec.of("sliding_window", window=7), rows=133),
+        "window-edge", "H2 Q17 K150", CHECK, CONTRACT, mask=Spec.of("offset", _window(7), rows=133)
     ),
-    _row(
-        "padding",
-        "B2 Q35 K60 D80",
-        CHECK,
-        PROBED,
-        summary="another number of keys in each sequence",
-        mask=Spec.of("padding", lengths=[60, 7]),
-    ),
-    _row(
-        "empty-rows",
-        "B2 Q20 K30",
-        CHECK,
-        PROBED,
-        summary="rows that see no key: out is exactly 0",
-        mask=Spec.of("padding", lengths=[0, 30]),
-    ),
+    _row("padding", "B2 Q35 K60 D80", PROBED, mask=_padding([60, 7])),
+    _row("empty-rows", "B2 Q20 K30", PROBED, mask=_padding([0, 30])),
     # ------------------------------------------------------------ a quick check: values
-    _row("scale", "Q65 D80", CHECK, summary="a scale other than 1/√head_dim", scale=0.3),
-    _row(
-        "large",
-        "Q64 K129 D96",
-        CHECK,
-        summary="logits beyond fp32's exp",
-        distribution="large_logits",
-    ),
-    _row(
-        "negative",
-        "Q40 K96",
-        CHECK,
-        summary="every logit near −128",
-        distribution="negative_logits",
-    ),
-    _row(
-        "one-hot",
-        "Q60 K130 D128",
-        CHECK,
-        summary="one key takes the whole weight",
-        distribution="one_hot",
-    ),
-    _row(
-        "outliers",
-        "Q65 K129 D128",
-        CHECK,
-        summary="one number in a thousand is ten times larger",
-        distribution="outliers",
-    ),
-    _row(
-        "uniform",
-        "Q64 K320 D80",
-        CHECK,
-        summary="all signs equal: errors add up",
-        distribution="uniform",
-    ),
-    _row(
-        "sink", "Q50 K90", CHECK, summary="key 0 takes nearly the whole weight", distribution="sink"
-    ),
-    _row(
-        "long-sum",
-        "H1 Q16 K4096",
-        CHECK,
-        LONG,
-        summary="thousands of small terms after a large one: a sum in 16 bits drops them",
-        instead="Q512 K512",
-        distribution="small_terms",
-    ),
+    _row("scale", "Q65 D80", CHECK, scale=0.3),
+    _row("large", "Q64 K129 D96", CHECK, distribution="large_logits"),
+    _row("negative", "Q40 K96", CHECK, distribution="negative_logits"),
+    _row("one-hot", "Q60 K130 D128", CHECK, distribution="one_hot"),
+    _row("outliers", "Q65 K129 D128", CHECK, distribution="outliers"),
+    _row("uniform", "Q64 K320 D80", CHECK, distribution="uniform"),
+    _row("sink", "Q50 K90", CHECK, distribution="sink"),
+    _row("long-sum", "H1 Q16 K4096", CHECK, LONG, instead="Q512 K512", distribution="small_terms"),
     # ------------------------------------------------------------ long sums of gradients
     _row("long sum of dQ", "Q16 K2048", LONG, distribution="small_terms", backward=True),
     _row("long sums of dK and dV", "Q2048 K16", LONG, distribution="small_terms", backward=True),
@@ -240,14 +138,12 @@ _TABLE: tuple[NamedProblem, ...] = (
         "a window over negative scores",
         "Q100 K100",
         CONTRACT,
-        mask=Spec.of("sliding_window", window=17),
+        mask=_window(17),
         distribution="negative_logits",
     ),
     _row("odd head_dim", "Q5 K7 D17", CONTRACT),
     _row("other value_dim", "Q5 K7", CONTRACT, value_dim=32),
-    _row(
-        "a window beyond a tile", "Q177 K293", CONTRACT, mask=Spec.of("sliding_window", window=73)
-    ),
+    _row("a window beyond a tile", "Q177 K293", CONTRACT, mask=_window(73)),
     # For tiles of up to 256 rows: tiles on a GPU are larger than an interpreter's.
     _row(
         "a prefix beyond the diagonal's tiles",
@@ -259,7 +155,7 @@ _TABLE: tuple[NamedProblem, ...] = (
         "a prefix beside padding",
         "Q9 K20",
         CONTRACT,
-        mask=Spec.of("and", Spec.of("prefix_lm", prefix=4), Spec.of("padding", lengths=[15])),
+        mask=Spec.of("and", Spec.of("prefix_lm", prefix=4), _padding([15])),
     ),
     _row(
         "negative scores backward",
@@ -269,13 +165,7 @@ _TABLE: tuple[NamedProblem, ...] = (
         backward=True,
     ),
     _row("rows that see nothing backward", "Q7 K5", CONTRACT, mask=_BOTTOM_RIGHT, backward=True),
-    _row(
-        "a window backward",
-        "Q9 K9",
-        CONTRACT,
-        mask=Spec.of("sliding_window", window=2),
-        backward=True,
-    ),
+    _row("a window backward", "Q9 K9", CONTRACT, mask=_window(2), backward=True),
     _row(
         "the gradient of a table",
         "Q140 K70",
@@ -294,8 +184,8 @@ _TABLE: tuple[NamedProblem, ...] = (
     # ------------------------------------------------------------ memory and determinism
     # Several sequences, tiles and heads for each kind of mask; small, as each runs several times.
     _row("causal GQA", "B2 H2/1 Q77 K93", MEMORY, mask=_CAUSAL),
-    _row("padding", "B2 H2 Q35 K70 D128", MEMORY, mask=Spec.of("padding", lengths=[70, 7])),
-    _row("sliding window", "Q100", MEMORY, mask=Spec.of("sliding_window", window=17)),
+    _row("padding", "B2 H2 Q35 K70 D128", MEMORY, mask=_padding([70, 7])),
+    _row("sliding window", "Q100", MEMORY, mask=_window(17)),
     _row("one row", "B2 H2 Q1 K129", MEMORY),
     _row("document", "Q96", MEMORY, mask=Spec.of("document", lengths=[33, 50, 13])),
     _row("backward", "B2 H2/1 Q40 K70", MEMORY, mask=_CAUSAL, backward=True),
@@ -318,3 +208,29 @@ _TABLE: tuple[NamedProblem, ...] = (
     _row("one row", "Q1 K129", SANITIZER),
     _row("causal backward", "Q40 K70", SANITIZER, mask=_CAUSAL, backward=True),
 )
+
+SUMMARIES = {
+    "plain": "lengths that fit every tile; eight heads",
+    "ragged": "lengths that fit no tile: masking of the last one",
+    "causal": "the diagonal",
+    "causal-even": "the diagonal, at lengths that fit every tile",
+    "causal-wide": "more keys than queries: causal is aligned top-left",
+    "causal-tall": "more queries than keys: the last rows see every key",
+    "gqa": "three query heads to a key head, two sequences",
+    "one-query": "one row, as in decoding",
+    "one-key": "one key: out is its value",
+    "window": "a sliding window, as a mask that is written out",
+    "window-wide": "a window wider than a tile: it does not begin before the keys do",
+    "window-edge": "a window that begins with the last key of a tile",
+    "padding": "another number of keys in each sequence",
+    "empty-rows": "rows that see no key: out is exactly 0",
+    "scale": "a scale other than 1/√head_dim",
+    "large": "logits beyond fp32's exp",
+    "negative": "every logit near −128",
+    "one-hot": "one key takes the whole weight",
+    "outliers": "one number in a thousand is ten times larger",
+    "uniform": "all signs equal: errors add up",
+    "sink": "key 0 takes nearly the whole weight",
+    "long-sum": "thousands of small terms after a large one: a sum in 16 bits drops them",
+}
+"""What a failure of each ``CHECK`` problem would show, in one line."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from attncheck.core.errors import (
     ProblemError,
@@ -78,7 +78,7 @@ class Shape(Sizes):
         return tuple(dict.fromkeys((self.heads, self.heads // max(1, ratio))))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Variant:
     """A named mask and score mod, sized to a shape; or softmax."""
 
@@ -86,9 +86,6 @@ class Variant:
     summary: str  # description in one line
     # Shape → mask and score mod; None for softmax, of query rows and kv columns.
     mods: Callable[[Shape], tuple[Spec, Spec]] | None
-    # When it is measured: ``usual`` unless others are named, ``named`` if named or with ``ALL``;
-    # ``oracles`` for oracles only, not for kernels.
-    measured: Literal["usual", "named", "oracles"] = "named"
     most_rows: int = 0  # upper limit on query rows, whatever the shape has; 0 for no limit
     sink: bool = False  # whether each head has a sink
     paged: bool = False  # whether keys and values lie in pages
@@ -154,123 +151,103 @@ def _neighborhood(name: str, shape: Shape) -> Spec:
 
 _CAUSAL, _BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
 
-_TABLE = (
-    Variant(name="full", summary="every key", mods=lambda _: (FULL, NONE), measured="usual"),
+_USUAL = (
+    Variant("full", "every key", lambda _: (FULL, NONE)),
+    Variant("causal", "keys up to the row's own index", lambda _: (_CAUSAL, NONE)),
+    Variant("alibi", "causal, scores falling with distance", lambda _: (_CAUSAL, Spec.of("alibi"))),
     Variant(
-        name="causal",
-        summary="keys up to the row's own index",
-        mods=lambda _: (_CAUSAL, NONE),
-        measured="usual",
+        "sliding_window",
+        "the last quarter of the keys up to the row's own",
+        lambda s: (Spec.of("sliding_window", window=max(1, s.kv // 4)), NONE),
     ),
     Variant(
-        name="alibi",
-        summary="causal, scores falling with distance",
-        mods=lambda _: (_CAUSAL, Spec.of("alibi")),
-        measured="usual",
+        "prefix_lm",
+        "causal, the first quarter of the keys visible to all",
+        lambda s: (Spec.of("prefix_lm", prefix=s.kv // 4), NONE),
     ),
     Variant(
-        name="sliding_window",
-        summary="the last quarter of the keys up to the row's own",
-        mods=lambda s: (Spec.of("sliding_window", window=max(1, s.kv // 4)), NONE),
-        measured="usual",
+        "softcap",
+        "every key, scores through 20·tanh(score/20)",
+        lambda _: (FULL, Spec.of("softcap", cap=20.0)),
     ),
     Variant(
-        name="prefix_lm",
-        summary="causal, the first quarter of the keys visible to all",
-        mods=lambda s: (Spec.of("prefix_lm", prefix=s.kv // 4), NONE),
-        measured="usual",
+        "document",
+        "four documents of uneven length, each for itself",
+        lambda s: (Spec.of("document", lengths=_uneven_lengths(max(s.query, s.kv))), NONE),
+    ),
+    Variant("softmax", "no attention: the softmax of query rows of kv scores", None),
+)
+VARIANTS = {variant.name: variant for variant in _USUAL}
+"""Variants that are measured unless others are named."""
+
+_OPTIONAL = (
+    Variant(
+        "neighborhood",
+        "cells of a canvas, each sees those around it; a quarter of its sides",
+        lambda s: (_neighborhood("neighborhood", s), NONE),
     ),
     Variant(
-        name="softcap",
-        summary="every key, scores through 20·tanh(score/20)",
-        mods=lambda _: (FULL, Spec.of("softcap", cap=20.0)),
-        measured="usual",
+        "neighborhood_tiled",
+        "the same, cells numbered in tiles of 8 by 8",
+        lambda s: (_neighborhood("neighborhood_tiled", s), NONE),
     ),
     Variant(
-        name="document",
-        summary="four documents of uneven length, each for itself",
-        mods=lambda s: (Spec.of("document", lengths=_uneven_lengths(max(s.query, s.kv))), NONE),
-        measured="usual",
+        "neighborhood_morton",
+        "the same, cells numbered along a Z curve",
+        lambda s: (_neighborhood("neighborhood_morton", s), NONE),
     ),
     Variant(
-        name="softmax",
-        summary="no attention: the softmax of query rows of kv scores",
-        mods=None,
-        measured="usual",
-    ),
-    Variant(
-        name="neighborhood",
-        summary="cells of a canvas, each sees those around it; a quarter of its sides",
-        mods=lambda s: (_neighborhood("neighborhood", s), NONE),
-    ),
-    Variant(
-        name="neighborhood_tiled",
-        summary="the same, cells numbered in tiles of 8 by 8",
-        mods=lambda s: (_neighborhood("neighborhood_tiled", s), NONE),
-    ),
-    Variant(
-        name="neighborhood_morton",
-        summary="the same, cells numbered along a Z curve",
-        mods=lambda s: (_neighborhood("neighborhood_morton", s), NONE),
-    ),
-    Variant(
-        name="bias",
-        summary="every key, a drawn number added for each row and key",
+        "bias",
+        "every key, a drawn number added for each row and key",
         # One table for all batches and heads: at 4,096 keys, one per head of 16 would take a GiB.
-        mods=lambda _: (FULL, Spec.of("bias", seed=0, per_batch=0, per_head=0)),
+        lambda _: (FULL, Spec.of("bias", seed=0, per_batch=0, per_head=0)),
     ),
     Variant(
-        name="relative_bias",
-        summary="causal, a number added for each head and distance; with --backward its gradient",
-        mods=lambda s: (_CAUSAL, Spec.of("relative_bias", distance=s.kv // 4, seed=0)),
+        "relative_bias",
+        "causal, a number added for each head and distance; with --backward its gradient",
+        lambda s: (_CAUSAL, Spec.of("relative_bias", distance=s.kv // 4, seed=0)),
         captured=True,
     ),
     Variant(
-        name="varlen",
-        summary="four documents, with other lengths of rows than of keys",
-        mods=lambda s: (_uneven_documents(s), NONE),
+        "varlen",
+        "four documents, with other lengths of rows than of keys",
+        lambda s: (_uneven_documents(s), NONE),
     ),
     Variant(
-        name="sink",
-        summary="causal, each head with a sink beside its keys",
-        mods=lambda _: (_CAUSAL, NONE),
+        "sink",
+        "causal, each head with a sink beside its keys",
+        lambda _: (_CAUSAL, NONE),
         sink=True,
     ),
     Variant(
-        name="paged",
-        summary="causal, keys and values in pages of 64 (16 where there are few)",
-        mods=lambda _: (_CAUSAL, NONE),
+        "paged",
+        "causal, keys and values in pages of 64 (16 where there are few)",
+        lambda _: (_CAUSAL, NONE),
         paged=True,
     ),
     Variant(
-        name="decode",
-        summary=f"the last {_DECODING_ROWS} rows of causal over all keys, as in a decoding step",
-        mods=lambda _: (_BOTTOM_RIGHT, NONE),
+        "decode",
+        f"the last {_DECODING_ROWS} rows of causal over all keys, as in a decoding step",
+        lambda _: (_BOTTOM_RIGHT, NONE),
         most_rows=_DECODING_ROWS,
     ),
     Variant(
-        name="paged_decode",
-        summary="the same with keys and values in pages",
-        mods=lambda _: (_BOTTOM_RIGHT, NONE),
+        "paged_decode",
+        "the same with keys and values in pages",
+        lambda _: (_BOTTOM_RIGHT, NONE),
         most_rows=_DECODING_ROWS,
         paged=True,
-    ),
-    Variant(
-        name="sharp",
-        summary="every key, every score times 16: beyond the exponents of fp64",
-        # A power of two: the scores are scaled without rounding.
-        mods=lambda _: (FULL, Spec.of("temperature", temperature=2.0**-4)),
-        measured="oracles",
     ),
 )
-
-VARIANTS = {variant.name: variant for variant in _TABLE if variant.measured == "usual"}
-"""Variants that are measured unless others are named."""
-
-OPTIONAL_VARIANTS = {variant.name: variant for variant in _TABLE if variant.measured == "named"}
+OPTIONAL_VARIANTS = {variant.name: variant for variant in _OPTIONAL}
 """Variants that are measured if they are named, or with ``ALL``."""
 
-SHARP = next(variant for variant in _TABLE if variant.measured == "oracles")
+SHARP = Variant(
+    "sharp",
+    "every key, every score times 16: beyond the exponents of fp64",
+    # A power of two: the scores are scaled without rounding.
+    lambda _: (FULL, Spec.of("temperature", temperature=2.0**-4)),
+)
 """Measured on oracles only: the naive softmax overflows on it."""
 
 
@@ -370,15 +347,14 @@ def oracle_plan(
         existing = tuple(d for d in names if variants_by_name[name].exists(dtype, d))
         # What is named must exist: if it does not, creating its Problem raises the reason.
         must_exist = bool(variants) and (bool(distributions) or not existing)
-        for distribution in names if must_exist else existing:
-            cells += plan_cells(
-                dtypes=(dtype,),
-                variants=() if name == SHARP.name else (name,),
-                own=SHARP if name == SHARP.name else None,
-                shapes=(shape,),
-                distributions=(distribution,),
-                seed=seed,
-            )
+        cells += plan_cells(
+            dtypes=(dtype,),
+            variants=(),
+            own=variants_by_name[name],
+            shapes=(shape,),
+            distributions=names if must_exist else existing,
+            seed=seed,
+        )
     return list(dict.fromkeys(cells))
 
 
@@ -435,14 +411,12 @@ def _label_parts(choice: _CellAndSubject) -> tuple[str, ...]:
 
 def _nearest_labels(name: str, choices: list[_CellAndSubject]) -> list[str]:
     """Return the labels that begin with the known part of ``name``, cut off one part after it."""
-    labels = [_label_parts(one) for one in choices]
-    depth = 1
-    while True:
-        prefixes = {parts: "/".join(parts[:depth]) for parts in labels}
-        matching = [parts for parts in labels if f"{name}/".startswith(f"{prefixes[parts]}/")]
-        if not matching or depth > max(map(len, matching)):
-            return sorted(set(prefixes.values()))
-        labels, depth = matching, depth + 1
+    labels, depth = [_label_parts(one) for one in choices], 1
+    while known := [p for p in labels if f"{name}/".startswith(f"{'/'.join(p[:depth])}/")]:
+        if depth > max(map(len, known)):
+            break
+        labels, depth = known, depth + 1
+    return sorted({"/".join(parts[:depth]) for parts in labels})
 
 
 # ------------------------------------------------------------ mods and inputs of the user's own

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from attncheck.cases.covering import (
     ALONE,
     AXES,
-    EXCLUSIONS,
     MASKS,
     PLAIN_ROW,
     SHAPES,
@@ -23,6 +22,7 @@ from attncheck.cases.covering import (
     alone_rows,
     compiled_rows,
     covering_rows,
+    is_excluded,
     restore_lost_pairs,
     row_name,
     row_problem,
@@ -67,14 +67,14 @@ def _bound_units(planning: Planning) -> Iterator[Unit]:
         name: tuple(value for value in values if value not in ALONE.get(name, ()))
         for name, values in axes.items()
     }
-    rows, repeated = [*covering_rows(together, 2, EXCLUSIONS), *alone_rows(axes)], list[Row]()
+    rows, repeated = [*covering_rows(together, 2), *alone_rows(axes)], list[Row]()
     if tier.strength > 2:  # triples of all values would be thousands
         core = {name: values[: _CORE.get(name, len(values))] for name, values in together.items()}
         # Without compilation all rows cost the same.
         if planning.device == "cpu" or not tier.threes_gpu:
-            rows += covering_rows(core, tier.strength, EXCLUSIONS)
+            rows += covering_rows(core, tier.strength)
         else:
-            first, repeated = compiled_rows(core, shapes, tier.threes_gpu, EXCLUSIONS)
+            first, repeated = compiled_rows(core, shapes, tier.threes_gpu)
             rows += first
     # Rows that move to the same problem are asked only once.
     covered, seen_ids = [], set()
@@ -180,7 +180,7 @@ def _taken_values(
             for mask in (axes["mask"] if axis == "extent" else ("full", "causal"))
             for dtype in axes["dtype"]
         ]
-        rows = [row for row in rows if not any(cannot_be(row) for _, cannot_be in EXCLUSIONS)]
+        rows = [row for row in rows if not is_excluded(row)]
         for row in rows:
             moved = planning.nearest(row_problem(row, shapes, 0))
             # A moved problem may have lost the value, such as a sink or an unusual scale.

@@ -138,13 +138,10 @@ class _Modules:
 
     def name(self) -> str:
         """Return the name of the current call."""
-        if not self._running:
-            return f"call-{self._next('')}"
-        return f"{self._running[-1]}/{self._next(self._running[-1])}"
-
-    def _next(self, module: str) -> int:
+        module = self._running[-1] if self._running else ""
+        number = self._calls[module]
         self._calls[module] += 1
-        return self._calls[module] - 1
+        return f"{module}/{number}" if module else f"call-{number}"
 
 
 class _Recorder(TorchFunctionMode):

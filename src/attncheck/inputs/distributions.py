@@ -112,11 +112,16 @@ def draw_scores(name: str, sizes: Sizes, seed: int) -> Floats:
     """
     from attncheck.core.draws import Draws
 
+    return scores_of(name)(Draws(seed), sizes)
+
+
+def scores_of(name: str) -> Callable[[Draws, Sizes], Floats]:
+    """Return the ``scores`` of a distribution; raises ProblemError if it has none."""
     scores = distribution_named(name).scores
     if scores is None:
         able = ", ".join(d.name for d in DISTRIBUTIONS.values() if d.scores)
         raise ProblemError(f"distribution {name!r} has no scores for softmax: choose from {able}.")
-    return scores(Draws(seed), sizes)
+    return scores
 
 
 def distribution_named(name: str) -> Distribution:

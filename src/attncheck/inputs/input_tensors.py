@@ -18,7 +18,6 @@ from attncheck.core.draws import SPAN, Draws
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import FORMATS, Format, round_to
 from attncheck.inputs import distributions
-from attncheck.inputs.distributions import Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -72,19 +71,13 @@ class Inputs:
     dlse: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        problem, sizes = self.problem, _sizes(self.problem)
-        for name, needed in (
-            ("descale", problem.formats.scaled),
-            ("x", _is_softmax(problem)),
-            ("sink", problem.sink),
-            ("dout", problem.backward),
-            ("dlse", problem.dlse),
-        ):
+        problem = self.problem
+        for name, needed in _optional_tensors(problem).items():
             if (getattr(self, name) is not None) != needed:
                 verb = "needs its" if needed else "has no"
                 raise ProblemError(f"{problem.operation} in {problem.dtype} {verb} {name}.")
         for name, tensor in self.tensors().items():
-            shape, dtype = _required_shape_and_dtype(name, problem, sizes)
+            shape, dtype = _required_shape_and_dtype(name, problem)
             if tuple(tensor.shape) != shape:
                 raise ProblemError(f"{name}.shape={tuple(tensor.shape)}, but should be {shape}.")
             if tensor.dtype != dtype:
@@ -202,7 +195,7 @@ def _is_drawn_there(problem: Problem, device: str | torch.device) -> bool:
     """
     if torch.device(device).type == "cpu":
         return False
-    sizes = _sizes(problem)
+    sizes = problem.sizes
     each = math.prod(sizes.q), math.prod(sizes.k), math.prod(sizes.v)
     free, _ = torch.cuda.mem_get_info(device)
     return max(each) > SPAN and 3 * 8 * sum(each) + _ROUNDING_BYTES < free // 2
@@ -210,8 +203,8 @@ def _is_drawn_there(problem: Problem, device: str | torch.device) -> bool:
 
 def unrounded_inputs(problem: Problem, device: str = "cpu") -> Inputs:
     """Return the float64 numbers of the Problem's distribution before rounding, as fp64 Inputs."""
-    exact, sizes = problem.replace(dtype="fp64"), _sizes(problem)
-    if not _is_softmax(problem):
+    exact, sizes = problem.replace(dtype="fp64"), problem.sizes
+    if problem.operation != "softmax":
         drawn = distributions.draw(problem.distribution, sizes, problem.seed, device)
         q, k, v = map(torch.as_tensor, drawn)
         # Pages that all sequences share hold the first sequence's keys and values.
@@ -239,7 +232,10 @@ def round_inputs(exact: Inputs, problem: Problem) -> Inputs:
         if name in _FP32:
             stored[name] = values
         elif problem.formats.scaled:
-            scale = _share_descale(_compute_descale(values, problem.kv_heads, fmt), name, problem)
+            scale = _compute_descale(values, problem.kv_heads, fmt)
+            # Pages that all sequences share are stored once, with the largest descale.
+            if name != "q" and problem.paging is not None and problem.paging.shared:
+                scale = scale.amax(0, keepdim=True).expand_as(scale).contiguous()
             stored[f"{name}_descale"] = scale
             each = scale.double().repeat_interleave(values.shape[1] // problem.kv_heads, dim=1)
             stored[name] = _to_storage(values / each[..., None, None], fmt)
@@ -262,23 +258,15 @@ def quick_inputs(problem: Problem, device: str | torch.device) -> Inputs:
 
 def zero_inputs(problem: Problem, device: str | torch.device) -> Inputs:
     """Return Inputs of 0 with descales of 1, for purposes that depend on shapes alone."""
-    sizes = _sizes(problem)
-    more = {
-        "x": _is_softmax(problem),
-        "sink": problem.sink,
-        "dout": problem.backward,
-        "dlse": problem.dlse,
-    }
-    names = ("q", "k", "v", *(name for name, needed in more.items() if needed))
-    zeros = {}
-    for name in names:
-        shape, dtype = _required_shape_and_dtype(name, problem, sizes)
-        zeros[name] = torch.zeros(shape, dtype=dtype, device=device)
-    scales = None
-    if problem.formats.scaled:
-        ones = torch.ones((problem.batch, problem.kv_heads), device=device)
-        scales = Descale(q=ones, k=ones.clone(), v=ones.clone())
-    return Inputs(problem=problem, **zeros, descale=scales)
+    needed = [name for name, needs in _optional_tensors(problem).items() if needs]
+    if "descale" in needed:
+        needed[:1] = ("q_descale", "k_descale", "v_descale")
+    tensors = {}
+    for name in ("q", "k", "v", *needed):
+        shape, dtype = _required_shape_and_dtype(name, problem)
+        number = 1 if name.endswith("_descale") else 0
+        tensors[name] = torch.full(shape, number, dtype=dtype, device=device)
+    return Inputs.of(problem, tensors)
 
 
 def _draw_sinks(problem: Problem) -> torch.Tensor:
@@ -302,17 +290,10 @@ def _draw_loss(problem: Problem) -> tuple[torch.Tensor | None, torch.Tensor | No
     if problem.backward:
         draw_own = distributions.distribution_named(problem.distribution).dout
         drawn = draws.normal("dout", (*rows, problem.value_dim)) if draw_own is None else None
-        dout = torch.from_numpy(draw_own(draws, _sizes(problem)) if draw_own is not None else drawn)
+        dout = torch.from_numpy(draw_own(draws, problem.sizes) if draw_own is not None else drawn)
     if problem.dlse:
         dlse = torch.from_numpy(draws.normal("dlse", rows)).float()
     return dout, dlse
-
-
-def _share_descale(scale: torch.Tensor, name: str, problem: Problem) -> torch.Tensor:
-    """Return the largest descale for all sequences if they share pages, which are stored once."""
-    if name == "q" or problem.paging is None or not problem.paging.shared:
-        return scale
-    return scale.amax(0, keepdim=True).expand_as(scale).contiguous()
 
 
 def _clone_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -328,9 +309,18 @@ def _clone_memory(tensor: torch.Tensor) -> torch.Tensor:
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def _required_shape_and_dtype(
-    name: str, problem: Problem, sizes: Sizes
-) -> tuple[tuple[int, ...], torch.dtype]:
+def _optional_tensors(problem: Problem) -> dict[str, bool]:
+    """Return whether Inputs of ``problem`` have each of the tensors that not all have."""
+    return {
+        "descale": problem.formats.scaled,
+        "x": problem.operation == "softmax",
+        "sink": problem.sink,
+        "dout": problem.backward,
+        "dlse": problem.dlse,
+    }
+
+
+def _required_shape_and_dtype(name: str, problem: Problem) -> tuple[tuple[int, ...], torch.dtype]:
     """Return the shape and dtype that the tensor called ``name`` must have."""
     if name.endswith("_descale"):
         return (problem.batch, problem.kv_heads), torch.float32
@@ -341,11 +331,7 @@ def _required_shape_and_dtype(
         if name == "dlse":
             return rows, torch.float32
         return (*rows, problem.value_dim), problem.formats.output.torch_dtype
-    return getattr(sizes, name), problem.formats.storage.torch_dtype
-
-
-def _is_softmax(problem: Problem) -> bool:
-    return problem.operation == "softmax"
+    return getattr(problem.sizes, name), problem.formats.storage.torch_dtype
 
 
 def _compute_descale(values: torch.Tensor, kv_heads: int, fmt: Format) -> torch.Tensor:
@@ -360,11 +346,6 @@ def _compute_descale(values: torch.Tensor, kv_heads: int, fmt: Format) -> torch.
         raise ProblemError(f"the inputs are too large for {fmt.name}: a descale is an fp32 number.")
     smallest = 2.0 ** FORMATS["fp32"].min_exponent
     return torch.where(largest == 0, 1.0, scale.clamp(min=smallest))
-
-
-def _sizes(problem: Problem) -> Sizes:
-    names = (field.name for field in dataclasses.fields(Sizes))
-    return Sizes(**{name: getattr(problem, name) for name in names})
 
 
 def _to_storage(values: torch.Tensor, fmt: Format) -> torch.Tensor:

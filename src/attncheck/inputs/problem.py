@@ -16,7 +16,7 @@ from attncheck.core.errors import ProblemError, require_known
 from attncheck.core.formats import DTYPES, FORMATS, Dtype, dtype_named, fp32
 from attncheck.core.mod_spec import FULL, GENERATOR, NONE, Dimensions, Spec
 from attncheck.core.paged_layout import Paging
-from attncheck.inputs.distributions import DISTRIBUTIONS, distribution_named
+from attncheck.inputs.distributions import Sizes, distribution_named, scores_of
 from attncheck.mods import library
 from attncheck.mods.signatures import MaskMod, ScoreMod
 
@@ -46,16 +46,8 @@ _ATTENTION_ONLY: dict[str, Any] = {
     "dlse": False,
     "dcaptured": False,
 }
-# Fields that older versions lack, with defaults. At these they are left out of JSON to keep ids.
-_SINCE = {
-    "operation": "attention",
-    "sink": False,
-    "sink_logits": "",
-    "paging": None,
-    "backward": False,
-    "dlse": False,
-    "dcaptured": False,
-}
+# Fields that older versions lack. At their defaults they are left out of JSON to keep ids.
+_SINCE = ("operation", "sink", "sink_logits", "paging", "backward", "dlse", "dcaptured")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +141,8 @@ class Problem:
 
     @property
     def has_usual_scale(self) -> bool:
-        """Return whether the scale is the default for the head dim."""
-        return self.scale == self.replace(scale=USUAL_SCALE).scale
+        """Whether the scale is the default, 1/√head_dim; a softmax has no other."""
+        return self.operation == "softmax" or self.scale == fp32(1.0 / math.sqrt(self.head_dim))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen
@@ -172,11 +164,7 @@ class Problem:
         if self.dtype not in SOFTMAX_DTYPES:
             able = ", ".join(name for name in SOFTMAX_DTYPES if DTYPES[name].measured)
             raise ProblemError(f"softmax has no dtype {self.dtype!r}: choose from {able}.")
-        if DISTRIBUTIONS[self.distribution].scores is None:
-            able = ", ".join(name for name, d in DISTRIBUTIONS.items() if d.scores)
-            raise ProblemError(
-                f"distribution {self.distribution!r} has no scores for softmax: choose from {able}."
-            )
+        scores_of(self.distribution)
 
     def _check_sizes(self, names: tuple[str, ...]) -> None:
         """Raise ProblemError for invalid sizes, seed, or numbers of heads and key heads."""
@@ -244,6 +232,11 @@ class Problem:
         return self.heads // self.kv_heads
 
     @property
+    def sizes(self) -> Sizes:
+        """The sizes of the tensors."""
+        return Sizes(**{name: getattr(self, name) for name in _SIZES})
+
+    @property
     def dimensions(self) -> Dimensions:
         """Index ranges of the mask and the score mod."""
         return Dimensions(batch=self.batch, heads=self.heads, query=self.query, kv=self.kv)
@@ -262,12 +255,13 @@ class Problem:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object, which ``from_json`` reads."""
-        data: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        # Specs and Paging are objects of their own in JSON.
-        data |= {"mask": self.mask.to_json(), "score": self.score.to_json()}
-        if self.paging is not None:
-            data["paging"] = self.paging.to_json()
-        return {k: v for k, v in data.items() if k not in _SINCE or v != _SINCE[k]}
+        values = ((each, getattr(self, each.name)) for each in dataclasses.fields(self))
+        return {
+            # Specs and Paging are objects of their own in JSON.
+            each.name: value.to_json() if isinstance(value, Spec | Paging) else value
+            for each, value in values
+            if each.name not in _SINCE or value != each.default
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Problem:
@@ -303,7 +297,6 @@ class Problem:
 
     def __str__(self) -> str:
         softmax = self.operation == "softmax"
-        usual = softmax or self.scale == fp32(1.0 / math.sqrt(self.head_dim))
         parts = (
             self.dtype,
             self.operation if softmax else str(self.mask),
@@ -316,7 +309,7 @@ class Problem:
             self.shape,
             self.distribution,
             f"seed {self.seed}",
-            "" if usual else f"scale {self.scale:g}",
+            "" if self.has_usual_scale else f"scale {self.scale:g}",
         )
         return " ".join(part for part in parts if part)
 

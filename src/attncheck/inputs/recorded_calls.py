@@ -19,7 +19,7 @@ sinks, ``i.dout`` for calls with a backward.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -73,23 +73,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     backward: bool = False  # whether there is a loss's gradient with respect to the result
 
     @property
-    def shapes(self) -> dict[str, tuple[int, int, int, int]]:
-        """Shapes of q, k, v and dout by name."""
-        rows, keys = (
-            (self.batch, self.heads, self.query),
-            (self.batch, self.kv_heads, self.kv),
-        )
-        return {
-            "q": (*rows, self.head_dim),
-            "k": (*keys, self.head_dim),
-            "v": (*keys, self.value_dim),
-            "dout": (*rows, self.value_dim),
-        }
-
-    @property
-    def scores(self) -> tuple[int, int, int, int]:
-        """Shape of the scores; a mask's axes have these sizes or 1."""
-        return (self.batch, self.heads, self.query, self.kv)
+    def sizes(self) -> Sizes:
+        """The sizes of its tensors."""
+        return Sizes(**{field.name: getattr(self, field.name) for field in fields(Sizes)})
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,13 +93,7 @@ def tensor_name(call: int, tensor: str) -> str:
 def sizes_problem(call: Call) -> Problem:
     """Return a Problem of the call's sizes, dtype and scale; raise ProblemError if none exists."""
     return Problem(
-        batch=call.batch,
-        heads=call.heads,
-        kv_heads=call.kv_heads,
-        query=call.query,
-        kv=call.kv,
-        head_dim=call.head_dim,
-        value_dim=call.value_dim,
+        **asdict(call.sizes),
         dtype=call.dtype,
         scale=USUAL_SCALE if call.scale is None else call.scale,
         score=NONE if call.softcap is None else Spec.of("softcap", cap=call.softcap),
@@ -237,8 +217,7 @@ class Recording:
             return (FULL if self.call.mask == "none" else Spec.of(self.call.mask)), NONE
         if self._visible is None:
             return FULL, Spec.of(self.name)
-        batch, heads, query, kv = self.call.scores
-        dimensions = Dimensions(batch=batch, heads=heads, query=query, kv=kv)
+        dimensions = sizes_problem(self.call).dimensions
         return named_mask(self._visible, dimensions) or Spec.of(self.name), NONE
 
     def _draw(self, draws: Draws, sizes: Sizes) -> Drawn:

@@ -61,7 +61,8 @@ def _sink_fact(call: Call, sink: Tensor) -> str | None:
 
 
 def _qkv_fact(call: Call, name: str, tensor: Tensor) -> str | None:
-    shape, dtype = call.shapes[name], FORMATS[call.dtype].torch_dtype
+    sizes, dtype = call.sizes, FORMATS[call.dtype].torch_dtype
+    shape = (*sizes.q[:3], sizes.value_dim) if name == "dout" else getattr(sizes, name)
     if tuple(tensor.shape) != shape:
         return f"{name} has shape {tuple(tensor.shape)}, but should have {shape}"
     if tensor.dtype != dtype:
@@ -74,11 +75,12 @@ def _qkv_fact(call: Call, name: str, tensor: Tensor) -> str | None:
 
 
 def _mask_fact(call: Call, mask: Tensor) -> str | None:
+    scores = call.sizes.x
     fits = mask.dim() == 4 and all(
-        have in {1, size} for have, size in zip(mask.shape, call.scores, strict=True)
+        have in {1, size} for have, size in zip(mask.shape, scores, strict=True)
     )
     if not fits:
-        return f"its mask has shape {tuple(mask.shape)}, which does not broadcast to {call.scores}"
+        return f"its mask has shape {tuple(mask.shape)}, which does not broadcast to {scores}"
     able = [torch.bool] if call.mask == "bool" else [FORMATS[n].torch_dtype for n in DTYPES]
     if mask.dtype not in able:
         return f"its mask is {mask.dtype}, but should be {' or '.join(map(str, able))}"
@@ -104,16 +106,13 @@ def load(path: Path | str) -> tuple[Recording, ...]:
     for name in names:
         if names.count(name) > 1:
             _refuse(path, f"has two calls {name!r}")
-    tensors_of_calls = [
-        _take_tensors(path, i, call, tensors) for i, call in enumerate(header.calls)
-    ]
+    recordings = tuple(
+        Recording(file=path.name, call=call, **_take_tensors(path, i, call, tensors))
+        for i, call in enumerate(header.calls)
+    )
     # _take_tensors removed every tensor of a call.
     for name in tensors:
         _refuse(path, f"has a tensor {name!r} that belongs to no call")
-    recordings = tuple(
-        Recording(file=path.name, call=call, **tensors)
-        for call, tensors in zip(header.calls, tensors_of_calls, strict=True)
-    )
     for recording in recordings:
         recording.register()
     return recordings

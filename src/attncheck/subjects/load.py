@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,11 +20,11 @@ import msgspec
 
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.source_files import error_line, load_member, load_module_member
-from attncheck.subjects.capabilities.capability_table import AUTOGRAD, Capabilities
+from attncheck.subjects.capabilities.capability_table import AUTOGRAD, Capabilities, read_table
 from attncheck.subjects.capabilities.configuration import (
+    GROUP,
     entry_points,
     nearest_tables,
-    published_kernel,
     read_configuration,
 )
 from attncheck.subjects.capabilities.named_kernels import BUILTIN, subject_named
@@ -226,10 +227,17 @@ def load_candidate(kernel: str, convention: str | None = None) -> Candidate:
         value, folder = points[0].value, Path.cwd()
         what = f"{what} (entry point {value})"
         entry = value.partition("[")[0].strip()  # without extras
-        target, table = published_kernel(kernel, load_module_member(entry, what), value)
-        if target is None and table is not None:
-            entry = table.entry
-            target = _import_entry(entry, folder, what)
+        target = load_module_member(entry, what)
+        # Published may be a table, whose entry is a name or the kernel itself.
+        if isinstance(published := target, Mapping):
+            place = f"entry point {kernel!r} of {GROUP} ({value})"
+            target = published.get("entry")
+            if target is None or isinstance(target, str):
+                table = read_table(dict(published), place)
+                entry = table.entry
+                target = _import_entry(entry, folder, what)
+            else:
+                table = read_table({**published, "entry": value}, place)
     else:
         _check_spelling(kernel)
         raise UnknownName("kernel", kernel, kernel_names())

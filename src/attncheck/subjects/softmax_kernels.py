@@ -8,19 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core.outputs import Outputs
+from attncheck.subjects.capabilities.named_kernels import BUILTIN
 from attncheck.subjects.capabilities.subject import Call, Subject
 
 if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.kernels.softmax_forward import Launch
-
-_SUMMARIES = {
-    "naive": "exp(x) over its sum",
-    "safe": "a pass for the maximum, one for the sum",
-    "online": "one pass for a running maximum and sum",
-    "blocked": "online over tiles of rows and columns",
-}
 
 
 class _RowSoftmax(Subject):
@@ -50,7 +44,7 @@ class Softmax(_RowSoftmax):
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self.name = f"triton-softmax-{kind}"
-        self.summary = f"our row softmax in Triton: {_SUMMARIES[kind]}"
+        self.summary = BUILTIN[self.name].summary
 
     def absent(self, device: str) -> str | None:
         """Return a reason if triton, which has wheels for Linux only, is not installed."""

@@ -28,6 +28,7 @@ from attncheck.inputs.problem import Problem
 from attncheck.mods import library
 from attncheck.mods.captured_gradients import captured_tensors
 from attncheck.mods.signatures import ScoreMod
+from attncheck.subjects.capabilities.named_kernels import BUILTIN
 from attncheck.subjects.capabilities.subject import (
     Call,
     CompilerName,
@@ -45,10 +46,10 @@ from attncheck.subjects.conventions.torch_conventions import (
 )
 
 _BACKENDS = {
-    "math": (SDPBackend.MATH, "unfused: scores and weights in memory"),
-    "flash": (SDPBackend.FLASH_ATTENTION, "FlashAttention-2"),
-    "efficient": (SDPBackend.EFFICIENT_ATTENTION, "memory-efficient attention (CUTLASS)"),
-    "cudnn": (SDPBackend.CUDNN_ATTENTION, "cuDNN: rows that see no key hold anything"),
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 _ON_THE_CPU = ("math", "flash")
 # Backends that need aligned tensors. On an H200 (torch 2.11) flash accepts misaligned ones, and its
@@ -73,9 +74,9 @@ class Sdpa(Subject):
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
-        self._kernel, description = _BACKENDS[backend]
+        self._kernel = _BACKENDS[backend]
         self.name = f"sdpa-{backend}"
-        self.summary = f"torch's scaled_dot_product_attention, {description}; no LSE"
+        self.summary = BUILTIN[self.name].summary
 
     @property
     def compiler(self) -> CompilerName:
@@ -165,9 +166,8 @@ class Sdpa(Subject):
 
     @contextlib.contextmanager
     def _settings(self, problem: Problem) -> Iterator[None]:
-        products: torch_arithmetic.Products = "tf32" if problem.dtype == "tf32" else "ieee"
         grad = torch.set_grad_enabled(problem.backward)
-        with grad, torch_arithmetic.fp32_products(products), sdpa_kernel(self._kernel):
+        with grad, torch_arithmetic.fp32_products(problem.dtype), sdpa_kernel(self._kernel):
             yield
 
     def _unsupported_products(self, problem: Problem, device: str) -> str | None:
@@ -243,9 +243,11 @@ class Sdpa(Subject):
         torch's dispatcher gives reasons as Python warnings; ``torch.backends.cuda``'s
         ``can_use_*`` would write them to stderr, past any filter (torch 2.11).
         """
-        dtype = problem.formats.storage.torch_dtype
-        empty = (torch.empty(shape, dtype=dtype, device=device) for shape in _shapes(problem))
-        q, k, v = (tensor.requires_grad_(problem.backward) for tensor in empty)
+        dtype, sizes = problem.formats.storage.torch_dtype, problem.sizes
+        q, k, v = (
+            torch.empty(shape, dtype=dtype, device=device, requires_grad=problem.backward)
+            for shape in (sizes.q, sizes.k, sizes.v)
+        )
         return self._reason_against(q, k, v, self._like_its_mask(problem, device), problem)
 
     def _reason_against(
@@ -280,12 +282,6 @@ def _arguments(problem: Problem) -> dict[str, Any]:
         "scale": problem.scale,
         "enable_gqa": problem.group > 1,
     }
-
-
-def _shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    q = (problem.batch, problem.heads, problem.query, problem.head_dim)
-    k = (problem.batch, problem.kv_heads, problem.kv, problem.head_dim)
-    return q, k, (*k[:3], problem.value_dim)
 
 
 def _reason(messages: Iterable[str]) -> str:
@@ -328,13 +324,9 @@ class Flex(Subject):
 
     name = "flex"
     summary = "torch's flex_attention with the original mods: compiled on CUDA, eager on the CPU"
+    compiler: CompilerName = "torch"
     backward = True
     captured = True
-
-    @property
-    def compiler(self) -> CompilerName:
-        """Return torch's."""
-        return "torch"
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
         """Return what torch refuses: head dims below 16 on CUDA, gradients on a CPU, and more."""
@@ -373,7 +365,6 @@ class Flex(Subject):
             with no_garbage_collection():
                 import_module("torch._inductor.compile_fx")
         function = _eager if device.type == "cpu" else _compiled(structure)
-        products: torch_arithmetic.Products = "tf32" if problem.dtype == "tf32" else "ieee"
         tensors = (inputs.q, inputs.k, inputs.v)
         leaves = tuple(tensor.detach().requires_grad_(problem.backward) for tensor in tensors)
 
@@ -381,7 +372,7 @@ class Flex(Subject):
             with (
                 torch.set_grad_enabled(problem.backward),
                 _requiring_grad(read),
-                torch_arithmetic.fp32_products(products),
+                torch_arithmetic.fp32_products(problem.dtype),
             ):
                 out, lse = function(*leaves, score, blocks, problem.scale)
                 gradients = _gradients(out, lse, (*leaves, *read), inputs)

@@ -13,7 +13,6 @@ from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Descale
 from attncheck.mods.masks import band_of
-from attncheck.subjects.conventions.call_tensors import paged_inputs
 from attncheck.subjects.conventions.function_gradients import Leaf
 from attncheck.subjects.conventions.layouts import pack, packed_layout
 from attncheck.subjects.conventions.window_masks import band_window
@@ -22,7 +21,13 @@ from attncheck.subjects.kernel_mods import (
     triton_score,
     triton_slope,
 )
-from attncheck.subjects.triton_flash import BY_KEYS, BY_ROWS, Flash, Flash2, launch_flash
+from attncheck.subjects.triton_flash import (
+    BY_KEYS,
+    BY_ROWS,
+    Flash,
+    Flash2,
+    launch_flash,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,13 +35,12 @@ if TYPE_CHECKING:
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.kernels.launch import KernelPages, Launch
+    from attncheck.kernels.launch import Launch
     from attncheck.kernels.varlen_forward import Causal
     from attncheck.subjects.capabilities.subject import Call, Subject, Tiling
     from attncheck.subjects.conventions.layouts import Layout, PackedProblem
 
     Tensors = tuple[torch.Tensor, ...]
-    Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 _MOST_HEADS = 65_535
 _CAUSAL = (-1, 0)  # the causal mask as a window
@@ -51,6 +55,8 @@ class Varlen(Flash):
     call computes both passes of a Problem with a backward.
     """
 
+    kernel = "attncheck.kernels.varlen_forward"
+    backward_kernel = "attncheck.kernels.varlen_backward"
     name = "triton-varlen"
     summary = "our FlashAttention-2 of packed documents in Triton"
     sinks = True
@@ -67,12 +73,6 @@ class Varlen(Flash):
             return f"heads = {problem.heads}: at most {_MOST_HEADS} on a GPU"
         # Documents are an axis of the grid in place of the batch, and the mask was checked above.
         return super().unsupported(problem.replace(batch=1, mask=FULL), device)
-
-    def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """Return ``kernels.varlen_forward.varlen_forward``."""
-        from attncheck.kernels import varlen_forward
-
-        return varlen_forward.varlen_forward
 
     def tiling(self, problem: Problem, device: str) -> Tiling | None:
         """Return its tiling; None if tiles begin elsewhere than in a whole sequence.
@@ -96,12 +96,6 @@ class Varlen(Flash):
         """Return the launches of dQ, and of dK and dV."""
         rows, keys = (launch_flash(_plain(problem), device, tiles) for tiles in (BY_ROWS, BY_KEYS))
         return rows, keys
-
-    def backward_launcher(self) -> Callable[..., Gradients]:
-        """Return ``kernels.varlen_backward.varlen_backward``."""
-        from attncheck.kernels import varlen_backward
-
-        return varlen_backward.varlen_backward
 
     def prepare(self, inputs: Inputs) -> Call:
         """Pack the documents, trace the mods, and bind the launches."""
@@ -139,20 +133,24 @@ class Varlen(Flash):
         """Return a function from packed out and LSE to gradients; None without gradients."""
         if inputs.dout is None:
             return None
+        from attncheck.kernels.varlen_backward import key_program_list
+
         problem, device = inputs.problem, inputs.device.type
         rows, keys = self.gradient_launches(problem, device)
+        key_counts = [count for _, count in _packed(problem).lengths()]
         backward = partial(
             self.backward_launcher(),
             launch=rows,
             launch_by_keys=keys,
             programs=_programs(inputs, rows),
-            key_programs=_key_programs(inputs, keys),
+            key_programs=key_program_list(key_counts, keys.block_kv).to(inputs.device),
             slope=triton_slope(problem, device),
             **common,
         )
         changes = {"q": layout.queries, "k": layout.keys, "v": layout.keys}
         leaves = [Leaf.of(f"d{name}", getattr(inputs, name), how) for name, how in changes.items()]
-        dout, dlse = layout.queries(inputs.dout), _packed_rows(inputs.dlse)
+        dout = layout.queries(inputs.dout)
+        dlse = None if inputs.dlse is None else inputs.dlse.transpose(0, 1).flatten(1)
 
         def call(out: torch.Tensor, lse: torch.Tensor) -> dict[str, torch.Tensor]:
             *gradients, dsink = backward(*tensors, out, lse, dout, dlse)
@@ -190,24 +188,12 @@ def _programs(inputs: Inputs, launch: Launch) -> torch.Tensor:
     return program_list(rows, launch.block_query).to(inputs.device)
 
 
-def _key_programs(inputs: Inputs, launch: Launch) -> torch.Tensor:
-    from attncheck.kernels.varlen_backward import key_program_list
-
-    keys = [keys for _, keys in _packed(inputs.problem).lengths()]
-    return key_program_list(keys, launch.block_kv).to(inputs.device)
-
-
 def _descale(inputs: Inputs) -> Descale | None:
     """Return the descales of documents, which are those of their sequences."""
     if inputs.descale is None:
         return None
     b = [b for b, _, _ in _packed(inputs.problem).places()]
     return Descale(**{name: getattr(inputs.descale, name)[b] for name in "qkv"})
-
-
-def _packed_rows(dlse: torch.Tensor | None) -> torch.Tensor | None:
-    """Reshape ``(batch, heads, query)`` to ``(heads, total)``."""
-    return None if dlse is None else dlse.transpose(0, 1).flatten(1)
 
 
 def _mods(problem: Problem, device: str) -> dict[str, Any]:
@@ -248,10 +234,6 @@ class Paged(Flash2):
         """Return whether it is attention with pages."""
         return problem.paging is not None and super().concerns(problem.replace(paging=None))
 
-    def stored(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, KernelPages | None]:
-        """Return caches ``(pages, kv_heads, size, dim)`` and the table, packed before the call."""
-        return _in_pages(inputs)
-
 
 MOST_ROWS = 128  # most query rows times heads of a group, which one program processes
 
@@ -282,6 +264,7 @@ class Decode(Flash):
         splits: The number of parts into which it cuts the keys; None: its own choice.
     """
 
+    kernel = "attncheck.kernels.decode_forward"
     name = "triton-decode"
     summary = "our decode kernel in Triton: up to 128 rows a kv head, keys in splits merged by LSE"
     promises = frozenset({"repeat", "batch", "layout", "hidden", "nan"})
@@ -363,18 +346,6 @@ class Decode(Flash):
             return {}
         return {"whole": problem.kv if band.most is None else max(0, band.most + 1)}
 
-    def stored(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, KernelPages | None]:
-        """Return k and v, in pages if the Problem has paging, and their page table."""
-        if inputs.problem.paging is None:
-            return super().stored(inputs)
-        return _in_pages(inputs)
-
-    def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """Return ``kernels.decode_forward.decode_forward``."""
-        from attncheck.kernels import decode_forward
-
-        return decode_forward.decode_forward
-
 
 def splits_of(kv: int, block_kv: int, together: int, device: str) -> int:
     """Return the number of splits of ``kv`` keys, independent of the batch, as bits must be.
@@ -391,10 +362,3 @@ def splits_of(kv: int, block_kv: int, together: int, device: str) -> int:
 
 def _blocks(kv: int, block_kv: int) -> int:
     return -(-kv // block_kv)
-
-
-def _in_pages(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, KernelPages]:
-    from attncheck.kernels.launch import KernelPages
-
-    cache = paged_inputs(inputs)
-    return cache.k, cache.v, KernelPages(cache.table.table, cache.table.size)

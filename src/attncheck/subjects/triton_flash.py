@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,9 @@ from attncheck.core.errors import TraceError
 from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import PROMISES
-from attncheck.mods.masks import Band, band_of
+from attncheck.mods.masks import band_of
 from attncheck.subjects.capabilities.subject import Call, Subject, Tiling, with_full_tanh
+from attncheck.subjects.conventions.call_tensors import paged_inputs
 from attncheck.subjects.kernel_mods import (
     captured_reads,
     mask_expression,
@@ -47,6 +48,7 @@ _FP8_CAPABILITY = (8, 9)  # Ada; Triton compiles e4m3 from this on
 
 
 Tiles = dict[str, dict[int, tuple[int, int, int, int]]]
+_16_BITS, _FP8 = ("fp16", "bf16"), ("e4m3", "e5m2")
 
 # (block_query, block_kv, warps, stages) for head dims up to 64, 128 and 256 on Hopper: tiles whose
 # registers hardly spill (at most 80 bytes a thread in benchmarks/spills.py on Triton 3.6). IEEE
@@ -54,26 +56,20 @@ Tiles = dict[str, dict[int, tuple[int, int, int, int]]]
 HOPPER: Tiles = {
     "fp32": {64: (64, 32, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 1)},
     "tf32": {64: (64, 64, 4, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 1)},
-    "fp16": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)},
-    "bf16": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)},
-    "e4m3": {64: (128, 64, 8, 3), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)},
-    "e5m2": {64: (128, 64, 8, 3), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)},
+    **{key: {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)} for key in _16_BITS},
+    **{key: {64: (128, 64, 8, 3), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)} for key in _FP8},
 }
 
 # Tiles of the backward, for dQ by rows, and for dK and dV by keys, whose programs hold two sums.
-_ROWS_IN_16_BITS = {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)}
-_KEYS_IN_16_BITS = {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (16, 64, 8, 2)}
 BY_ROWS: Tiles = {
     "fp32": {64: (64, 32, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 1)},
     "tf32": {64: (64, 64, 8, 2), 128: (64, 32, 8, 2), 256: (64, 32, 8, 1)},
-    "fp16": _ROWS_IN_16_BITS,
-    "bf16": _ROWS_IN_16_BITS,
+    **{key: {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)} for key in _16_BITS},
 }
 BY_KEYS: Tiles = {
     "fp32": {64: (32, 32, 8, 2), 128: (16, 32, 8, 1), 256: (16, 32, 8, 1)},
     "tf32": {64: (32, 64, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 1)},
-    "fp16": _KEYS_IN_16_BITS,
-    "bf16": _KEYS_IN_16_BITS,
+    **{key: {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (16, 64, 8, 2)} for key in _16_BITS},
 }
 
 
@@ -81,6 +77,8 @@ class Flash(Subject):
     """A FlashAttention forward for any mask and score mod; interpreted if there is no GPU."""
 
     triton = True
+    kernel: str  # the forward's module, whose name is also its launcher's
+    backward_kernel: str  # likewise of the backward, in kernels that have one
     hopper: Tiles = HOPPER
     promises = frozenset(PROMISES)
     promises_gradients = True
@@ -128,17 +126,25 @@ class Flash(Subject):
         launch = launch_flash(problem, device, self.hopper)
         return replace(launch, max_num_imprecise_acc=self.max_num_imprecise_acc)
 
-    @abstractmethod
     def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         """Return the kernel's launcher; Triton is only imported by this call."""
+        return _import_launcher(self.kernel)
 
-    def values(self, v: torch.Tensor) -> torch.Tensor:
-        """Return V in the memory layout that the kernel reads."""
-        return v
+    def backward_launcher(self) -> Callable[..., Any]:
+        """Return the launcher of the kernel's backward."""
+        return _import_launcher(self.backward_kernel)
 
     def stored(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, KernelPages | None]:
-        """Return k and v in the memory layout that the kernel reads, and their pages if any."""
-        return inputs.k, self.values(inputs.v), None
+        """Return k and v in the memory layout that the kernel reads, before the timed call.
+
+        With paging they are caches ``(pages, kv_heads, size, dim)``, with their page table.
+        """
+        if inputs.problem.paging is None:
+            return inputs.k, inputs.v, None
+        from attncheck.kernels.launch import KernelPages
+
+        cache = paged_inputs(inputs)
+        return cache.k, cache.v, KernelPages(cache.table.table, cache.table.size)
 
     def visited(self, problem: Problem, device: torch.device) -> dict[str, Any]:
         """Return the launcher's further keywords: in most kernels, lists of the tiles to visit."""
@@ -176,6 +182,11 @@ class Flash(Subject):
             return Outputs(out, lse)
 
         return call
+
+
+def _import_launcher(module: str) -> Callable[..., Any]:
+    launcher: Callable[..., Any] = getattr(import_module(module), module.rpartition(".")[2])
+    return launcher
 
 
 def launch_flash(problem: Problem, device: str, hopper: Tiles = HOPPER) -> Launch:
@@ -216,20 +227,17 @@ def _hides_future(mask: Spec) -> bool:
 
 
 # FlashAttention-1 holds O and P·V at once, so that some of FlashAttention-2's tiles would spill.
-_FLASH1_16_BITS = {**HOPPER["bf16"], 256: (32, 64, 8, 1)}
-_FLASH1_FP8 = {**HOPPER["e4m3"], 128: (64, 64, 8, 1), 256: (32, 64, 8, 1)}
 _FLASH1_TILES: Tiles = {
     **HOPPER,
-    "fp16": _FLASH1_16_BITS,
-    "bf16": _FLASH1_16_BITS,
-    "e4m3": _FLASH1_FP8,
-    "e5m2": _FLASH1_FP8,
+    **{key: {**HOPPER["bf16"], 256: (32, 64, 8, 1)} for key in _16_BITS},
+    **{key: {**HOPPER["e4m3"], 128: (64, 64, 8, 1), 256: (32, 64, 8, 1)} for key in _FP8},
 }
 
 
 class Flash1(Flash):
     """FlashAttention-1 forward: key blocks in the outer loop, with O, l and m in memory."""
 
+    kernel = "attncheck.kernels.flash1_forward"
     name = "triton-flash1"
     summary = "our FlashAttention-1 forward in Triton (key blocks outermost), any mask and score"
     hopper = _FLASH1_TILES
@@ -239,24 +247,16 @@ class Flash1(Flash):
         launch = self.launch(problem, device)
         return Tiling(block_query=launch.block_query, block_kv=launch.block_kv, recurrence="flash1")
 
-    def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """Return ``kernels.flash1_forward.flash1_forward``."""
-        from attncheck.kernels import flash1_forward
-
-        return flash1_forward.flash1_forward
-
 
 _SMALLEST, _LARGEST = 16, 128  # rows or keys of a tile in ``launches``
 _FP8_SMALLEST = 32  # keys of a tile: tensor cores contract 32 fp8 numbers at a time
 # Tiles of 64 rows do not get 8 warps: two warps would share a row's keys, and Triton would choose
 # another layout of scores in the careful launch, which has one more product. Its row sums then
 # differ by an ulp (in tf32, on an H200).
-_FLASH2_16_BITS = {**HOPPER["bf16"], 256: (128, 32, 8, 2)}
 _TILES: Tiles = {
     **HOPPER,
     "tf32": {**HOPPER["tf32"], 128: (64, 32, 4, 2)},
-    "fp16": _FLASH2_16_BITS,
-    "bf16": _FLASH2_16_BITS,
+    **{key: {**HOPPER["bf16"], 256: (128, 32, 8, 2)} for key in _16_BITS},
 }
 _LARGE = {9, 10}  # major compute capabilities with 227 KiB of shared memory for a block
 
@@ -275,6 +275,8 @@ class Flash2(Flash):
         atomic: Whether dQ is summed by atomic additions, in no fixed order.
     """
 
+    kernel = "attncheck.kernels.flash2_forward"
+    backward_kernel = "attncheck.kernels.flash2_backward"
     name = "triton-flash2"
     summary = "our FlashAttention-2 forward in Triton, any mask and score mod"
     hopper = _TILES
@@ -373,23 +375,9 @@ class Flash2(Flash):
         )
         # fmt: on
         tensors = inputs.q, inputs.k, inputs.v
-
-        def backward(forward: Outputs) -> Gradients:
-            return launcher(*tensors, forward.out, forward.lse, inputs.dout, inputs.dlse)
-
-        return backward
-
-    def backward_launcher(self) -> Callable[..., Gradients]:
-        """Return ``kernels.flash2_backward.flash2_backward``."""
-        from attncheck.kernels import flash2_backward
-
-        return flash2_backward.flash2_backward
-
-    def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """Return ``kernels.flash2_forward.flash2_forward``."""
-        from attncheck.kernels import flash2_forward
-
-        return flash2_forward.flash2_forward
+        return lambda forward: launcher(
+            *tensors, forward.out, forward.lse, inputs.dout, inputs.dlse
+        )
 
 
 class Flash2Atomic(Flash2):
@@ -422,9 +410,9 @@ class Flash2TransposedValues(Flash2):
         """Return whether inputs are fp8: 16-bit operands may be in either order."""
         return super().concerns(problem) and problem.formats.scaled
 
-    def values(self, v: torch.Tensor) -> torch.Tensor:
-        """Return a view of the transposed copy."""
-        return v.mT.contiguous().mT
+    def stored(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, KernelPages | None]:
+        """Return k, and a view of the transposed copy of v."""
+        return inputs.k, inputs.v.mT.contiguous().mT, None
 
 
 class Flash2FastAccumulation(Flash2):
@@ -462,6 +450,8 @@ class Flash3(Flash2):
         shape: Its launch parameters; None: its own choice.
     """
 
+    kernel = "attncheck.kernels.flash3_forward"
+    backward_kernel = "attncheck.kernels.flash3_backward"
     name = "triton-flash3"
     summary = "our FlashAttention-3 for Hopper GPUs in Gluon, any mask and score mod"
     hopper = HOPPER
@@ -503,8 +493,8 @@ class Flash3(Flash2):
 
         None for a window, whose first tiles are those at both ends, an order that Tiling lacks.
         """
-        shape, band = self._chosen(problem, device), _band(problem)
-        if band is not None and band.least is not None:
+        shape, band = self._chosen(problem, device), band_of(problem.mask, problem.dimensions)
+        if band is not None and band.within(problem.query, problem.kv).least is not None:
             return None
         return Tiling(block_query=shape.rows, block_kv=shape.keys, reverse=band is not None)
 
@@ -543,29 +533,11 @@ class Flash3(Flash2):
             tiles = visited_tiles(problem, shape.rows, shape.keys, str(device))
         return {"band": band, "tiles": tiles, "shape": shape}
 
-    def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """Return ``kernels.flash3_forward.flash3_forward``."""
-        from attncheck.kernels import flash3_forward
-
-        return flash3_forward.flash3_forward
-
     def _gradients_visit(self, problem: Problem, device: torch.device) -> dict[str, Any]:
         """Return the mask's band, or tiles if ``triton-flash2``'s kernel does the backward."""
         if self._refusal(problem, backward=True):
             return super()._gradients_visit(problem, device)
         return {"band": band_of(problem.mask, problem.dimensions)}
-
-    def backward_launcher(self) -> Callable[..., Gradients]:
-        """Return ``kernels.flash3_backward.flash3_backward``."""
-        from attncheck.kernels import flash3_backward
-
-        return flash3_backward.flash3_backward
-
-
-def _band(problem: Problem) -> Band | None:
-    """Return the band of the mask within the Problem's lengths; None if the mask is no band."""
-    band = band_of(problem.mask, problem.dimensions)
-    return None if band is None else band.within(problem.query, problem.kv)
 
 
 def _on_hopper(problem: Problem) -> dict[str, Any]:
@@ -576,8 +548,6 @@ def _on_hopper(problem: Problem) -> dict[str, Any]:
     multiprocessor with masks too: of the masks tried only a neighborhood then spills, 8 bytes a
     thread (Triton 3.6).
     """
-    import torch
-
     widest = max(problem.head_dim, problem.value_dim)
     if problem.dtype not in {"fp16", "bf16"} or problem.score != NONE or widest > 128:
         return {}

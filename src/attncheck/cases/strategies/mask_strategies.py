@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Literal
 
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -20,26 +19,16 @@ Pair = tuple[int, int]
 _EXTRA_LINES = (0, 0, 0, 1)  # Most canvases end at or before the last row or key, some beyond.
 
 
-def neighborhoods(
-    dimensions: Dimensions, order: Literal["", "tiled", "morton"] = ""
-) -> SearchStrategy[Spec]:
+@st.composite
+def _neighborhood_masks(draw: st.DrawFn, dimensions: Dimensions, name: str) -> Spec:
     """Windows from one cell to the whole canvas; shrinks to one column and a window of one cell.
 
-    Args:
-        dimensions: The canvas has about as many cells as there are rows, or keys.
-        order: Order of the cells: row by row, in tiles (which need not divide the canvas), or along
-            a Z curve.
+    The canvas has about as many cells as there are rows, or keys. Tiles need not divide it.
     """
-    name = f"neighborhood_{order}" if order else "neighborhood"
-    return _neighborhood_masks(dimensions, name, tiled=order == "tiled")
-
-
-@st.composite
-def _neighborhood_masks(draw: st.DrawFn, dimensions: Dimensions, name: str, *, tiled: bool) -> Spec:
     lengths = sorted((dimensions.query, dimensions.kv))
     canvas = _draw_canvas(draw, draw(st.sampled_from(lengths)))
     sides = [("canvas", canvas), ("kernel", _draw_pair_within(draw, canvas))]
-    if tiled:
+    if name == "neighborhood_tiled":
         sides.append(("tile", _draw_pair_within(draw, canvas)))
     return Spec.of(name, **{which: list(pair) for which, pair in sides})
 
@@ -166,6 +155,9 @@ def _paddings(dimensions: Dimensions) -> SearchStrategy[Spec]:
     return padding.map(lambda hidden: Spec.of("padding", lengths=[kv - n for n in hidden]))
 
 
+NEIGHBORHOODS = ("neighborhood", "neighborhood_tiled", "neighborhood_morton")
+"""The orders of a canvas's cells, simplest first."""
+
 _MASKS: dict[str, Callable[[Dimensions], SearchStrategy[Spec]]] = {
     FULL.name: _plain(FULL.name),
     "causal": _plain("causal"),
@@ -175,13 +167,8 @@ _MASKS: dict[str, Callable[[Dimensions], SearchStrategy[Spec]]] = {
     "padding": _paddings,
     "document": _documents,
     "documents": _pairs_of_documents,
-    "neighborhood": neighborhoods,
-    "neighborhood_tiled": partial(neighborhoods, order="tiled"),
-    "neighborhood_morton": partial(neighborhoods, order="morton"),
+    **{name: partial(_neighborhood_masks, name=name) for name in NEIGHBORHOODS},
 }
-
-NEIGHBORHOODS = tuple(name for name in _MASKS if name.startswith("neighborhood"))
-"""The orders of a canvas's cells, simplest first."""
 
 PLAIN_MASKS = tuple(name for name in _MASKS if name not in {"documents", *NEIGHBORHOODS})
 """Simplest first, because failures shrink to the first."""

@@ -230,15 +230,24 @@ def _effective_changes(problem: Problem, changes: Changes, *, default: bool) -> 
 def _fewest_first(
     problem: Problem, dtypes: Sequence[str], drops: Sequence[str], *, default: bool
 ) -> Iterator[Changes]:
-    combinations = itertools.product(
+    paging = problem.paging
+    axes: list[list[Changes]] = [
         _dims(problem, default=default),
         _lengths(problem),
-        _heads(problem),
-        _pagings(problem),
-        _dtypes(problem, dtypes),
-        *_drops(problem, drops),
-        [{}] if default else [{}, {"scale": USUAL_SCALE}],
-    )
+        [{"kv_heads": problem.heads}],
+        # Keys in pages stay in pages.
+        [
+            {"paging": replace(paging, size=size)}
+            for size in _COMMON_PAGE_SIZES
+            if size != paging.size
+        ]
+        if paging
+        else [],
+        [{"dtype": dtype} for dtype in dtypes if dtype != problem.dtype],
+        *([{name: False}] for name in drops if getattr(problem, name)),
+        [] if default else [{"scale": USUAL_SCALE}],
+    ]
+    combinations = itertools.product(*([{}, *axis] for axis in axes))
     # Fewest changes first; sorting is stable and keeps the order of the axes' choices.
     for changed in sorted(combinations, key=lambda axes: sum(map(bool, axes))):
         yield {name: value for axis in changed for name, value in axis.items()}
@@ -253,32 +262,12 @@ def _dims(problem: Problem, *, default: bool) -> list[Changes]:
     common: list[Changes] = [
         {"head_dim": dim, "value_dim": dim, "scale": scale(dim)} for dim in _COMMON_HEAD_DIMS
     ]
-    return [{}, {"value_dim": problem.head_dim}, *common]
+    return [{"value_dim": problem.head_dim}, *common]
 
 
 def _lengths(problem: Problem) -> list[Changes]:
     full_tiles = -(-problem.kv // _LARGEST_TILE) * _LARGEST_TILE
     # One row is for decoding kernels, and few keys for kernels with a single tile.
     short = {"query": min(problem.query, _SMALLEST_TILE), "kv": min(problem.kv, _SMALLEST_TILE)}
-    lengths: list[Changes] = [{}, {"query": problem.kv}, {"query": full_tiles, "kv": full_tiles}]
+    lengths: list[Changes] = [{"query": problem.kv}, {"query": full_tiles, "kv": full_tiles}]
     return [*lengths, {"query": short["query"]}, {"query": 1}, short]
-
-
-def _heads(problem: Problem) -> list[Changes]:
-    return [{}, {"kv_heads": problem.heads}]
-
-
-def _pagings(problem: Problem) -> list[Changes]:
-    """Return changes of the page size; keys in pages stay in pages."""
-    if problem.paging is None:
-        return [{}]
-    sizes = [size for size in _COMMON_PAGE_SIZES if size != problem.paging.size]
-    return [{}, *({"paging": replace(problem.paging, size=size)} for size in sizes)]
-
-
-def _drops(problem: Problem, drops: Sequence[str]) -> list[list[Changes]]:
-    return [[{}, {name: False}] for name in drops if getattr(problem, name)]
-
-
-def _dtypes(problem: Problem, dtypes: Sequence[str]) -> list[Changes]:
-    return [{}, *({"dtype": dtype} for dtype in dtypes if dtype != problem.dtype)]

@@ -183,12 +183,6 @@ def pagings(
         raise UsageError(f"sizes={sizes} must be one or more of 1–{LARGEST_PAGE}.")
     if not shared or min(shared) < 0:
         raise UsageError(f"shared={shared} must be one or more numbers of at least 0.")
-    return _pagings(sizes, shared)
-
-
-@lru_cache(maxsize=64)
-def _pagings(sizes: tuple[int, ...], shared: tuple[int, ...]) -> SearchStrategy[Paging]:
-    """Return a cached strategy, because Hypothesis validates each new strategy first."""
     repeated_first = shared[:1] * max(1, len(shared) - 1)
     return st.builds(
         Paging,

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import tomllib
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,7 +14,7 @@ import msgspec
 
 from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.errors import AttncheckError, UnknownName, UsageError
-from attncheck.core.formats import DTYPES, FORMATS, Format, fp32
+from attncheck.core.formats import DTYPES, FORMATS, Format
 from attncheck.core.mod_spec import NONE
 from attncheck.inputs.problem import PROMISES
 from attncheck.mods.masks import MASKS
@@ -315,11 +314,10 @@ def _exclusions(limits: Limits, problem: Problem) -> Iterator[str | None]:
         plain = problem.score == NONE and limits.scores is None
         yield "" if plain else _exclusion(limits.scores, family(problem.score), "score mod")
     lengths = f"{problem.query} queries and {problem.kv} keys"
-    default_scale = not attention or problem.scale == fp32(problem.head_dim**-0.5)
     for name, present, what in (
         ("gqa", problem.group > 1, f"{problem.group} query heads to a key head"),
         ("rectangular", attention and problem.query != problem.kv, lengths),
-        ("scale", not default_scale, f"scale={problem.scale:g}, other than 1/√head_dim"),
+        ("scale", not problem.has_usual_scale, f"scale={problem.scale:g}, other than 1/√head_dim"),
     ):
         declared = getattr(limits, name)
         if not present or declared:
@@ -425,12 +423,9 @@ def _struct_at(path: str) -> type[msgspec.Struct]:
 
 # ------------------------------------------------------------------ writing
 
-_ORDER = (
-    *("entry", "convention", "dtypes", "head_dims", "masks", "scores", "gqa", "rectangular"),
-    *("scale", "length_multiple", "max_query", "max_rows", "max_kv", "causal", "lse", "empty_row"),
-    *("promises", "backward", "sources", "arithmetic", "override"),
-)
-"""Fields in the order in which they are written."""
+_ORDER = list(dict.fromkeys(("entry", "convention", *Capabilities.__struct_fields__)))
+_ORDER = [name for name in _ORDER if name not in {"arithmetic", "override"}]
+"""Plain fields in the order in which they are written; the two tables follow."""
 
 
 def render_table(table: Capabilities, header: str, comments: Mapping[str, Iterable[str]]) -> str:
@@ -443,7 +438,10 @@ def render_table(table: Capabilities, header: str, comments: Mapping[str, Iterab
     """
     import tomlkit
 
-    written = tomlkit.table()
+    document = tomlkit.parse(f"[{header}]\n")
+    written: Any = document
+    while written:  # the header's keys lead to its empty table
+        (written,) = written.values()
     for name in ("", *_ORDER):
         for line in comments.get(name, ()):
             written.add(tomlkit.comment(line))
@@ -459,17 +457,6 @@ def render_table(table: Capabilities, header: str, comments: Mapping[str, Iterab
             overrides.append(_override_table(each))
         written.add(tomlkit.nl())
         written["override"] = overrides
-    keys: list[str] = []
-    place = tomllib.loads(f"[{header}]\n")
-    # tomllib splits the header at the right dots even if a quoted key contains some.
-    while place:
-        ((key, place),) = place.items()
-        keys.append(key)
-    document = tomlkit.document()
-    holder: Any = document
-    for key in keys[:-1]:
-        holder = holder.setdefault(key, tomlkit.table(is_super_table=True))
-    holder[keys[-1]] = written
     return tomlkit.dumps(document)
 
 
@@ -493,12 +480,12 @@ def _fill(table: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _add(table: Table | InlineTable, name: str, value: Any) -> None:
-    """Add a field unless it is None, empty or a table, which the callers add themselves."""
+    """Add a plain field unless it is None or empty."""
     if isinstance(value, Format) or (value is None and name == "rounds_value_products"):
         value = value.name if value else False  # a table has a format's name, or false for None
     if isinstance(value, tuple):
         value = [list(each) if isinstance(each, tuple) else each for each in value]
-    if value is not None and value != [] and name not in {"arithmetic", "override"}:
+    if value is not None and value != []:
         table.add(name, value)
 
 

@@ -159,30 +159,6 @@ def _last_change(place: str) -> int:
         return 0
 
 
-def published_kernel(
-    name: str, published: object, value: str
-) -> tuple[object, Capabilities | None]:
-    """Return the kernel and the table, if any, of an entry point's object.
-
-    Args:
-        published: A Subject, a function, or a table whose ``entry`` is one of these or a name.
-        value: The entry point's reference to it: ``package.module:name``.
-
-    Returns:
-        The kernel, or None if the table's ``entry`` is a name; and the table.
-
-    Raises:
-        UsageError: for an invalid table.
-    """
-    if not isinstance(published, Mapping):
-        return published, None
-    what = f"entry point {name!r} of {GROUP} ({value})"
-    entry = published.get("entry")
-    if entry is None or isinstance(entry, str):
-        return None, read_table(dict(published), what)
-    return entry, read_table({**published, "entry": value}, what)
-
-
 def _display_path(path: Path) -> str:
     """Return ``path`` relative to the working directory if it is below it, else unchanged."""
     relative = os.path.relpath(path)

@@ -70,61 +70,38 @@ BUILTIN: dict[str, _BuiltIn] = {
         "Ideal",
         compiler="",
     ),
-    "sdpa-math": _BuiltIn(
-        "torch's scaled_dot_product_attention, unfused: scores and weights in memory; no LSE",
-        _TORCH,
-        "Sdpa",
-        ("math",),
-        compiler="",
-    ),
-    "sdpa-flash": _BuiltIn(
-        "torch's scaled_dot_product_attention, FlashAttention-2; no LSE",
-        _TORCH,
-        "Sdpa",
-        ("flash",),
-        compiler="",
-    ),
-    "sdpa-efficient": _BuiltIn(
-        "torch's scaled_dot_product_attention, memory-efficient attention (CUTLASS); no LSE",
-        _TORCH,
-        "Sdpa",
-        ("efficient",),
-        compiler="",
-    ),
-    "sdpa-cudnn": _BuiltIn(
-        "torch's scaled_dot_product_attention, cuDNN: rows that see no key hold anything; no LSE",
-        _TORCH,
-        "Sdpa",
-        ("cudnn",),
-        compiler="cudnn",
-    ),
+    **{
+        f"sdpa-{backend}": _BuiltIn(
+            f"torch's scaled_dot_product_attention, {summary}; no LSE",
+            _TORCH,
+            "Sdpa",
+            (backend,),
+            compiler="cudnn" if backend == "cudnn" else "",
+        )
+        for backend, summary in {
+            "math": "unfused: scores and weights in memory",
+            "flash": "FlashAttention-2",
+            "efficient": "memory-efficient attention (CUTLASS)",
+            "cudnn": "cuDNN: rows that see no key hold anything",
+        }.items()
+    },
     "flex": _BuiltIn(
         "torch's flex_attention with the original mods: compiled on CUDA, eager on the CPU",
         _TORCH,
         "Flex",
         compiler="torch",
     ),
-    "triton-softmax-naive": _BuiltIn(
-        "our row softmax in Triton: exp(x) over its sum", _SOFTMAX, "Softmax", ("naive",)
-    ),
-    "triton-softmax-safe": _BuiltIn(
-        "our row softmax in Triton: a pass for the maximum, one for the sum",
-        _SOFTMAX,
-        "Softmax",
-        ("safe",),
-    ),
-    "triton-softmax-online": _BuiltIn(
-        "our row softmax in Triton: one pass for a running maximum and sum",
-        _SOFTMAX,
-        "Softmax",
-        ("online",),
-    ),
-    "triton-softmax-blocked": _BuiltIn(
-        "our row softmax in Triton: online over tiles of rows and columns",
-        _SOFTMAX,
-        "Softmax",
-        ("blocked",),
-    ),
+    **{
+        f"triton-softmax-{kind}": _BuiltIn(
+            f"our row softmax in Triton: {summary}", _SOFTMAX, "Softmax", (kind,)
+        )
+        for kind, summary in {
+            "naive": "exp(x) over its sum",
+            "safe": "a pass for the maximum, one for the sum",
+            "online": "one pass for a running maximum and sum",
+            "blocked": "online over tiles of rows and columns",
+        }.items()
+    },
     "torch-softmax": _BuiltIn(
         "torch.softmax in the input's dtype; no LSE", _SOFTMAX, "TorchSoftmax", compiler=""
     ),

@@ -210,17 +210,13 @@ class TooLarge(str):
 
 def memory_refusal(what: str, size: int, device: str) -> TooLarge | None:
     """Return why ``device`` cannot hold ``what`` of ``size`` bytes, in one line; None if it can."""
-    memory = _memory(device)
-    # The total, not the free memory: the answer must not depend on the moment.
-    if size <= memory:
-        return None
-    return TooLarge(f"its {what} would take {size / 2**30:,.0f} GiB of {memory / 2**30:,.0f} GiB")
-
-
-def _memory(device: str) -> int:
+    # The total, not the free memory: the answer must not depend on the moment. On a CPU it is the
+    # whole machine's, which kernels share.
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device == "cuda":
         import torch
 
-        return torch.cuda.get_device_properties(0).total_memory
-    # The whole machine's memory, which kernels on a CPU share.
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = torch.cuda.get_device_properties(0).total_memory
+    if size <= memory:
+        return None
+    return TooLarge(f"its {what} would take {size / 2**30:,.0f} GiB of {memory / 2**30:,.0f} GiB")

@@ -76,7 +76,7 @@ def attention_mask(
 ) -> torch.Tensor:
     """Return which keys ``rows`` (default: all) see, ``(batch or 1, heads or 1, rows, kv)``."""
     rows = rows or range(problem.query)
-    seen = problem.mask_mod(device)(*_indices(problem, device, rows))
+    seen = problem.mask_mod(device)(*index_tensors(problem, device, rows))
     # Expands rows and keys if the mask does not read their indices.
     return seen & torch.ones((1, 1, len(rows), problem.kv), dtype=torch.bool, device=device)
 
@@ -87,15 +87,18 @@ def attention_bias(
     """Return an additive score mod as float64 ``(batch or 1, heads or 1, rows, kv)``."""
     rows = rows or range(problem.query)
     zeros = torch.zeros((1, 1, len(rows), problem.kv), dtype=torch.float64, device=device)
-    return problem.score_mod(device)(zeros, *_indices(problem, device, rows))
+    return problem.score_mod(device)(zeros, *index_tensors(problem, device, rows))
 
 
-def _indices(problem: Problem, device: str, rows: range) -> tuple[torch.Tensor, ...]:
-    return (
-        torch.arange(problem.batch, device=device).view(-1, 1, 1, 1),
-        torch.arange(problem.heads, device=device).view(1, -1, 1, 1),
-        torch.arange(rows.start, rows.stop, device=device).view(1, 1, -1, 1),
-        torch.arange(problem.kv, device=device).view(1, 1, 1, -1),
+def index_tensors(
+    problem: Problem, device: str | torch.device, rows: range, keys: range | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Return b, h, q_idx and kv_idx of ``rows`` and ``keys`` (default: all), each on its axis."""
+    ranges = range(problem.batch), range(problem.heads), rows, keys or range(problem.kv)
+    shapes = (-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, -1, 1), (1, 1, 1, -1)
+    return tuple(
+        torch.arange(each.start, each.stop, device=device).view(shape)
+        for each, shape in zip(ranges, shapes, strict=True)
     )
 
 

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 
 from attncheck.core.errors import UnknownName
-from attncheck.core.formats import fp32
 from attncheck.core.mod_spec import NONE
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
@@ -90,11 +89,6 @@ def number_tensor(numbers: Collection[float | list[float]], dtype: torch.dtype) 
     )
 
 
-def input_argument(text: str, make: Callable[[Inputs], Any]) -> ComputedArgument:
-    """Return an argument that is an input tensor, called ``text`` in a script."""
-    return ComputedArgument(make=make, text=text)
-
-
 @dataclass(frozen=True, slots=True)
 class Argument:
     """The value of one parameter, and when to pass it."""
@@ -124,14 +118,13 @@ class Request:
 
     def scale(self) -> Argument:
         """Return the scale; 1/√head_dim is left out, so that the default is tested too."""
-        is_default = self.problem.scale == fp32(self.problem.head_dim**-0.5)
-        return spare(self.problem.scale) if is_default else needed(self.problem.scale)
+        return (spare if self.problem.has_usual_scale else needed)(self.problem.scale)
 
     def sinks(self) -> Argument:
         """Return each head's sink logit, fp32 ``(heads,)``; −∞ (weight 0) without a sink."""
         heads = self.problem.heads
         if self.problem.sink:
-            return needed(input_argument("sink", lambda inputs: inputs.sink))
+            return needed(ComputedArgument(make=lambda inputs: inputs.sink, text="sink"))
         return spare(
             ComputedArgument(
                 make=lambda inputs: inputs.q.new_full((heads,), -math.inf, dtype=torch.float32),

@@ -13,6 +13,7 @@ from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.subject import capability
+from attncheck.subjects.conventions.call_tensors import index_tensors
 
 _AT_A_TIME = 2**24  # elements of a mask computed at a time
 
@@ -23,19 +24,14 @@ class WrongEmptyRows(Exception):
 
 def empty_rows(problem: Problem, device: str | torch.device = "cpu") -> torch.Tensor:
     """Return which rows see no key, bool ``(batch, heads, query)``."""
-    at = (
-        torch.arange(problem.batch, device=device).view(-1, 1, 1, 1),
-        torch.arange(problem.heads, device=device).view(1, -1, 1, 1),
-        torch.arange(problem.query, device=device).view(1, 1, -1, 1),
-    )
     shape = (problem.batch, problem.heads, problem.query)
     mask = problem.mask_mod(str(device))
     dead = torch.ones(shape, dtype=torch.bool, device=device)
     # The whole mask of a long Problem may not fit into memory.
     step = max(1, _AT_A_TIME // math.prod(shape))
     for start in range(0, problem.kv, step):
-        keys = torch.arange(start, min(start + step, problem.kv), device=device)
-        seen = mask(*at, keys.view(1, 1, 1, -1))
+        keys = range(start, min(start + step, problem.kv))
+        seen = mask(*index_tensors(problem, device, range(problem.query), keys))
         dead &= ~seen.view(*(1,) * (4 - seen.dim()), *seen.shape).any(-1)
         # With most masks no row is empty, which the first step already shows.
         if not bool(dead.any()):

@@ -8,12 +8,13 @@ https://github.com/vllm-project/vllm, https://docs.flashinfer.ai. Caches already
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from attncheck.core.mod_spec import NONE, Spec
+from attncheck.core.mod_spec import NONE
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.masks import Band, band_of
@@ -34,7 +35,6 @@ from attncheck.subjects.conventions.convention import (
     Convention,
     Parameter,
     Request,
-    input_argument,
     needed,
     number_tensor,
     offered,
@@ -57,17 +57,15 @@ _PARAMETERS = (
         by_name=True,
         of_result=True,
     ),
-    Parameter("q_descale", ("q_descale",), by_position=False),
-    Parameter("k_descale", ("k_descale",), by_position=False),
-    Parameter("v_descale", ("v_descale",), by_position=False),
+    *(Parameter(f"{name}_descale", (f"{name}_descale",), by_position=False) for name in "qkv"),
     Parameter("sinks", SINKS, by_name=True, by_position=False),
     Parameter("num_splits", ("num_splits",), bound=False, matters=False, by_position=False),
     Parameter("pack_gqa", ("pack_gqa",), bound=False, matters=False, by_position=False),
     Parameter("sm_margin", ("sm_margin",), bound=False, matters=False, by_position=False),
 )
 
-_EMPTY_LSE = (-math.inf, math.inf)
-"""flash-attn's LSE is +∞ unless it splits the keys (``normalize_softmax_lse``), else -∞."""
+# flash-attn's LSE is +∞ unless it splits the keys (``normalize_softmax_lse``), else -∞.
+_convention = partial(Convention, most=4, bottom_right=True, empty_lse=(-math.inf, math.inf))
 
 _NO_WINDOW = (-1, -1)
 
@@ -142,13 +140,12 @@ def _descales(problem: Problem, sequences: list[int] | None = None) -> Arguments
         return {f"{name}_descale": spare(None) for name in "qkv"}
 
     def descale_argument(name: str) -> ComputedArgument:
-        of_parts = "" if sequences is None else f"[{sequences}]"
-
         def make(inputs: Inputs) -> torch.Tensor:
             descale: torch.Tensor = getattr(inputs.descale, name)
             return descale if sequences is None else descale[sequences]
 
-        return input_argument(f"{name}_descale{of_parts}", make)
+        of_parts = "" if sequences is None else f"[{sequences}]"
+        return ComputedArgument(make=make, text=f"{name}_descale{of_parts}")
 
     return {f"{name}_descale": needed(descale_argument(name)) for name in "qkv"}
 
@@ -171,13 +168,6 @@ def _parsed_window(call: CallArguments) -> tuple[int, int]:
     left, right = call.value("window_size") or _NO_WINDOW
     left, right = (-1 if side is None else side for side in (left, right))
     return left, 0 if call.value("causal") else right
-
-
-def _parsed_score(
-    call: CallArguments, heads: int, offset: int, *, causal: bool
-) -> Spec | Callable[..., torch.Tensor] | None:
-    slopes, cap = call.value("alibi_slopes"), call.value("softcap") or 0.0
-    return window_masks.softcap_and_slopes(cap, slopes, heads, offset, causal=causal)
 
 
 # ------------------------------------------------------------------ flash_attn_func
@@ -209,14 +199,14 @@ def _parse_flash_attn(call: CallArguments) -> ParsedCall:
         k=k,
         v=v,
         mask=window_masks.window_mask(left, right, query, kv),
-        score=_parsed_score(call, q.shape[1], kv - query, causal=right == 0),
+        score=window_masks.softcap_and_slopes(call, q.shape[1], kv - query, causal=right == 0),
         scale=call.value("scale"),
         sink=call.value("sinks"),
         returned=call.results(lambda out: out.transpose(1, 2), lambda lse: lse),
     )
 
 
-FLASH_ATTN = Convention(
+FLASH_ATTN = _convention(
     name="flash_attn",
     summary="a function of q, k, v (batch, length, heads, dim), called like flash_attn_func",
     parameters=(*_PARAMETERS, *WRITTEN_OUT),
@@ -227,9 +217,6 @@ FLASH_ATTN = Convention(
     claims_function=lambda names, dotted: (
         bool(names & {"softmax_scale", "window_size", "alibi_slopes"}) or "flash_attn" in dotted
     ),
-    most=4,
-    bottom_right=True,
-    empty_lse=_EMPTY_LSE,
 )
 
 
@@ -271,14 +258,14 @@ def _parse_varlen(call: CallArguments) -> ParsedCall:
         k=k,
         v=v,
         mask=window_masks.packed_window_mask(left, right, *starts, device=q.device),
-        score=_parsed_score(call, q.shape[1], 0, causal=right == 0),
+        score=window_masks.softcap_and_slopes(call, q.shape[1], 0, causal=right == 0),
         scale=call.value("scale"),
         sink=call.value("sinks"),
         returned=call.results(lambda out: out[0].transpose(0, 1), lambda lse: lse[0]),
     )
 
 
-VARLEN = Convention(
+VARLEN = _convention(
     name="varlen",
     summary="a function of q, k, v (total, heads, dim) and cu_seqlens_q, cu_seqlens_k, called "
     "like flash_attn_varlen_func",
@@ -295,9 +282,6 @@ VARLEN = Convention(
     claims_function=lambda names, dotted: (
         any(name.startswith("cu_seqlens") for name in names) or "varlen" in dotted
     ),
-    most=4,
-    bottom_right=True,
-    empty_lse=_EMPTY_LSE,
 )
 
 
@@ -397,7 +381,7 @@ def _claims_paged(names: frozenset[str], dotted: str) -> bool:
     return not packed and bool(names & set(_TABLES)) and bool(names & set(_LENGTHS))
 
 
-PAGED = Convention(
+PAGED = _convention(
     name="paged",
     summary="a function of q (batch, query, heads, dim), caches (pages, page_size, kv_heads, "
     "dim), cache_seqlens and block_table, called like flash_attn_with_kvcache",
@@ -417,9 +401,6 @@ PAGED = Convention(
     layout=_paged_layout,
     bind=_bind_paged,
     claims_function=_claims_paged,
-    most=4,
-    bottom_right=True,
-    empty_lse=_EMPTY_LSE,
     declined=_DECLINED,
     tensors=_paged_tensors,
     paged=True,

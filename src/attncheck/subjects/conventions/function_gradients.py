@@ -17,7 +17,7 @@ from attncheck.subjects.capabilities.subject import Refused
 from attncheck.subjects.conventions.convention import ConventionOptions, Parameter, callee
 from attncheck.subjects.conventions.empty_rows import empty_rows
 from attncheck.subjects.conventions.layouts import Layout
-from attncheck.subjects.conventions.results import BrokenResult, Returned
+from attncheck.subjects.conventions.results import BrokenResult, to_natural_lse
 
 _NO_LSE = "it gives no LSE, of which the loss is a function"
 _NO_WINDOW = (-1, -1)
@@ -96,7 +96,6 @@ class GradientCall:
 
     Args:
         dead: Rows that see no key, if the function's results there are to be changed.
-        natural_lse: Converts the function's LSE to attncheck's axes and natural logarithm.
     """
 
     def __init__(
@@ -108,13 +107,9 @@ class GradientCall:
         passed: Mapping[str, Any],
         parameters: Mapping[str, Parameter],
         dead: torch.Tensor | None,
-        natural_lse: Callable[[Any], Any],
     ) -> None:
-        self._backward, self._natural_lse, self._parameters = (
-            options.backward,
-            natural_lse,
-            parameters,
-        )
+        self._options, self._layout, self._parameters = options, layout, parameters
+        self._backward = options.backward
         changes = {"q": layout.queries, "k": layout.keys, "v": layout.keys}
         self._leaves = [Leaf.of(f"d{n}", getattr(inputs, n), how) for n, how in changes.items()]
         if inputs.sink is not None:
@@ -138,8 +133,8 @@ class GradientCall:
             for name, value in passed.items()
         }
 
-    def added(self, returned: Returned, outputs: Outputs) -> Outputs:
-        """Return ``outputs``, which were made from ``returned``, with gradients.
+    def added(self, out: Any, lse: Any, outputs: Outputs) -> Outputs:
+        """Return ``outputs``, which were made from the function's own results, with gradients.
 
         If out is malformed, gradients are left out, and the executor reports the mistake.
 
@@ -149,13 +144,12 @@ class GradientCall:
                 but dq, dk and dv, and dsink if there are sinks.
         """
         gradients: dict[str, torch.Tensor] = {}
-        if _is_like(returned.out, self._dout):
+        if _is_like(out, self._dout):
             if callable(self._backward):
-                gradients = self._by_function(self._backward, returned)
+                gradients = self._by_function(self._backward, out, lse)
             else:
-                gradients = self._by_autograd(returned.out, outputs.lse)
-        out, lse = _without_graph(outputs.out), _without_graph(outputs.lse)
-        return Outputs(out, lse, **gradients)
+                gradients = self._by_autograd(out, outputs.lse)
+        return Outputs(_without_graph(outputs.out), _without_graph(outputs.lse), **gradients)
 
     def _by_autograd(self, out: torch.Tensor, lse: object) -> dict[str, torch.Tensor]:
         if not out.requires_grad:
@@ -170,32 +164,31 @@ class GradientCall:
             if not lse.requires_grad:
                 raise Refused("its LSE has no gradient")
             results, gradients = [out, lse], [self._dout, self._dlse]
-        leaves = [leaf.tensor for leaf in self._leaves]
-        leaf_grads = torch.autograd.grad(_loss(results, gradients), leaves, allow_unused=True)
-        for leaf, gradient in zip(self._leaves, leaf_grads, strict=True):
+        tensors = [leaf.tensor for leaf in self._leaves]
+        leaf_grads = torch.autograd.grad(_loss(results, gradients), tensors, allow_unused=True)
+        by_leaf = list(zip(self._leaves, leaf_grads, strict=True))
+        for leaf, gradient in by_leaf:
             if gradient is None and leaf.name == "dsink":  # in many kernels sinks are constants
                 raise Refused("its result has no gradient with respect to its sinks")
             if gradient is None:
                 what = leaf.name.removeprefix("d")
                 raise BrokenResult(f"its result has no gradient with respect to {what}")
-        return {
-            leaf.name: leaf.back(one) for leaf, one in zip(self._leaves, leaf_grads, strict=True)
-        }
+        return {leaf.name: leaf.back(gradient) for leaf, gradient in by_leaf}
 
     def _by_function(
-        self, function: Callable[..., Any], returned: Returned
+        self, function: Callable[..., Any], out: Any, lse: Any
     ) -> dict[str, torch.Tensor]:
         """Return gradients from ``function(dout, q, k, v, out, lse, **keywords)``."""
         keywords = _backward_keywords(function, self.passed, self._parameters)
         assert not isinstance(keywords, str), keywords
         if self._dlse is not None:
-            keywords["dlse"] = self._own_dlse(returned.lse)
-        elif _requires(function, "dlse"):
+            keywords["dlse"] = self._own_dlse(lse)
+        elif any(p.name == "dlse" and p.default is p.empty for p in _parameters(function) or ()):
             keywords["dlse"] = None
         # It may overwrite out and LSE, which are judged later, so it gets copies.
         results = [
             _without_graph(each).clone() if isinstance(each, torch.Tensor) else each
-            for each in (returned.out, returned.lse)
+            for each in (out, lse)
         ]
         tensors = [leaf.tensor.detach() for leaf in self._leaves[:3]]
         result = function(self._dout, *tensors, *results, **keywords)
@@ -215,7 +208,7 @@ class GradientCall:
         assert self._dlse is not None
         with torch.enable_grad():
             own_lse = lse.detach().requires_grad_()
-            natural = self._natural_lse(own_lse)
+            natural = to_natural_lse(own_lse, self._layout, self._options)
         return _adjoint(natural, own_lse, self._dlse)
 
 
@@ -260,22 +253,19 @@ def _backward_keywords(
 
 def _has_keyword(function: Callable[..., Any], name: str, *, by_name: bool) -> bool:
     """Return whether a function accepts a keyword; with ``by_name`` ``**keywords`` do not count."""
-    try:
-        parameters = list(inspect.signature(callee(function)).parameters.values())
-    except (TypeError, ValueError):  # functions in C have no signature
+    parameters = _parameters(function)
+    if parameters is None:
         return not by_name
     keywords = [p for i, p in enumerate(parameters) if i >= _TENSORS or p.kind is p.KEYWORD_ONLY]
     accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return any(p.name == name for p in keywords) or (accepts_any and not by_name)
 
 
-def _requires(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a function has a parameter called ``name`` without a default."""
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
     try:
-        parameter = inspect.signature(callee(function)).parameters.get(name)
+        return list(inspect.signature(callee(function)).parameters.values())
     except (TypeError, ValueError):  # functions in C have no signature
-        return False
-    return parameter is not None and parameter.default is inspect.Parameter.empty
+        return None
 
 
 def _without_graph(value: Any) -> Any:

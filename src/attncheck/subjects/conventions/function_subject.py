@@ -30,7 +30,6 @@ from attncheck.subjects.conventions.convention import (
 from attncheck.subjects.conventions.empty_rows import empty_rows, settle_empty_rows
 from attncheck.subjects.conventions.function_gradients import GradientCall, gradient_refusal
 from attncheck.subjects.conventions.layouts import Layout
-from attncheck.subjects.conventions.render import render_call
 
 LEAVES_MODES: ContextVar[bool] = ContextVar("LEAVES_MODES", default=False)
 """Whether a call leaves grad mode and TF32 alone, since setting them hides a function's changes."""
@@ -120,7 +119,6 @@ class FunctionSubject(Subject):
                 passed=passed,
                 parameters=self._parameters,
                 dead=dead,
-                natural_lse=lambda lse: results.to_natural_lse(lse, layout, self.options),
             )
             # The function gets leaves of autograd, so that only this loss is differentiated.
             tensors, passed = gradients.tensors, gradients.passed
@@ -133,7 +131,6 @@ class FunctionSubject(Subject):
             last += tensors[len(last) :]
             tensors = (last[0], last[1], last[2])
         graded = gradients is not None and gradients.by_autograd
-        products: torch_arithmetic.Products = "tf32" if problem.dtype == "tf32" else "ieee"
         detector = torch_arithmetic.CpuFlashDetector() if device.type == "cpu" else None
         mutations: results.MutationCheck | None = results.MutationCheck(passed, arguments, inputs)
 
@@ -142,17 +139,16 @@ class FunctionSubject(Subject):
             around = self._convention.within(device.type)
             leaves_modes = LEAVES_MODES.get()
             grad = nullcontext() if leaves_modes and not graded else torch.set_grad_enabled(graded)
-            rounds = nullcontext() if leaves_modes else torch_arithmetic.fp32_products(products)
+            products = torch_arithmetic.fp32_products(problem.dtype)
+            rounds = nullcontext() if leaves_modes else products
             with grad, rounds, around, detector or nullcontext():
                 with results.refusals():
                     result = self.function(*tensors, **passed)
-                returned = results.read_result(
-                    result, self.convention, self._convention.most, self.options
-                )
-                outputs = results.to_outputs(returned, layout, self.options)
+                returned = results.read_result(result, self._convention, self.options)
+                outputs = results.to_outputs(*returned, layout, self.options)
                 if gradients is not None:
                     with results.refusals():
-                        outputs = gradients.added(returned, outputs)
+                        outputs = gradients.added(*returned, outputs)
             # Checked in the first call: the executor compares q, k and v, but not copies of them.
             if mutations is not None:
                 self._check_inputs(layout, inputs, tensors)
@@ -212,13 +208,38 @@ class FunctionSubject(Subject):
         arguments = self._arguments(problem)
         if isinstance(arguments, str):
             return None
-        return render_call(
-            arguments,
-            self._convention.layout(problem),
-            base2=self.options.lse == "base2",
-            drops_lse=self.options.returns_lse is False,
-            infinite=math.inf in self._convention.empty_lse,
-        )
+        layout = self._convention.layout(problem)
+        made = [value for value in arguments.values() if isinstance(value, ComputedArgument)]
+        if not all(value.text for value in made):
+            return None
+        # All setups come before the call, because an expression may use names from another's setup.
+        lines = [line for value in made for line in value.setup.splitlines()]
+        passed = [layout.texts[name] for name in "qkv"]
+        for name, value in arguments.items():
+            passed.append(
+                f"{name}={value.text if isinstance(value, ComputedArgument) else repr(value)}"
+            )
+        lines += ["given = kernel(", *(f"    {each}," for each in passed), ")"]
+        lines += [
+            "out, lse = given[:2] if isinstance(given, (tuple, list)) else (given, None)",
+            'lse = lse if isinstance(lse, torch.Tensor) else getattr(lse, "lse", None)',
+        ]
+        # Lines that change nothing are left out.
+        if layout.texts["out"] != "out":
+            lines.append(f"out = {layout.texts['out']}")
+        if self.options.returns_lse is False:
+            lines.append("lse = None")
+        else:
+            changes = [] if layout.texts["lse"] == "lse" else [layout.texts["lse"]]
+            # As ``base2_to_natural`` does, so that the script has the same bits.
+            if self.options.lse == "base2":
+                changes.append(f"(lse.double() * {math.log(2)!r}).float()")
+            # The script compares with the oracle, in which rows without keys have -∞.
+            if math.inf in self._convention.empty_lse:
+                changes.append('lse.masked_fill(lse == float("inf"), -float("inf"))')
+            lines += [f"lse = None if lse is None else {change}" for change in changes]
+        lines.append("return out, lse")
+        return "\n".join(["def call(kernel, q, k, v):", *(f"    {line}" for line in lines), ""])
 
     def _convention_refusal(self, problem: Problem, device: str) -> str | None:
         """Return why no function of the convention can support the Problem."""
@@ -288,9 +309,7 @@ class FunctionSubject(Subject):
 
 
 def _have_same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return all(getattr(one, name) == getattr(other, name) for name in ("shape", "dtype")) and (
-        one.stride() == other.stride()
-    )
+    return (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
 
 
 def _uses_triton(function: Callable[..., Any]) -> bool:

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -17,7 +16,11 @@ from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import error_line
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.subjects.capabilities.subject import ContractViolation, Refused
-from attncheck.subjects.conventions.convention import ComputedArgument, ConventionOptions
+from attncheck.subjects.conventions.convention import (
+    ComputedArgument,
+    Convention,
+    ConventionOptions,
+)
 from attncheck.subjects.conventions.layouts import Layout
 
 
@@ -40,47 +43,41 @@ class WroteToInput(ContractViolation):
     rule = "mutation"
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """The objects returned as out and LSE; the executor checks whether they are tensors."""
+def read_result(
+    result: object, convention: Convention, options: ConventionOptions
+) -> tuple[Any, Any]:
+    """Return out and LSE, or None, from a result: out, or a tuple with out and LSE first.
 
-    out: Any
-    lse: Any = None
-
-
-def read_result(result: object, convention: str, most: int, options: ConventionOptions) -> Returned:
-    """Return out and LSE from a result: out, or a tuple of 2 to ``most`` with out and LSE first.
-
-    Raises BrokenResult for anything else, and if a declared LSE is missing.
+    Whether they are tensors is checked by the executor. Raises BrokenResult for anything else than
+    out or a tuple of 2 to ``convention.most``, and if a declared LSE is missing.
     """
+    most = convention.most
     if isinstance(result, tuple | list):
         # Functions that may also return weights or a cache end their tuples with None.
         while len(result) > most and result[-1] is None:
             result = result[:-1]
+    lse: Any = None
     if isinstance(result, torch.Tensor):
-        returned = Returned(result)
+        out = result
     elif isinstance(result, tuple | list) and 2 <= len(result) <= most:
-        second = result[1]
+        out, second = result[:2]
         # FlexAttention's AuxOutput holds LSE by name.
         lse = second if isinstance(second, torch.Tensor) else getattr(second, "lse", second)
-        returned = Returned(result[0], lse)
     else:
         many = f" of {len(result)}" if isinstance(result, tuple | list) else ""
         raise BrokenResult(
-            f"it returned {type(result).__name__}{many}: the {convention} convention gives out, or "
-            "(out, lse)"
+            f"it returned {type(result).__name__}{many}: the {convention.name} convention gives "
+            "out, or (out, lse)"
         )
-    if options.returns_lse is False:
-        return Returned(returned.out)
-    if options.returns_lse and returned.lse is None:
+    if options.returns_lse and lse is None:
         raise BrokenResult("it gave no LSE, which it is declared to give")
-    return returned
+    return out, None if options.returns_lse is False else lse
 
 
-def to_outputs(returned: Returned, layout: Layout, options: ConventionOptions) -> Outputs:
+def to_outputs(out: Any, lse: Any, layout: Layout, options: ConventionOptions) -> Outputs:
     """Return results converted to attncheck's axes; raises BrokenResult for a wrong shape."""
-    out = _convert("out", returned.out, layout.out_axes, layout.out)
-    return Outputs(out, to_natural_lse(returned.lse, layout, options))
+    own_out = _convert("out", out, layout.out_axes, layout.out)
+    return Outputs(own_out, to_natural_lse(lse, layout, options))
 
 
 def to_natural_lse(lse: Any, layout: Layout, options: ConventionOptions) -> Any:

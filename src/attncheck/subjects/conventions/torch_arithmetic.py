@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,15 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.inputs.problem import Problem
 
-Products = Literal["ieee", "tf32"]
-
-# torch's older, coarser names for the same setting.
-_LEGACY: dict[Products, str] = {"ieee": "highest", "tf32": "high"}
-
 
 @contextlib.contextmanager
-def fp32_products(products: Products) -> Iterator[None]:
-    """Make torch multiply fp32 matrices in fp32 (``ieee``) or ``tf32`` within this context.
+def fp32_products(dtype: str) -> Iterator[None]:
+    """Make torch multiply fp32 matrices in tf32 within this context for ``tf32``, else in fp32.
 
     This sets the older process-wide setting and each backend's newer one: parts of torch still read
     the older one, and fail if the two disagree (torch 2.9–2.13). Afterwards all are restored, also
@@ -34,7 +29,7 @@ def fp32_products(products: Products) -> Iterator[None]:
     before = (cuda.fp32_precision, mkldnn.fp32_precision)
     legacy = _legacy_precision()
     try:
-        _set_legacy(_LEGACY[products])
+        _set_legacy("high" if dtype == "tf32" else "highest")
         yield
     finally:
         _set_legacy(legacy)
@@ -42,7 +37,7 @@ def fp32_products(products: Products) -> Iterator[None]:
 
 
 def _legacy_precision() -> str:
-    """Return the older setting; torch raises if only a newer one was set to tf32."""
+    """Return the older, coarser setting; torch raises if only a newer one was set to tf32."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.9 warns that the setting is deprecated
         try:

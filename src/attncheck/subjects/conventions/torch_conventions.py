@@ -14,7 +14,7 @@ from attncheck.core.mod_spec import FULL, NONE, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.masks import band_of
-from attncheck.mods.scores import bias
+from attncheck.mods.scores import alibi_slopes, bias, sequence_slopes
 from attncheck.mods.signatures import ScoreMod
 from attncheck.subjects.conventions.call_tensors import attention_mask
 from attncheck.subjects.conventions.convention import (
@@ -32,7 +32,6 @@ from attncheck.subjects.conventions.convention import (
 )
 from attncheck.subjects.conventions.layouts import bhsd, without_padding
 from attncheck.subjects.conventions.parse import CallArguments, ParsedCall, UnreadableCall
-from attncheck.subjects.conventions.render import render_score_mod
 from attncheck.subjects.conventions.window_masks import band_window
 
 
@@ -199,7 +198,7 @@ def _bind_flex(request: Request) -> Arguments:
     requested by ``return_aux`` if possible, because torch warns about ``return_lse``.
     """
     problem = request.problem
-    setup = render_score_mod(problem)
+    setup = _render_score_mod(problem)
     score = ComputedArgument(
         make=lambda inputs: flex_score_mod(problem, str(inputs.device)),
         text="score_mod" if setup else "",
@@ -219,6 +218,39 @@ def _bind_flex(request: Request) -> Arguments:
         "return_aux": offered(aux) if by_aux and not no_lse else spare(None),
         "return_lse": spare(value=False) if by_aux or no_lse else offered(value=True),
     }
+
+
+def _render_score_mod(problem: Problem) -> str:
+    """Return ``def score_mod(score, b, h, q_idx, kv_idx)``; empty if a step needs more than a line.
+
+    This is so for a learned table and a user's own mods.
+    """
+    lines = []
+    for step in problem.score.walk():
+        if step.name == "chain":  # ``walk`` yields its parts afterwards
+            continue
+        expression = _score_expression(step, problem)
+        if not expression:
+            return ""
+        lines.append(f"    score = {expression}")
+    head = "def score_mod(score, b, h, q_idx, kv_idx):"
+    return "\n".join([head, *lines, "    return score"])
+
+
+def _score_expression(step: Spec, problem: Problem) -> str:
+    if step.name == "none":
+        return "score"
+    if step.name == "alibi":
+        slopes = f"torch.tensor({list(alibi_slopes(problem.heads))}, device=q.device)"
+        return f"score + {slopes}[h] * (kv_idx - q_idx)"
+    if step.name == "alibi_by_sequence":
+        slopes = f"torch.tensor({sequence_slopes(problem.batch, problem.heads)}, device=q.device)"
+        return f"score + {slopes}[b, h] * (kv_idx - q_idx)"
+    if step.name == "softcap":
+        return f"{step.values['cap']} * torch.tanh(score / {step.values['cap']})"
+    if step.name == "temperature":
+        return f"score / {step.values['temperature']}"
+    return ""
 
 
 def _flex_mask(problem: Problem, able: frozenset[str]) -> dict[str, Argument]:

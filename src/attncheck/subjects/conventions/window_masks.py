@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from attncheck.mods.masks import Band
     from attncheck.subjects.conventions.layouts import Lengths
+    from attncheck.subjects.conventions.parse import CallArguments
 
     Mod = Callable[..., Tensor]
 
@@ -140,16 +141,16 @@ def packed_window_mask(
 
 
 def softcap_and_slopes(
-    cap: float, slopes: Tensor | None, heads: int, offset: int, *, causal: bool
+    call: CallArguments, heads: int, offset: int, *, causal: bool
 ) -> Spec | Mod | None:
-    r"""Return a softcap followed by flash-attn's slopes, −slope · \\|i + offset − j\\|.
+    r"""Return a call's softcap followed by flash-attn's slopes, −slope · \\|i + offset − j\\|.
 
     Args:
-        cap: 0 for none.
-        slopes: ``(heads,)`` or ``(batch, heads)``; None for none.
         offset: Row i is on the diagonal at key i + offset.
         causal: Whether rows see no keys after the diagonal.
     """
+    slopes: Tensor | None = call.value("alibi_slopes")  # ``(heads,)`` or ``(batch, heads)``
+    cap = call.value("softcap") or 0.0
     capped = Spec.of("softcap", cap=float(cap)) if cap else None
     if slopes is None:
         return capped
