@@ -6,9 +6,8 @@ mask nor score mod distinguishes two of them, permuting them permutes the result
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -19,9 +18,9 @@ from attncheck.inputs.input_tensors import Descale
 from attncheck.relations.relation import (
     Relation,
     change_tensors,
-    compare_outputs,
+    compare_ends,
+    each_tensor,
     indices_read,
-    map_outputs,
     of_attention,
     of_softmax,
 )
@@ -49,21 +48,6 @@ def _reflect(count: int, turn: int) -> Order:
 def _effective_turns(count: int, order: Callable[[int], Order]) -> Allowed:
     """Return the turns below ``count`` and ``_TURNS`` for which ``order`` moves anything."""
     return {"turn": [t for t in range(min(count, _TURNS)) if order(t) != list(range(count))]}
-
-
-def _compare_reordered(
-    results: Results,
-    change: Callable[[torch.Tensor], torch.Tensor],
-    gradients: Callable[[TensorName, torch.Tensor], torch.Tensor] | None = None,
-    *,
-    without: tuple[TensorName, ...] = (),
-) -> Finding | None:
-    """Compare the second run, except tensors ``without``, with the first after ``map_outputs``."""
-    dropped: dict[str, Any] = dict.fromkeys(without)
-    before, after = (replace(each, **dropped) for each in results.outputs)
-    reorder = partial(map_outputs, change=change, gradients=gradients)
-    errors = results.errors
-    return compare_outputs(after, reorder(before), errors and [reorder(errors[0]), errors[1]])
 
 
 # ------------------------------------------------------------------ heads
@@ -110,16 +94,17 @@ def _compare_heads(results: Results) -> Finding | None:
     turn, problem = results.number("turn"), results.inputs[0].problem
     heads, keys = _head_order(problem, turn), _key_head_order(problem, turn)
 
-    def gradient(name: TensorName, tensor: torch.Tensor) -> torch.Tensor:
+    def gradient(name: TensorName, tensor: torch.Tensor) -> torch.Tensor | None:
         if name == "dcaptured":
             return tensor
         if name == "dsink":
             return tensor[heads]
-        return tensor[:, keys if name in ("dk", "dv") else heads]
+        if name == "dq":
+            return tensor[:, heads]
+        # dk and dv of a group are sums over its heads, whose order has changed.
+        return tensor[:, keys] if problem.group == 1 else None
 
-    # dk and dv of a group are sums over its heads, whose order has changed.
-    shared: tuple[TensorName, ...] = ("dk", "dv") if problem.group > 1 else ()
-    return _compare_reordered(results, lambda x: x[:, heads], gradient, without=shared)
+    return compare_ends(results, first=each_tensor(lambda x: x[:, heads], gradient))
 
 
 HEAD_PERMUTATION = Relation(
@@ -173,11 +158,12 @@ def _reorder_sequences(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, 
 def _compare_sequences(results: Results) -> Finding | None:
     order = _reflect(results.inputs[0].problem.batch, results.number("turn"))
 
-    def gradient(name: TensorName, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if name in ("dsink", "dcaptured") else tensor[order]
+    def gradient(name: TensorName, tensor: torch.Tensor) -> torch.Tensor | None:
+        if name == "dsink":  # a sum over all sequences, whose order has changed
+            return None
+        return tensor if name == "dcaptured" else tensor[order]
 
-    # dsink is a sum over all sequences, whose order has changed.
-    return _compare_reordered(results, lambda x: x[order], gradient, without=("dsink",))
+    return compare_ends(results, first=each_tensor(lambda x: x[order], gradient))
 
 
 BATCH_PERMUTATION = Relation(
@@ -269,7 +255,7 @@ def _compare_keys(results: Results) -> Finding | None:
     def gradient(name: TensorName, tensor: torch.Tensor) -> torch.Tensor:
         return _move_keys(tensor, order) if name in ("dk", "dv") else tensor
 
-    return _compare_reordered(results, lambda tensor: tensor, gradient)
+    return compare_ends(results, first=each_tensor(lambda tensor: tensor, gradient))
 
 
 KEY_PERMUTATION = Relation(
@@ -353,7 +339,7 @@ def _reorder_cells(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
 def _compare_cells(results: Results) -> Finding | None:
     last = results.inputs[-1]
     places = _extend(_cell_order(last.problem.mask), last.problem.query).to(last.device)
-    return _compare_reordered(results, lambda tensor: tensor[:, :, places])
+    return compare_ends(results, first=each_tensor(lambda tensor: tensor[:, :, places]))
 
 
 NEIGHBORHOOD_ORDER = Relation(
@@ -392,8 +378,8 @@ SOFTMAX_ROWS = Relation(
     summary="rows of scores in another order, of all heads and sequences, give the same rows in "
     "that order",
     runs=_reorder_rows,
-    rule=lambda results: _compare_reordered(
-        results, lambda tensor: _move_rows(tensor, results.number("turn"))
+    rule=lambda results: compare_ends(
+        results, first=each_tensor(partial(_move_rows, turn=results.number("turn")))
     ),
     promise="batch",
     unfit=of_softmax(lambda problem: "it has one row" if _row_count(problem) == 1 else None),
@@ -420,15 +406,9 @@ def _reorder_columns(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ..
 
 
 def _compare_columns(results: Results) -> Finding | None:
-    before, after = results.outputs
     order = _column_order(results.inputs[0].problem, results.number("shuffle"))
-    order = order.to(before.out.device)
-
-    def reorder(outputs: Outputs) -> Outputs:
-        return Outputs(outputs.out[..., order], outputs.lse)
-
-    errors = results.errors
-    return compare_outputs(after, reorder(before), errors and [reorder(errors[0]), errors[1]])
+    order = order.to(results.outputs[0].out.device)
+    return compare_ends(results, first=lambda run: Outputs(run.out[..., order], run.lse))
 
 
 SOFTMAX_COLUMNS = Relation(
