@@ -292,14 +292,16 @@ MASKS: dict[str, Entry[MaskMod]] = {
     ),
     "document": Entry(
         summary="row i sees the keys of its own document; `lengths` one after another",
-        arguments={"lengths": check.document_lengths},
+        arguments={
+            "lengths": check.lengths_covering("max(query, kv)", lambda d: max(d.query, d.kv))
+        },
         build=_build_document,
     ),
     "documents": Entry(
         summary="rows of document n see its keys; `query_lengths` and `kv_lengths` of each",
         arguments={
-            "query_lengths": check.lengths_of("query"),
-            "kv_lengths": check.lengths_of("kv"),
+            "query_lengths": check.lengths_covering("query", lambda d: d.query),
+            "kv_lengths": check.lengths_covering("kv", lambda d: d.kv),
         },
         together=_check_equal_counts,
         build=_build_documents,
