@@ -59,8 +59,8 @@ class Spec:
         return cls(name, tuple(sorted(frozen.items())), parts)
 
     @property
-    def values(self) -> dict[str, Argument]:
-        """Arguments by name."""
+    def values(self) -> dict[str, Any]:
+        """Arguments by name, of the types that the checks of ``name`` require."""
         return dict(self.arguments)
 
     def walk(self) -> Iterator[Spec]:

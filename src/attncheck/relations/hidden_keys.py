@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import torch
 
@@ -77,9 +76,9 @@ def _first_hidden(mask: Spec, problem: Problem, row: int) -> int:
     if mask.name == "causal_bottom_right":
         return row + 1 + problem.kv - problem.query
     if mask.name == "prefix_lm":
-        return max(cast("int", mask.values["prefix"]), row + 1)
+        return int(max(mask.values["prefix"], row + 1))
     if mask.name == "padding":
-        return max(cast("tuple[int, ...]", mask.values["lengths"]))
+        return int(max(mask.values["lengths"]))
     if mask.name in {"and", "or"}:
         parts = (_first_hidden(part, problem, row) for part in mask.parts)
         return min(parts) if mask.name == "and" else max(parts)

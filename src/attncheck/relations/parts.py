@@ -176,7 +176,7 @@ def _documents(problem: Problem) -> list[Excerpt]:
     """Return the documents that have rows and keys; rows of other documents see no key."""
     document = cast("Spec", _document_mask(problem.mask))
     rows, keys = (
-        _ranges(cast("tuple[int, ...]", document.values[name]), length)
+        _ranges(document.values[name], length)
         for name, length in zip(_SIDES[document.name], (problem.query, problem.kv), strict=True)
     )
     return [Excerpt.of(problem, rows=r, keys=k) for r, k in zip(rows, keys, strict=True) if r and k]

@@ -7,7 +7,7 @@ mask nor score mod distinguishes two of them, permuting them permutes the result
 from __future__ import annotations
 
 from functools import partial, reduce
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -139,7 +139,7 @@ def _unless_sequences_are_alike(problem: Problem) -> str | None:
 def _reorder_lengths(mask: Spec, order: Order) -> Spec:
     """Return the mask with its padded lengths in the order of the sequences."""
     if mask.name == "padding":
-        lengths = cast("tuple[int, ...]", mask.values["lengths"])
+        lengths = mask.values["lengths"]
         return Spec.of("padding", lengths=[lengths[b] for b in order])
     parts = tuple(_reorder_lengths(part, order) for part in mask.parts)
     return Spec(mask.name, mask.arguments, parts)
@@ -196,13 +196,13 @@ def _kinds_under_mask(mask: Spec, problem: Problem) -> torch.Tensor:
     if "kv_idx" not in indices_read(mask):
         return torch.zeros_like(keys)
     if mask.name == "padding":
-        lengths = torch.tensor(cast("tuple[int, ...]", mask.values["lengths"]))
+        lengths = torch.tensor(mask.values["lengths"])
         return (keys < lengths[:, None]).long()
     if mask.name == "document":
-        ends = torch.tensor(cast("tuple[int, ...]", mask.values["lengths"])).cumsum(0)
+        ends = torch.tensor(mask.values["lengths"]).cumsum(0)
         return torch.searchsorted(ends, keys, right=True)
     if mask.name == "prefix_lm":
-        return keys.masked_fill(keys < cast("int", mask.values["prefix"]), 0)
+        return keys.masked_fill(keys < mask.values["prefix"], 0)
     return keys
 
 
@@ -278,12 +278,8 @@ that each run may be off by its own bound: |second − first| ≤ the sum of bot
 _BITS = 24  # Bits of a row or column number: canvases have at most 2^24 cells.
 
 
-def _cell_argument(mask: Spec, name: str) -> Cell:
-    return cast("Cell", mask.values[name])
-
-
 def _rank_in_tiles(mask: Spec, cell: Cell) -> tuple[int, ...]:
-    tall, wide = _cell_argument(mask, "tile")
+    tall, wide = mask.values["tile"]
     return (cell[0] // tall, cell[1] // wide, *cell)
 
 
@@ -300,7 +296,7 @@ def _unless_cells_are_reordered(problem: Problem) -> str | None:
     mask = problem.mask
     if mask.name not in _RANKS:
         return f"its mask is none of {', '.join(_RANKS)}"
-    rows, columns = _cell_argument(mask, "canvas")
+    rows, columns = mask.values["canvas"]
     if min(problem.query, problem.kv) < rows * columns:
         return "its rows or keys do not cover the canvas"
     if indices_read(problem.score) & {"q_idx", "kv_idx"}:
@@ -310,7 +306,7 @@ def _unless_cells_are_reordered(problem: Problem) -> str | None:
 
 def _cell_order(mask: Spec) -> torch.Tensor:
     """Return the cell in each position, int64 ``(cells,)``; cells are numbered row by row."""
-    rows, columns = _cell_argument(mask, "canvas")
+    rows, columns = mask.values["canvas"]
     cells = [(row, column) for row in range(rows) for column in range(columns)]
     rank = _RANKS[mask.name]
     return torch.tensor(sorted(range(len(cells)), key=lambda number: rank(mask, cells[number])))
@@ -327,7 +323,7 @@ def _reorder_cells(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
     rows, keys = (
         _extend(row_by_row, length).to(inputs.device) for length in (problem.query, problem.kv)
     )
-    sides = {name: list(_cell_argument(problem.mask, name)) for name in ("canvas", "kernel")}
+    sides = {name: list(problem.mask.values[name]) for name in ("canvas", "kernel")}
     plain = inputs.replace(
         problem=problem.replace(mask=Spec.of("neighborhood", **sides)),
         **change_tensors(inputs, lambda x: x[:, :, rows], "q"),
