@@ -276,12 +276,6 @@ def test_a_causal_mask_skips_what_is_above_the_diagonal():
     assert mask.sparsity() == 1 / 6
 
 
-def test_it_moves_to_a_device():
-    mask = small().to(torch.device("cpu"))
-    assert torch.equal(mask.kinds, small().kinds)
-    assert (mask.query, mask.block_kv) == (21, 5)
-
-
 def of_kinds(kinds):
     return BlockMask(kinds=kinds.to(torch.uint8), query=7, kv=9, block_query=4, block_kv=4)
 

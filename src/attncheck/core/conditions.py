@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from attncheck.core.declared_arithmetic import Arithmetic
 
-Others = ParamSpec("Others")
+Others = TypeVarTuple("Others")
 Step = TypeVar("Step")
 
 
@@ -218,9 +218,9 @@ class _RecordedArithmetic:
 
 
 def kept_step(
-    function: Callable[Concatenate[Conditions, Arithmetic, Others], Step],
-) -> Callable[Concatenate[Conditions, Arithmetic, Others], Step]:
-    """Return ``function`` with a cache of its results in the Conditions.
+    function: Callable[[Conditions, Arithmetic, *Others], Step],
+) -> Callable[[Conditions, Arithmetic, *Others], Step]:
+    """Return ``function`` with a cache of its results in the Conditions; called by position.
 
     The kernels of one case have similar arithmetics, and most steps of their bounds do not read the
     differences: a result is reused for every arithmetic that is equal in the fields that were read.
@@ -228,20 +228,14 @@ def kept_step(
     """
 
     @functools.wraps(function)
-    def kept(
-        conditions: Conditions,
-        arithmetic: Arithmetic,
-        /,
-        *others: Others.args,
-        **named: Others.kwargs,
-    ) -> Step:
-        assert not named, "a kept step is called by position"
+    def kept(conditions: Conditions, arithmetic: Arithmetic, *others: *Others) -> Step:
         for step in conditions.steps:
             if step.answers(function, arithmetic, others):
-                return cast("Step", step.result)
-        recorded = _RecordedArithmetic(arithmetic)
-        result = function(conditions, cast("Arithmetic", recorded), *others, **named)
+                known: Step = step.result
+                return known
+        recorded: Any = _RecordedArithmetic(arithmetic)
+        result = function(conditions, recorded, *others)
         conditions.steps.append(_KeptStep(function, others, recorded.fields_read, result))
         return result
 
-    return cast("Callable[Concatenate[Conditions, Arithmetic, Others], Step]", kept)
+    return kept

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Format:
     """A binary floating-point format."""
 
@@ -26,8 +26,11 @@ class Format:
     significand: int  # significant bits, the implicit one included
     min_exponent: int  # exponent of the smallest normal number, 2**min_exponent
     max: float  # largest finite number
-    # Whether a GPU's conversion clamps to ``max`` where IEEE gives infinity.
-    saturates: bool = False
+
+    @property
+    def saturates(self) -> bool:
+        """Whether a GPU's conversion clamps to ``max`` where IEEE gives infinity: in fp8."""
+        return self.torch_name.startswith("float8")
 
     @property
     def unit_roundoff(self) -> float:
@@ -48,29 +51,18 @@ class Format:
         return dtype
 
 
-def _format(name: str, torch_name: str, bits: int, low: int, high: float) -> Format:
-    return Format(
-        name=name,
-        torch_name=torch_name,
-        significand=bits,
-        min_exponent=low,
-        max=high,
-        saturates=torch_name.startswith("float8"),
-    )
-
-
 FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
-        _format("fp64", "float64", 53, -1022, math.ldexp(2 - 2.0**-52, 1023)),
-        _format("fp32", "float32", 24, -126, math.ldexp(2 - 2.0**-23, 127)),
+        Format("fp64", "float64", 53, -1022, math.ldexp(2 - 2.0**-52, 1023)),
+        Format("fp32", "float32", 24, -126, math.ldexp(2 - 2.0**-23, 127)),
         # tf32 is the part of fp32 that tensor cores read: its exponent, and 10 fraction bits.
-        _format("tf32", "float32", 11, -126, math.ldexp(2 - 2.0**-10, 127)),
-        _format("fp16", "float16", 11, -14, 65504.0),
-        _format("bf16", "bfloat16", 8, -126, math.ldexp(2 - 2.0**-7, 127)),
+        Format("tf32", "float32", 11, -126, math.ldexp(2 - 2.0**-10, 127)),
+        Format("fp16", "float16", 11, -14, 65504.0),
+        Format("bf16", "bfloat16", 8, -126, math.ldexp(2 - 2.0**-7, 127)),
         # e4m3fn has no infinity: its top exponent holds numbers too, up to 448 instead of 240.
-        _format("e4m3", "float8_e4m3fn", 4, -6, 448.0),
-        _format("e5m2", "float8_e5m2", 3, -14, 57344.0),
+        Format("e4m3", "float8_e4m3fn", 4, -6, 448.0),
+        Format("e5m2", "float8_e5m2", 3, -14, 57344.0),
     )
 }
 

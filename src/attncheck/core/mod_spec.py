@@ -59,8 +59,8 @@ class Spec:
         return cls(name, tuple(sorted(frozen.items())), parts)
 
     @property
-    def values(self) -> dict[str, Argument]:
-        """Arguments by name."""
+    def values(self) -> dict[str, Any]:
+        """Arguments by name, of the types that the checks of ``name`` require."""
         return dict(self.arguments)
 
     def walk(self) -> Iterator[Spec]:
@@ -216,26 +216,15 @@ def positive_number(label: str, value: Argument, _: Dimensions) -> None:
         raise ProblemError(f"{label}={value!r} must be a positive number in the range of fp32.")
 
 
-def document_lengths(label: str, value: Argument, dimensions: Dimensions) -> None:
-    """Check lengths that cover every position of the longer of query and kv."""
-    longest = max(dimensions.query, dimensions.kv)
-    _check_total(label, value, longest, f"max(query, kv)={longest}")
-
-
-def lengths_of(which: Literal["query", "kv"]) -> Check:
-    """Return a check of lengths that cover every position of query, or of kv."""
+def lengths_covering(what: str, count: Callable[[Dimensions], int]) -> Check:
+    """Return a check of lengths that cover ``count`` positions, called ``what`` in errors."""
 
     def check(label: str, value: Argument, dimensions: Dimensions) -> None:
-        needed: int = getattr(dimensions, which)
-        _check_total(label, value, needed, f"{which}={needed}")
+        total, needed = sum(_lengths(label, value)), count(dimensions)
+        if total < needed:
+            raise ProblemError(f"{label} cover {total} positions: they must cover {what}={needed}.")
 
     return check
-
-
-def _check_total(label: str, value: Argument, needed: int, what: str) -> None:
-    total = sum(_lengths(label, value))
-    if total < needed:
-        raise ProblemError(f"{label} cover {total} positions: they must cover {what}.")
 
 
 def padding_lengths(label: str, value: Argument, dimensions: Dimensions) -> None:

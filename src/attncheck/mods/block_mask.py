@@ -108,10 +108,6 @@ class BlockMask:
         """Return the share of tiles that are empty, from 0 to 1."""
         return float((self.kinds == EMPTY).double().mean())
 
-    def to(self, device: torch.device | str) -> Self:
-        """Return the block mask on ``device``."""
-        return replace(self, kinds=self.kinds.to(device))
-
 
 def _count_blocks(length: int, block: int, axis: str) -> int:
     """Return the number of blocks that ``length`` fills, the last one perhaps in part."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_, or_
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 from attncheck.core import mod_spec as check
 from attncheck.core.errors import ProblemError
@@ -292,14 +292,16 @@ MASKS: dict[str, Entry[MaskMod]] = {
     ),
     "document": Entry(
         summary="row i sees the keys of its own document; `lengths` one after another",
-        arguments={"lengths": check.document_lengths},
+        arguments={
+            "lengths": check.lengths_covering("max(query, kv)", lambda d: max(d.query, d.kv))
+        },
         build=_build_document,
     ),
     "documents": Entry(
         summary="rows of document n see its keys; `query_lengths` and `kv_lengths` of each",
         arguments={
-            "query_lengths": check.lengths_of("query"),
-            "kv_lengths": check.lengths_of("kv"),
+            "query_lengths": check.lengths_covering("query", lambda d: d.query),
+            "kv_lengths": check.lengths_covering("kv", lambda d: d.kv),
         },
         together=_check_equal_counts,
         build=_build_documents,
@@ -378,11 +380,11 @@ def band_of(mask: Spec, dims: Dimensions) -> Band | None:
     """Return the mask as a band; None where it is none, or cannot be recognised by its name."""
     if mask.name == "offset":
         part = band_of(mask.parts[0], shifted_dimensions(mask.values, dims))
-        return part and part.shifted(cast("int", mask.values["rows"]))
+        return part and part.shifted(mask.values["rows"])
     if mask.name == "and":
         bands = [band for part in mask.parts if (band := band_of(part, dims)) is not None]
         return reduce(and_, bands) if len(bands) == len(mask.parts) else None
     if mask.name == "sliding_window":
-        return Band(1 - cast("int", mask.values["window"]), 0)
+        return Band(1 - mask.values["window"], 0)
     most = {"full": None, "causal": 0, "causal_bottom_right": dims.kv - dims.query}
     return Band(most=most[mask.name]) if mask.name in most else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import cast
 
 import torch
 
@@ -68,9 +67,9 @@ def _sees_key_0_alone(mask: Spec, problem: Problem) -> bool:
     if mask.name == "causal_bottom_right":
         return problem.query == problem.kv
     if mask.name == "sliding_window":
-        return cast("int", mask.values["window"]) >= 1
+        return bool(mask.values["window"] >= 1)
     if mask.name == "prefix_lm":
-        return cast("int", mask.values["prefix"]) <= 1
+        return bool(mask.values["prefix"] <= 1)
     return False
 
 

@@ -161,7 +161,7 @@ def _shift_mask(mask: Spec, whole: Problem, at: Excerpt) -> Spec:
     if mask == FULL or (at.from_the_start and not _depends_on_length(mask)):
         return mask
     if mask.name == "offset":
-        return _shift_mask(mask.parts[0], *_unshift(whole, at, cast("int", mask.values["rows"])))
+        return _shift_mask(mask.parts[0], *_unshift(whole, at, mask.values["rows"]))
     raise ProblemError(f"{mask} cannot be shifted: nothing is known of it but its name.")
 
 
@@ -193,13 +193,13 @@ def _shift_window(mask: Spec, at: Excerpt) -> Spec:
     if at.offset == 0:
         return mask
     # All windows beyond the largest distance are equal; the number must fit in 32 bits.
-    window = min(cast("int", mask.values["window"]), at.rows.stop + at.keys.stop)
+    window = min(mask.values["window"], at.rows.stop + at.keys.stop)
     row = _row(at.offset)
     return Spec.of("expression", text=f"({row} >= kv_idx) & ({row} < kv_idx + {window})")
 
 
 def _shift_prefix(mask: Spec, at: Excerpt) -> Spec:
-    prefix = max(0, cast("int", mask.values["prefix"]) - at.keys.start)
+    prefix = max(0, mask.values["prefix"] - at.keys.start)
     if at.offset == 0:
         return Spec.of("prefix_lm", prefix=prefix)
     return Spec.of(
@@ -208,17 +208,14 @@ def _shift_prefix(mask: Spec, at: Excerpt) -> Spec:
 
 
 def _shift_padding(mask: Spec, at: Excerpt) -> Spec:
-    lengths = cast("tuple[int, ...]", mask.values["lengths"])
-    own_lengths = lengths[at.sequences.start : at.sequences.stop]
-    return Spec.of(
-        "padding",
-        lengths=[max(0, min(length - at.keys.start, len(at.keys))) for length in own_lengths],
-    )
+    lengths = mask.values["lengths"][at.sequences.start : at.sequences.stop]
+    own = [max(0, min(length - at.keys.start, len(at.keys))) for length in lengths]
+    return Spec.of("padding", lengths=own)
 
 
 def _shift_document(mask: Spec, at: Excerpt) -> Spec:
     """Cut off the documents before the excerpt; those wholly before it become empty."""
-    lengths = cast("tuple[int, ...]", mask.values["lengths"])
+    lengths = mask.values["lengths"]
     ends = list(accumulate(lengths))
     if at.offset == 0:
         first = at.rows.start
@@ -245,7 +242,7 @@ def _block_mask(rows: range, keys: range, at: Excerpt) -> Spec:
 
 def _shift_expression(written: Spec, at: Excerpt) -> Spec:
     """Return the expression with its indices counted from the start of the whole Problem."""
-    text = cast("str", written.values["text"])
+    text = written.values["text"]
     starts = {"b": at.sequences.start, "q_idx": at.rows.start, "kv_idx": at.keys.start}
     for name, start in starts.items():
         if start:

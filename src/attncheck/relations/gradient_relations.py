@@ -121,8 +121,7 @@ def _copy_key_heads(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
 
 def _compare_copies(results: Results) -> Finding | None:
     # GROUP_SUMS compares dk and dv, as it adds up the gradients of the copies.
-    copies, grouped = (replace(run, dk=None, dv=None) for run in results.outputs)
-    return relation.compare_outputs(grouped, copies, results.errors)
+    return relation.compare_ends(results, first=lambda run: replace(run, dk=None, dv=None))
 
 
 def _compare_sums(results: Results) -> Finding | None:
@@ -134,9 +133,7 @@ def _compare_sums(results: Results) -> Finding | None:
         batch, _heads, *rest = tensor.shape
         return tensor.double().view(batch, problem.kv_heads, problem.group, *rest).sum(2)
 
-    sum_groups = partial(relation.map_outputs, change=lambda tensor: tensor, gradients=add_up)
-    (copies, grouped), errors = results.outputs, results.bounds()
-    return relation.compare_outputs(grouped, sum_groups(copies), [sum_groups(errors[0]), errors[1]])
+    return relation.compare_ends(results, first=relation.each_tensor(lambda x: x, add_up))
 
 
 GQA_REPEAT = relation.Relation(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import torch
 
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
+from attncheck.core.tensor_names import TensorName
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
 from attncheck.inputs.problem import Allowed, Parameters, Problem, Promise
 from attncheck.relations import mask_visibility
@@ -18,9 +18,9 @@ from attncheck.relations.relation import (
     Finding,
     Relation,
     Results,
-    compare_outputs,
+    compare_ends,
     compare_values,
-    map_outputs,
+    each_tensor,
     of_attention,
     replace_where,
     without_sink,
@@ -76,9 +76,9 @@ def _first_hidden(mask: Spec, problem: Problem, row: int) -> int:
     if mask.name == "causal_bottom_right":
         return row + 1 + problem.kv - problem.query
     if mask.name == "prefix_lm":
-        return max(cast("int", mask.values["prefix"]), row + 1)
+        return int(max(mask.values["prefix"], row + 1))
     if mask.name == "padding":
-        return max(cast("tuple[int, ...]", mask.values["lengths"]))
+        return int(max(mask.values["lengths"]))
     if mask.name in {"and", "or"}:
         parts = (_first_hidden(part, problem, row) for part in mask.parts)
         return min(parts) if mask.name == "and" else max(parts)
@@ -106,11 +106,13 @@ def _fill_future(fill: Fill, inputs: Inputs, parameters: Parameters) -> tuple[In
 
 def _compare_past(results: Results) -> Finding | None:
     rows = slice(results.number("row") + 1)
-    select_past = partial(map_outputs, change=lambda tensor: tensor[:, :, rows])
-    before, after = map(select_past, results.outputs)
+    return _compare_selected(results, each_tensor(lambda tensor: tensor[:, :, rows]))
+
+
+def _compare_selected(results: Results, select: Callable[[Outputs], Outputs]) -> Finding | None:
     # Hidden keys do not affect a row's error bound, so the first run's also holds for the second.
-    errors = results.errors and [select_past(results.errors[0])] * 2
-    return compare_outputs(after, before, errors, signed_zeros=False)
+    results = replace(results, errors=results.errors and results.errors[:1])
+    return compare_ends(results, first=select, last=select, signed_zeros=False)
 
 
 def _future_relation(
@@ -168,14 +170,13 @@ def _fill_hidden(fill: Fill, inputs: Inputs, parameters: Parameters) -> tuple[In
 def _compare_row(results: Results) -> Finding | None:
     row = results.number("row")
 
-    def select_row(outputs: Outputs) -> Outputs:
-        dq = None if outputs.dq is None else outputs.dq[:, :, row : row + 1]
-        return replace(map_outputs(outputs, lambda x: x[:, :, row : row + 1]), dq=dq)
+    def select(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[:, :, row : row + 1]
 
-    before, after = map(select_row, results.outputs)
-    # Hidden keys do not affect a row's error bound, so the first run's also holds for the second.
-    errors = results.errors and [select_row(results.errors[0])] * 2
-    finding = compare_outputs(after, before, errors, signed_zeros=False)
+    def select_dq(name: TensorName, tensor: torch.Tensor) -> torch.Tensor | None:
+        return select(tensor) if name == "dq" else None
+
+    finding = _compare_selected(results, each_tensor(select, select_dq))
     if finding is None:
         return None
     batch, head, _, *dim = finding.place

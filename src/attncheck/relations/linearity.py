@@ -19,6 +19,7 @@ from attncheck.relations.relation import (
     Relation,
     Results,
     change_tensors,
+    compare_ends,
     compare_outputs,
     compare_within,
     of_attention,
@@ -89,12 +90,11 @@ def _shrink_query(inputs: Inputs) -> torch.Tensor:
 
 def _compare_scaled(results: Results) -> Finding | None:
     factor = 2.0 ** results.number("power")
-    before, after = results.outputs
-    expected = Outputs((before.out.double() * factor).to(before.out.dtype), before.lse)
-    errors = results.errors
-    if errors is not None:
-        errors = [Outputs(errors[0].out * factor, errors[0].lse), errors[1]]
-    return compare_outputs(after, expected, errors)
+
+    def scale(run: Outputs) -> Outputs:
+        return Outputs((run.out.double() * factor).to(run.out.dtype), run.lse)
+
+    return compare_ends(results, first=scale)
 
 
 VALUES_SCALED = Relation(

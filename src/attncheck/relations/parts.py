@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import cast
 
@@ -19,9 +18,10 @@ from attncheck.relations.relation import (
     Finding,
     Relation,
     Results,
+    compare_ends,
     compare_outputs,
+    each_tensor,
     indices_read,
-    map_outputs,
     of_attention,
 )
 
@@ -176,7 +176,7 @@ def _documents(problem: Problem) -> list[Excerpt]:
     """Return the documents that have rows and keys; rows of other documents see no key."""
     document = cast("Spec", _document_mask(problem.mask))
     rows, keys = (
-        _ranges(cast("tuple[int, ...]", document.values[name]), length)
+        _ranges(document.values[name], length)
         for name, length in zip(_SIDES[document.name], (problem.query, problem.kv), strict=True)
     )
     return [Excerpt.of(problem, rows=r, keys=k) for r, k in zip(rows, keys, strict=True) if r and k]
@@ -243,15 +243,9 @@ document alone is causal too. Compared within bounds, because tiles begin at oth
 # ------------------------------------------------------------------ rows
 
 
-def _rows(outputs: Outputs, rows: slice) -> Outputs:
-    return map_outputs(outputs, lambda tensor: tensor[:, :, rows])
-
-
 def _compare_rows(results: Results, rows: slice) -> Finding | None:
     """Compare the second run with ``rows`` of the first run, which has all rows."""
-    whole, part = results.outputs
-    errors = results.errors
-    return compare_outputs(part, _rows(whole, rows), errors and [_rows(errors[0], rows), errors[1]])
+    return compare_ends(results, first=each_tensor(lambda x: x[:, :, rows]))
 
 
 def _excerpted_rows(problem: Problem, parameters: Parameters) -> range:
@@ -358,10 +352,7 @@ def _excerpt_sequence(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, .
 
 def _compare_sequence(results: Results) -> Finding | None:
     b = results.number("sequence")
-    sequence = partial(map_outputs, change=lambda tensor: tensor[b : b + 1])
-    alone, batch = results.outputs
-    errors = results.errors
-    finding = compare_outputs(sequence(batch), alone, errors and [errors[0], sequence(errors[1])])
+    finding = compare_ends(results, last=each_tensor(lambda tensor: tensor[b : b + 1]))
     return finding and replace(finding, place=(b, *finding.place[1:]))
 
 

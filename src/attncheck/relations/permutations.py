@@ -6,9 +6,8 @@ mask nor score mod distinguishes two of them, permuting them permutes the result
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,9 +18,9 @@ from attncheck.inputs.input_tensors import Descale
 from attncheck.relations.relation import (
     Relation,
     change_tensors,
-    compare_outputs,
+    compare_ends,
+    each_tensor,
     indices_read,
-    map_outputs,
     of_attention,
     of_softmax,
 )
@@ -49,21 +48,6 @@ def _reflect(count: int, turn: int) -> Order:
 def _effective_turns(count: int, order: Callable[[int], Order]) -> Allowed:
     """Return the turns below ``count`` and ``_TURNS`` for which ``order`` moves anything."""
     return {"turn": [t for t in range(min(count, _TURNS)) if order(t) != list(range(count))]}
-
-
-def _compare_reordered(
-    results: Results,
-    change: Callable[[torch.Tensor], torch.Tensor],
-    gradients: Callable[[TensorName, torch.Tensor], torch.Tensor] | None = None,
-    *,
-    without: tuple[TensorName, ...] = (),
-) -> Finding | None:
-    """Compare the second run, except tensors ``without``, with the first after ``map_outputs``."""
-    dropped: dict[str, Any] = dict.fromkeys(without)
-    before, after = (replace(each, **dropped) for each in results.outputs)
-    reorder = partial(map_outputs, change=change, gradients=gradients)
-    errors = results.errors
-    return compare_outputs(after, reorder(before), errors and [reorder(errors[0]), errors[1]])
 
 
 # ------------------------------------------------------------------ heads
@@ -110,16 +94,17 @@ def _compare_heads(results: Results) -> Finding | None:
     turn, problem = results.number("turn"), results.inputs[0].problem
     heads, keys = _head_order(problem, turn), _key_head_order(problem, turn)
 
-    def gradient(name: TensorName, tensor: torch.Tensor) -> torch.Tensor:
+    def gradient(name: TensorName, tensor: torch.Tensor) -> torch.Tensor | None:
         if name == "dcaptured":
             return tensor
         if name == "dsink":
             return tensor[heads]
-        return tensor[:, keys if name in ("dk", "dv") else heads]
+        if name == "dq":
+            return tensor[:, heads]
+        # dk and dv of a group are sums over its heads, whose order has changed.
+        return tensor[:, keys] if problem.group == 1 else None
 
-    # dk and dv of a group are sums over its heads, whose order has changed.
-    shared: tuple[TensorName, ...] = ("dk", "dv") if problem.group > 1 else ()
-    return _compare_reordered(results, lambda x: x[:, heads], gradient, without=shared)
+    return compare_ends(results, first=each_tensor(lambda x: x[:, heads], gradient))
 
 
 HEAD_PERMUTATION = Relation(
@@ -154,7 +139,7 @@ def _unless_sequences_are_alike(problem: Problem) -> str | None:
 def _reorder_lengths(mask: Spec, order: Order) -> Spec:
     """Return the mask with its padded lengths in the order of the sequences."""
     if mask.name == "padding":
-        lengths = cast("tuple[int, ...]", mask.values["lengths"])
+        lengths = mask.values["lengths"]
         return Spec.of("padding", lengths=[lengths[b] for b in order])
     parts = tuple(_reorder_lengths(part, order) for part in mask.parts)
     return Spec(mask.name, mask.arguments, parts)
@@ -173,11 +158,12 @@ def _reorder_sequences(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, 
 def _compare_sequences(results: Results) -> Finding | None:
     order = _reflect(results.inputs[0].problem.batch, results.number("turn"))
 
-    def gradient(name: TensorName, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if name in ("dsink", "dcaptured") else tensor[order]
+    def gradient(name: TensorName, tensor: torch.Tensor) -> torch.Tensor | None:
+        if name == "dsink":  # a sum over all sequences, whose order has changed
+            return None
+        return tensor if name == "dcaptured" else tensor[order]
 
-    # dsink is a sum over all sequences, whose order has changed.
-    return _compare_reordered(results, lambda x: x[order], gradient, without=("dsink",))
+    return compare_ends(results, first=each_tensor(lambda x: x[order], gradient))
 
 
 BATCH_PERMUTATION = Relation(
@@ -210,13 +196,13 @@ def _kinds_under_mask(mask: Spec, problem: Problem) -> torch.Tensor:
     if "kv_idx" not in indices_read(mask):
         return torch.zeros_like(keys)
     if mask.name == "padding":
-        lengths = torch.tensor(cast("tuple[int, ...]", mask.values["lengths"]))
+        lengths = torch.tensor(mask.values["lengths"])
         return (keys < lengths[:, None]).long()
     if mask.name == "document":
-        ends = torch.tensor(cast("tuple[int, ...]", mask.values["lengths"])).cumsum(0)
+        ends = torch.tensor(mask.values["lengths"]).cumsum(0)
         return torch.searchsorted(ends, keys, right=True)
     if mask.name == "prefix_lm":
-        return keys.masked_fill(keys < cast("int", mask.values["prefix"]), 0)
+        return keys.masked_fill(keys < mask.values["prefix"], 0)
     return keys
 
 
@@ -269,7 +255,7 @@ def _compare_keys(results: Results) -> Finding | None:
     def gradient(name: TensorName, tensor: torch.Tensor) -> torch.Tensor:
         return _move_keys(tensor, order) if name in ("dk", "dv") else tensor
 
-    return _compare_reordered(results, lambda tensor: tensor, gradient)
+    return compare_ends(results, first=each_tensor(lambda tensor: tensor, gradient))
 
 
 KEY_PERMUTATION = Relation(
@@ -292,12 +278,8 @@ that each run may be off by its own bound: |second − first| ≤ the sum of bot
 _BITS = 24  # Bits of a row or column number: canvases have at most 2^24 cells.
 
 
-def _cell_argument(mask: Spec, name: str) -> Cell:
-    return cast("Cell", mask.values[name])
-
-
 def _rank_in_tiles(mask: Spec, cell: Cell) -> tuple[int, ...]:
-    tall, wide = _cell_argument(mask, "tile")
+    tall, wide = mask.values["tile"]
     return (cell[0] // tall, cell[1] // wide, *cell)
 
 
@@ -314,7 +296,7 @@ def _unless_cells_are_reordered(problem: Problem) -> str | None:
     mask = problem.mask
     if mask.name not in _RANKS:
         return f"its mask is none of {', '.join(_RANKS)}"
-    rows, columns = _cell_argument(mask, "canvas")
+    rows, columns = mask.values["canvas"]
     if min(problem.query, problem.kv) < rows * columns:
         return "its rows or keys do not cover the canvas"
     if indices_read(problem.score) & {"q_idx", "kv_idx"}:
@@ -324,7 +306,7 @@ def _unless_cells_are_reordered(problem: Problem) -> str | None:
 
 def _cell_order(mask: Spec) -> torch.Tensor:
     """Return the cell in each position, int64 ``(cells,)``; cells are numbered row by row."""
-    rows, columns = _cell_argument(mask, "canvas")
+    rows, columns = mask.values["canvas"]
     cells = [(row, column) for row in range(rows) for column in range(columns)]
     rank = _RANKS[mask.name]
     return torch.tensor(sorted(range(len(cells)), key=lambda number: rank(mask, cells[number])))
@@ -341,7 +323,7 @@ def _reorder_cells(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
     rows, keys = (
         _extend(row_by_row, length).to(inputs.device) for length in (problem.query, problem.kv)
     )
-    sides = {name: list(_cell_argument(problem.mask, name)) for name in ("canvas", "kernel")}
+    sides = {name: list(problem.mask.values[name]) for name in ("canvas", "kernel")}
     plain = inputs.replace(
         problem=problem.replace(mask=Spec.of("neighborhood", **sides)),
         **change_tensors(inputs, lambda x: x[:, :, rows], "q"),
@@ -353,7 +335,7 @@ def _reorder_cells(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
 def _compare_cells(results: Results) -> Finding | None:
     last = results.inputs[-1]
     places = _extend(_cell_order(last.problem.mask), last.problem.query).to(last.device)
-    return _compare_reordered(results, lambda tensor: tensor[:, :, places])
+    return compare_ends(results, first=each_tensor(lambda tensor: tensor[:, :, places]))
 
 
 NEIGHBORHOOD_ORDER = Relation(
@@ -392,8 +374,8 @@ SOFTMAX_ROWS = Relation(
     summary="rows of scores in another order, of all heads and sequences, give the same rows in "
     "that order",
     runs=_reorder_rows,
-    rule=lambda results: _compare_reordered(
-        results, lambda tensor: _move_rows(tensor, results.number("turn"))
+    rule=lambda results: compare_ends(
+        results, first=each_tensor(partial(_move_rows, turn=results.number("turn")))
     ),
     promise="batch",
     unfit=of_softmax(lambda problem: "it has one row" if _row_count(problem) == 1 else None),
@@ -420,15 +402,9 @@ def _reorder_columns(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ..
 
 
 def _compare_columns(results: Results) -> Finding | None:
-    before, after = results.outputs
     order = _column_order(results.inputs[0].problem, results.number("shuffle"))
-    order = order.to(before.out.device)
-
-    def reorder(outputs: Outputs) -> Outputs:
-        return Outputs(outputs.out[..., order], outputs.lse)
-
-    errors = results.errors
-    return compare_outputs(after, reorder(before), errors and [reorder(errors[0]), errors[1]])
+    order = order.to(results.outputs[0].out.device)
+    return compare_ends(results, first=lambda run: Outputs(run.out[..., order], run.lse))
 
 
 SOFTMAX_COLUMNS = Relation(

@@ -13,7 +13,7 @@ import torch
 from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
-from attncheck.core.tensor_names import TensorName
+from attncheck.core.tensor_names import GRADIENTS, TensorName
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import (
     Allowed,
@@ -57,9 +57,24 @@ class Results:
         return self.errors
 
 
-def _last_equals_first(results: Results) -> Finding | None:
-    first, last = results.outputs
-    return compare_outputs(last, first, results.errors)
+def _unchanged(outputs: Outputs) -> Outputs:
+    return outputs
+
+
+def compare_ends(
+    results: Results,
+    *,
+    first: Callable[[Outputs], Outputs] = _unchanged,
+    last: Callable[[Outputs], Outputs] = _unchanged,
+    signed_zeros: bool = True,
+) -> Finding | None:
+    """Return a Finding if ``last`` of the last run is not ``first`` of the first run.
+
+    Both are applied to the runs' error bounds too: for parts, orders and multiples of outputs.
+    """
+    value, expected, errors = results.outputs[-1], results.outputs[0], results.errors
+    bounds = errors and [first(errors[0]), last(errors[-1])]
+    return compare_outputs(last(value), first(expected), bounds, signed_zeros=signed_zeros)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +89,10 @@ class Relation:
     # (inputs, parameters) → the inputs of each run of the kernel, in order. Runs may have other
     # Problems and may share tensors. The arguments are not changed.
     runs: Callable[[Inputs, Parameters], tuple[Inputs, ...]]
-    # Results of the runs → a Finding if the condition fails, or None. By default the last of two
-    # runs must equal the first. The tolerance between runs follows from the error bound of each.
+    # Results of the runs → a Finding if the condition fails, or None. By default the last run must
+    # equal the first. The tolerance between runs follows from the error bound of each.
     # A Finding's value is an element of the last run.
-    rule: Callable[[Results], Finding | None] = _last_equals_first
+    rule: Callable[[Results], Finding | None] = compare_ends
     # The promise that a kernel must make to be compared bitwise; without it, it is compared within
     # bounds. Empty: the bits of every correct kernel agree. ``bounds``: no kernel's bits need to
     # agree. Two runs are compared bitwise only if the kernel also promises ``repeat``.
@@ -382,17 +397,22 @@ def compare_outputs(
     return None
 
 
-def map_outputs(
-    outputs: Outputs,
+def each_tensor(
     change: Callable[[torch.Tensor], torch.Tensor],
-    gradients: Callable[[TensorName, torch.Tensor], torch.Tensor] | None = None,
-) -> Outputs:
-    """Return ``outputs`` with ``change`` applied to out and LSE, such as an index or permutation.
+    gradients: Callable[[TensorName, torch.Tensor], torch.Tensor | None] | None = None,
+) -> Callable[[Outputs], Outputs]:
+    """Return a function of Outputs that applies ``change``, such as an index, to out and LSE.
 
-    Gradients are dropped, unless ``gradients`` maps each (name, tensor) to its new tensor.
+    Gradients are dropped, unless ``gradients`` maps (name, tensor) to a new tensor and not to None.
     """
-    old = outputs.gradients()
-    new = {name: change(tensor) for name, tensor in outputs.tensors().items() if name not in old}
-    if gradients is not None:
-        new |= {name: gradients(name, tensor) for name, tensor in old.items()}
-    return Outputs(**new)
+
+    def change_each(outputs: Outputs) -> Outputs:
+        new: dict[str, Any] = {}
+        for name, tensor in outputs.tensors().items():
+            if name not in GRADIENTS:
+                new[name] = change(tensor)
+            elif gradients is not None:
+                new[name] = gradients(name, tensor)
+        return Outputs(**new)
+
+    return change_each

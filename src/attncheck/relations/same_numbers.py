@@ -22,9 +22,9 @@ from attncheck.relations.relation import (
     Results,
     Unfit,
     change_tensors,
-    compare_outputs,
+    compare_ends,
     describe_turn,
-    map_outputs,
+    each_tensor,
     of_attention,
 )
 
@@ -62,9 +62,7 @@ def _call_between(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
 
 
 def _compare_around(results: Results) -> Finding | None:
-    before, _, after = results.outputs
-    errors = results.errors
-    finding = compare_outputs(after, before, errors and [errors[0], errors[2]])
+    finding = compare_ends(results)
     return finding and replace(finding, what=f"{describe_turn(results.inputs, 2)}, is call 1 again")
 
 
@@ -109,10 +107,7 @@ def _mask_between(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
 
 def _compare_first_half(results: Results) -> Finding | None:
     rows = len(_first_half(results.inputs[-1].problem))
-    first = partial(map_outputs, change=lambda tensor: tensor[:, :, :rows])
-    alone, _, whole = results.outputs
-    errors = results.errors
-    return compare_outputs(first(whole), alone, errors and [errors[0], first(errors[2])])
+    return compare_ends(results, last=each_tensor(lambda tensor: tensor[:, :, :rows]))
 
 
 MASK_ORDER = Relation(
