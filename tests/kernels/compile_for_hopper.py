@@ -24,8 +24,7 @@ from attncheck.kernels.decode_forward import _merge, _split
 from attncheck.kernels.flash3_backward import BACKWARD_SHAPES, ROWS_LAYOUT, _backward
 from attncheck.kernels.flash3_forward import (
     FP8_SHAPES,
-    LONG_SHAPES,
-    MODIFIED_SHAPES,
+    MOD_SHAPES,
     OWN,
     SHAPES,
     layout_of,
@@ -296,16 +295,17 @@ def crowded():
 MODS = {
     "document": {"mask": Spec.of("document", lengths=[100, 412])},
     "alibi": {"score": Spec.of("alibi")},
+    "relative_bias": {"score": Spec.of("relative_bias", distance=64, seed=1)},
     "softcap": {"score": Spec.of("softcap", cap=20.0)},
 }
-MOD_SHAPES = {"document": SHAPES, "alibi": MODIFIED_SHAPES, "softcap": LONG_SHAPES}
+WEIGHTS = {"document": "light", "alibi": "light", "relative_bias": "medium", "softcap": "heavy"}
 
 
 def flash3_mods(head_dim):
     """Print a mod's name, shared memory, spilled bytes and in loops, powers of differences."""
     width = int(head_dim)
     for name, mods in MODS.items():
-        shape = MOD_SHAPES[name][width]
+        shape = MOD_SHAPES[WEIGHTS[name]][width]
         kernel = flash3_kernel(width, shape, upper="score" in mods, lower=False, **mods)
         counts = f"{kernel.metadata.shared} {spilled(kernel)} {spills_in_loops(kernel)}"
         differences = re.findall(r"sub\S*f32\s+(%\w+),", kernel.asm["ptx"])

@@ -81,6 +81,8 @@ class Values(torch.Tensor):
     type = SimpleNamespace(layout=None)
 
     def to(self, dtype, bitcast=False):
+        if bitcast and dtype == torch.int64:  # 32 bits without a sign
+            return super().to(dtype) & 0xFFFFFFFF
         return self.view(dtype) if bitcast else super().to(dtype)
 
 
@@ -139,7 +141,7 @@ def _in_world(function, language):
     for name, callee in vars(triton_functions).items():
         if hasattr(callee, "fn"):
             world[name] = FunctionType(callee.fn.__code__, world)
-    return FunctionType(function.__code__, world)
+    return FunctionType(function.__code__, world, argdefs=function.__defaults__)
 
 
 def _atomic_add(lock, pointer, value, sem="acq_rel", scope="gpu"):
@@ -241,7 +243,8 @@ class Emulated:
             "atomic_add": lambda *given, **how: _atomic_add(self.lock, *given, **how),
             "warp_specialize": self._specialise,
             "float32": torch.float32, "int64": torch.int64, "NVMMASharedLayout": nothing,
-            "float16": torch.float16, "int32": torch.int32, "int1": torch.bool,
+            "float16": torch.float16, "int32": torch.int32, "uint32": torch.int64,
+            "int1": torch.bool,
         }  # fmt: skip
         for layout in (
             "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout",

@@ -5,10 +5,10 @@ own 64 query rows and do the arithmetic. During a warpgroup's softmax the tensor
 previous P·V (``Shape.overlap``) and for the other warpgroups. The kernel is persistent: a program
 takes the next free block of rows, and loads its rows and keys while it stores the last block's out.
 
-Under a ``Band`` (a mask by distance alone) a block first visits the tiles that need masking, then
-those that all of its rows see wholly (``walk``). Under any other mask the tiles are listed as for
-``flash2_forward``: the copying warp reads the list, and writes a tile's number and whether it needs
-masking next to its keys in shared memory. Mods are called on scores in registers.
+Under a ``Band`` (a mask by distance alone) a block visits its tiles from the last back (``walk``),
+and each warpgroup leaves out those that only rows of others see. Under any other mask the tiles are
+listed as for ``flash2_forward``: the copying warp reads the list, and writes a tile's number and
+whether it needs masking next to its keys in shared memory. Mods are called on scores in registers.
 
 Under a mask, blocks of rows whose sums are not finite are computed again by ``flash2_forward``'s
 careful launch; elements of out that no non-finite value reaches keep their bits.
@@ -51,7 +51,7 @@ from attncheck.kernels.launch import (
 )
 from attncheck.kernels.tile import listed, loaded, number_of, place, run_of
 from attncheck.mods.masks import Band
-from attncheck.mods.to_triton import TritonMod
+from attncheck.mods.to_triton import TritonMod, Weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,14 +87,21 @@ SHAPES = {
     128: Shape(keys=128, stages=2),
     256: Shape(keys=64, stages=2, pingpong=True),
 }
-# A score mod needs registers. Three warpgroups have them in tiles of half as many keys, and took
-# 0.93 of the time of two with whole tiles. The code of a long mod must fit the instruction cache,
-# which holds a copy for each warpgroup: a softcap took 1.45 times as long in tiles of 128 keys.
-MODIFIED_SHAPES = {
-    **SHAPES,
-    64: Shape(keys=64, stages=6, groups=3, registers=160, pingpong=True, overlap=False),
+# A score mod that reads or compares needs registers: three warpgroups have them in tiles of half
+# as many keys. The code of a heavy mod must fit the instruction cache, which holds a copy for each
+# warpgroup: a softcap took 1.45 times as long in tiles of 128 keys.
+MOD_SHAPES: dict[Weight, dict[int, Shape]] = {
+    "light": SHAPES,
+    "medium": {
+        **SHAPES,
+        64: Shape(keys=64, stages=6, groups=3, registers=160, pingpong=True, overlap=False),
+    },
+    "heavy": {
+        **SHAPES,
+        64: Shape(keys=64, stages=4),
+        128: Shape(keys=64, stages=4, overlap=False),
+    },
 }
-LONG_SHAPES = {**SHAPES, 64: Shape(keys=64, stages=4), 128: Shape(keys=64, stages=4, overlap=False)}
 FP8_SHAPES = {
     64: Shape(keys=128, stages=4, groups=3, registers=160, pingpong=True),
     128: Shape(keys=128, stages=2, groups=3, registers=160),
@@ -102,21 +109,21 @@ FP8_SHAPES = {
 }
 
 
-def shape_for(head_dim: int, dtype: torch.dtype, *, modified: bool, long: bool) -> Shape:
+def shape_for(
+    head_dim: int, dtype: torch.dtype, score: Weight | None, mask: Weight | None
+) -> Shape:
     """Return the default ``Shape`` for a head dim and dtype.
 
     Args:
         head_dim: Columns of q.
         dtype: The dtype of q.
-        modified: Whether there is a score mod.
-        long: Whether the score mod is long, or a mask that is not a ``Band``.
+        score: The weight of the score mod; None without one.
+        mask: The weight of a mask that is not a ``Band``; else None.
     """
     if dtype == _FP8:
         shapes = FP8_SHAPES
-    elif long:
-        shapes = LONG_SHAPES
     else:
-        shapes = MODIFIED_SHAPES if modified else SHAPES
+        shapes = MOD_SHAPES["heavy" if mask == "heavy" else score or "light"]
     return shapes[tile_width(head_dim)]
 
 
@@ -208,9 +215,8 @@ def flash3_forward(
         return flash2_forward(q, k, v, score=score, launch=launch, **common, **others)
     batch, heads, query, head_dim = q.shape
     kv_heads, kv = k.shape[1:3]
-    mods = [mod for mod in (mask if band is None else None, score) if mod is not None]
-    long = any(mod.long for mod in mods)
-    shape = shape or shape_for(head_dim, q.dtype, modified=score is not None, long=long)
+    weights = None if score is None else score.weight, mask.weight if band is None else None
+    shape = shape or shape_for(head_dim, q.dtype, *weights)
     mask_arguments: tuple[Any, ...] = ((), ())
     if band is not None:
         band = band.within(query, kv)
@@ -360,36 +366,19 @@ def walk(
     block, query, kv, least, most, ROWS: tl.constexpr, KEYS: tl.constexpr, UPPER: tl.constexpr,
     LOWER: tl.constexpr,
 ):
-    """Return (first, count, late, early) of the tiles of keys that a block of rows visits.
+    """Return the first of the tiles of keys that a block of rows visits, and the end of them.
 
-    ``first`` is the first of ``count`` tiles; the last ``late`` and the first ``early`` of them
-    hold a key hidden from some row. A block that sees nothing visits one masked tile.
+    It visits them from the last back. A block that sees nothing visits one.
     """
     row = block * ROWS
-    end = kv
-    whole = kv
+    seen_to = kv
     if UPPER:
-        end = tl.minimum(kv, tl.minimum(row + ROWS, query) + most)
-        whole = tl.minimum(kv, row + most + 1)
+        seen_to = tl.minimum(kv, tl.minimum(row + ROWS, query) + most)
     first = 0
-    whole_from = 0
     if LOWER:
         first = tl.maximum(row + least, 0) // KEYS
-        whole_from = tl.cdiv(tl.maximum(row + ROWS - 1 + least, 0), KEYS)
     first = tl.minimum(first, (kv - 1) // KEYS)
-    count = tl.maximum(tl.cdiv(tl.maximum(end, 0), KEYS) - first, 1)
-    late = tl.minimum(first + count - tl.maximum(tl.maximum(whole, 0) // KEYS, first), count)
-    late = tl.maximum(late, 0)
-    early = tl.minimum(tl.maximum(whole_from - first, 0), count - late)
-    return first, count, late, early
-
-
-@triton.jit
-def tile_of(turn, first, count, late, early):
-    """Return the tile of a turn: the late ones backwards, the early ones, the rest backwards."""
-    back = first + count - 1 - turn
-    masked = tl.where(turn < late, back, first + turn - late)
-    return tl.where(turn < late + early, masked, back + early)
+    return first, tl.maximum(tl.cdiv(tl.maximum(seen_to, 0), KEYS), first + 1)
 
 
 @gluon.jit
@@ -476,20 +465,18 @@ def _copy(
         next_block = _find_block(gl.minimum(number, last), blocks, together, heads, tiles, LISTED)
         b = bh // heads
         h = bh % heads
-        first, walk_count, late, early = walk(
-            block, query, kv, least, most, ROWS * GROUPS, KEYS, UPPER, LOWER
-        )
+        first, end = walk(block, query, kv, least, most, ROWS * GROUPS, KEYS, UPPER, LOWER)
         runs = 1
         if LISTED:
             visits, runs = listed(tiles, b, h, block)
             runs = gl.maximum(runs, 1)
         for run in range(runs):
-            end = walk_count
             start = 0
+            stop = end - first
             if LISTED:
-                start, end, partial = run_of(visits, run, 0, LISTED)
-                end = gl.maximum(end, start + 1)  # a block that sees nothing has no run
-            for turn in range(start, end):
+                start, stop, partial = run_of(visits, run, 0, LISTED)
+                stop = gl.maximum(stop, start + 1)  # a block that sees nothing has no run
+            for turn in range(start, stop):
                 stage = tiles_done % STAGES
                 phase = (tiles_done // STAGES) & 1
                 mbarrier.wait(k_empty.index(stage), phase ^ 1)
@@ -497,7 +484,7 @@ def _copy(
                     key = turn * KEYS
                     _write_slot(tile_s.index(stage), 2 * turn + partial.to(gl.int32))
                 else:
-                    key = tile_of(turn, first, walk_count, late, early) * KEYS
+                    key = (end - 1 - turn) * KEYS
                 mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
                 load(k_desc, [b, h // group, key, 0], k_full.index(stage), k_s.index(stage))
                 if run + turn == start:  # the block's first tile
@@ -526,11 +513,29 @@ def _listed_tile(tile_s, stage, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _apply_score_mod(s, key, rows, b, h, captured, SCORE: gl.constexpr, SCORES: gl.constexpr):
+def _offsets(s, SCORES: gl.constexpr):
+    """Return two int32 tensors whose sum is column less row of each element of a tile.
+
+    The first differs between threads, the second only between a thread's registers, where it has
+    few values: what depends on the sum alone is computed once for all elements of one distance.
+    """
+    rows = gl.arange(0, s.shape[0], gl.SliceLayout(1, SCORES))[:, None]
+    columns = gl.arange(0, s.shape[1], gl.SliceLayout(0, SCORES))[None, :]
+    return (columns & 7) - (rows & ~8), (columns & ~7) - (rows & 8)
+
+
+@gluon.jit
+def _apply_score_mod(s, key, row, b, h, captured, SCORE: gl.constexpr, SCORES: gl.constexpr):
     """Return the scores after the score mod, if there is one."""
     if SCORE is not None:
+        rows = row + gl.arange(0, s.shape[0], gl.SliceLayout(1, SCORES))
         keys = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, SCORES))
-        modified = SCORE(s, b, h, rows[:, None], keys[None, :], captured)
+        of_thread, of_register = _offsets(s, SCORES)
+        of_thread += key - row
+        modified = SCORE(
+            s, b, h, rows[:, None], keys[None, :], captured, of_thread + of_register,
+            of_thread.to(gl.float32) + of_register.to(gl.float32),
+        )
         # The mod may return a scalar.
         s = gl.where(gl.full(s.shape, 1, gl.int1, SCORES), modified, s)
     return s
@@ -538,22 +543,33 @@ def _apply_score_mod(s, key, rows, b, h, captured, SCORE: gl.constexpr, SCORES: 
 
 @gluon.jit
 def _apply_mask(
-    s, key, rows, kv, least, most, b, h, captured, MASK: gl.constexpr, UPPER: gl.constexpr,
-    LOWER: gl.constexpr, SCORES: gl.constexpr,
+    s, key, row, kv, least, most, b, h, captured, MASK: gl.constexpr, UPPER: gl.constexpr,
+    LOWER: gl.constexpr, RAGGED: gl.constexpr, SCORES: gl.constexpr,
 ):
     """Return the scores, −inf where a row does not see a key."""
-    keys = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, SCORES))
     if MASK is not None:
-        unmasked = MASK(b, h, rows[:, None], keys[None, :], captured)
-        visible = unmasked & (keys < kv)[None, :]
+        keys = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, SCORES))
+        rows = row + gl.arange(0, s.shape[0], gl.SliceLayout(1, SCORES))
+        of_thread, of_register = _offsets(s, SCORES)
+        offset = of_thread + (key - row) + of_register
+        unmasked = MASK(b, h, rows[:, None], keys[None, :], captured, offset)
+        s = gl.where(unmasked & (keys < kv)[None, :], s, float("-inf"))
     else:
-        last = gl.full([s.shape[0]], 0, gl.int32, gl.SliceLayout(1, SCORES)) + (kv - 1)
-        if UPPER:
-            last = gl.minimum(last, rows + most)
-        visible = keys[None, :] <= last[:, None]
-        if LOWER:
-            visible = visible & (keys[None, :] >= (rows + least)[:, None])
-    return gl.where(visible, s, float("-inf"))
+        of_thread, of_register = _offsets(s, SCORES)
+        if RAGGED:
+            columns = gl.arange(0, s.shape[1], gl.SliceLayout(0, SCORES))
+            within = (columns & ~7) < kv - key - (columns & 7)
+            s = gl.where(within[None, :], s, float("-inf"))
+        if UPPER and LOWER:
+            # One comparison of unsigned numbers for both limits.
+            past = (of_register + (of_thread + (key - row - least))).to(gl.uint32, bitcast=True)
+            width = gl.maximum(most - least + 1, 0).to(gl.uint32)
+            s = gl.where(past < width, s, float("-inf"))
+        elif UPPER:
+            s = gl.where(of_register <= most - (key - row) - of_thread, s, float("-inf"))
+        elif LOWER:
+            s = gl.where(of_register >= least - (key - row) - of_thread, s, float("-inf"))
+    return s
 
 
 @gluon.jit
@@ -661,6 +677,25 @@ def _value_tile(v_s, stage, SCALED: gl.constexpr):
 
 
 @gluon.jit
+def _leave_tile_out(
+    tiles_done, turns_done, k_full, k_empty, v_full, v_empty, turns, WARPGROUP: gl.constexpr,
+    GROUPS: gl.constexpr, PINGPONG: gl.constexpr,
+):
+    """Give back the next tile unread, pass the turn on, and return the new counts of both."""
+    STAGES: gl.constexpr = k_full.shape[0]
+    stage = tiles_done % STAGES
+    phase = (tiles_done // STAGES) & 1
+    if PINGPONG:
+        mbarrier.wait(turns.index(WARPGROUP), (turns_done & 1) ^ (1 if WARPGROUP == 0 else 0))
+        mbarrier.arrive(turns.index((WARPGROUP + 1) % GROUPS), count=1)
+    mbarrier.wait(k_full.index(stage), phase)
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    mbarrier.wait(v_full.index(stage), phase)
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    return tiles_done + 1, turns_done + 1
+
+
+@gluon.jit
 def _attend(
     memory, WARPGROUP: gl.constexpr, GROUPS: gl.constexpr, PINGPONG: gl.constexpr,
     OVERLAP: gl.constexpr, UPPER: gl.constexpr, LOWER: gl.constexpr, SCALED: gl.constexpr,
@@ -680,10 +715,10 @@ def _attend(
     KEYS: gl.constexpr = k_s.shape[3]
     WIDTH: gl.constexpr = q_s.shape[4]
     SEPARATE_OUT: gl.constexpr = has_own_memory(SCALED, WIDTH)
-    # Next to a score mod the compiler would turn the mask's branch into selects in every tile. A
+    # Next to a score mod the compiler may turn the mask's branch into selects in every tile. A
     # branch with a barrier in it stays one, so it waits for q_full, which costs nothing: q has
-    # been there since the first tile. Tiles of 128 keys leave too few registers for that.
-    BRANCHES: gl.constexpr = NATURAL and KEYS < 128
+    # been there since the first tile.
+    BRANCHES: gl.constexpr = NATURAL
     # Release values together with the next keys: one wait for the slowest warp less.
     LATE: gl.constexpr = OVERLAP and SCALED
     AT_ONCE: gl.constexpr = 32 if SCALED else 16  # products that one wgmma adds up: its K
@@ -702,13 +737,25 @@ def _attend(
             block = listed_block
         b = bh // heads
         h = bh % heads
-        first, walk_count, late, early = walk(
-            block, query, kv, least, most, ROWS * GROUPS, KEYS, UPPER, LOWER
-        )
-        if not LISTED:
-            count = walk_count
         row = (block * GROUPS + WARPGROUP) * ROWS
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+        first, end = walk(block, query, kv, least, most, ROWS * GROUPS, KEYS, UPPER, LOWER)
+        # Of the block's tiles this warpgroup leaves out those that only rows of others see.
+        own_first, own_end = walk(
+            block * GROUPS + WARPGROUP, query, kv, least, most, ROWS, KEYS, UPPER, LOWER
+        )
+        own_first = gl.maximum(gl.minimum(own_first, end - 1), first)
+        own_end = gl.maximum(gl.minimum(own_end, end), own_first + 1)
+        key = (own_end - 1) * KEYS
+        tiles_after = own_first - first
+        if not LISTED:
+            count = own_end - own_first
+        if UPPER or LOWER:
+            for _ in range(end - own_end):
+                tiles_done, turns_done = _leave_tile_out(
+                    tiles_done, turns_done, k_full, k_empty, v_full, v_empty, turns, WARPGROUP,
+                    GROUPS, PINGPONG,
+                )
         s_factor = factor
         ahead = NATURAL or not FUSED
         if SCALED:
@@ -719,7 +766,6 @@ def _attend(
         mbarrier.wait(q_full.index(WARPGROUP), blocks_done & 1)
         stage = tiles_done % STAGES
         mbarrier.wait(k_full.index(stage), (tiles_done // STAGES) & 1)
-        key = tile_of(0, first, walk_count, late, early) * KEYS
         if LISTED:
             key, partial = _listed_tile(tile_s, stage, KEYS)
         k = k_s.index(stage).reshape([KEYS, WIDTH])
@@ -727,9 +773,9 @@ def _attend(
         s = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(k_empty.index(stage), count=1)
         s = _scale_scores(s, s_factor, ahead, FUSED and not NATURAL, SCALED)
-        s = _apply_score_mod(s, key, rows, b, h, score_captured, SCORE, SCORES)
+        s = _apply_score_mod(s, key, row, b, h, score_captured, SCORE, SCORES)
         s = _apply_mask(
-            s, key, rows, kv, least, most, b, h, mask_captured, MASK, UPPER, LOWER, SCORES
+            s, key, row, kv, least, most, b, h, mask_captured, MASK, UPPER, LOWER, True, SCORES
         )
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         m, weights, _ = _update_softmax(s, m, exp_factor, LIFT, FUSED, NATURAL)
@@ -769,17 +815,22 @@ def _attend(
                 mbarrier.arrive(v_empty.index((tiles_done - 2) % STAGES), count=1, pred=turn > 1)
             s = _scale_scores(s, s_factor, ahead, FUSED and not NATURAL, SCALED)
             if not LISTED:
-                key = tile_of(turn, first, walk_count, late, early) * KEYS
-                partial = turn < late + early
-            s = _apply_score_mod(s, key, rows, b, h, score_captured, SCORE, SCORES)
+                # As a plain difference LLVM would keep a number in step with it for each column.
+                key = gl.maximum(key - KEYS, 0)
+                partial = False
+                if UPPER:
+                    partial |= key - row > most + 1 - KEYS
+                if LOWER:
+                    partial |= key - row < least + ROWS - 1
+            s = _apply_score_mod(s, key, row, b, h, score_captured, SCORE, SCORES)
             # Without a limit only one tile may reach beyond the last key, and it was the first.
             if UPPER or LOWER or LISTED:  # noqa: SIM102  (it is known, and then compiled)
                 if partial:
                     if BRANCHES:
                         mbarrier.wait(q_full.index(WARPGROUP), blocks_done & 1)
                     s = _apply_mask(
-                        s, key, rows, kv, least, most, b, h, mask_captured, MASK, UPPER, LOWER,
-                        SCORES,
+                        s, key, row, kv, least, most, b, h, mask_captured, MASK, UPPER, LOWER,
+                        False, SCORES,
                     )
             m, weights, alpha = _update_softmax(s, m, exp_factor, LIFT, FUSED, NATURAL)
             TOTALS: gl.constexpr = gl.SliceLayout(1, total.type.layout)
@@ -812,6 +863,12 @@ def _attend(
         next_block = _await_block(blocks_done, next_s, next_full, next_empty, LISTED)
         acc = warpgroup_mma_wait(0, deps=[summed])
         mbarrier.arrive(v_empty.index(stage), count=1)
+        if UPPER or LOWER:
+            for _ in range(tiles_after):
+                tiles_done, turns_done = _leave_tile_out(
+                    tiles_done, turns_done, k_full, k_empty, v_full, v_empty, turns, WARPGROUP,
+                    GROUPS, PINGPONG,
+                )
 
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES))
         sees_none = total == 0.0

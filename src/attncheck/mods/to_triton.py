@@ -19,7 +19,7 @@ import linecache
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -43,19 +43,23 @@ SHORT = 2**23  # Indices below this are exact in fp32: see ``to_triton``.
 _SHORT_BITS = 0x4B000000  # The bits of fp32 2^23; plus n < 2^23 they are the bits of 2^23 + n.
 
 
+Weight = Literal["light", "medium", "heavy"]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonMod:
     """A mod in the form of kernel arguments."""
 
     # ``mask_mod(b, h, q_idx, kv_idx, captured)`` or ``score_mod(score, b, h, q_idx, kv_idx,
     # captured)``, a ``@triton.jit`` function; the same object for all expressions of equal source.
+    # A kernel that has kv_idx − q_idx may pass it behind these, as int32, and as fp32 if ``short``.
     # It may be called at indices beyond query and kv: its reads stay inside the captured tensors.
     # The result broadcasts to the indices.
     function: Any
     # The argument ``captured``: per slot a number, or a tensor's pointer followed by its sizes.
     captured: tuple[Captured, ...]
     source: str  # the source of the function
-    long: bool  # ``is_long``
+    weight: Weight  # ``weight_of``
 
 
 def to_triton(expression: Expression, *, short: bool = False) -> TritonMod:
@@ -88,7 +92,7 @@ def to_triton(expression: Expression, *, short: bool = False) -> TritonMod:
             raise UsageError(f"a mod captures {value.numel()} elements: at most {_INT32_LARGEST}.")
         flat = value.detach().reshape(-1).contiguous()
         captured += [flat.to(_read_as(flat)), *value.shape]
-    return TritonMod(function, tuple(captured), source, is_long(expression))
+    return TritonMod(function, tuple(captured), source, weight_of(expression))
 
 
 def _is_moderate(value: Captured) -> bool:
@@ -96,10 +100,23 @@ def _is_moderate(value: Captured) -> bool:
     return not isinstance(value, torch.Tensor) and 2.0**-126 <= abs(fp32(value)) <= 2.0**126
 
 
-def is_long(expression: Expression) -> bool:
-    """Return whether the mod takes tens of instructions: transcendentals, rsqrt, // or %."""
-    long = _FUNCTIONS_OF_REALS.keys() - {"floor", "ceil", "sqrt"} | {"floor_divide", "remainder"}
-    return any(node.op in long for node in expression.structure.nodes)
+def weight_of(expression: Expression) -> Weight:
+    """Return how much a mod asks of a kernel for each score.
+
+    "heavy" takes tens of instructions: transcendentals, rsqrt, // or %. "medium" reads tensors or
+    compares, which takes registers. "light" is other arithmetic.
+    """
+    nodes = expression.structure.nodes
+    heavy = _FUNCTIONS_OF_REALS.keys() - {"floor", "ceil", "sqrt"} | {"floor_divide", "remainder"}
+    if any(node.op in heavy for node in nodes):
+        return "heavy"
+    of_scores = list[bool]()  # of each value, whether it differs between the scores of a head
+    for node in nodes:
+        varies = node.op == "input" and node.name not in {"b", "h"}
+        of_scores.append(varies or any(of_scores[operand] for operand in node.operands))
+    values = zip(nodes, of_scores, strict=True)
+    medium = any(varies and (node.op == "index" or node.kind == "bool") for node, varies in values)
+    return "medium" if medium else "light"
 
 
 def _read_as(flat: torch.Tensor) -> torch.dtype:
@@ -166,8 +183,17 @@ class _Printer:
         # The source depends only on the structure: captured values are passed at run time.
         placeholders = (0,) * (1 + max(self._first, default=-1))
         result = evaluate(Expression(self._structure, placeholders), algebra, *inputs)
-        head = f"def {_name(self._structure)}({', '.join(inputs)}, captured):"
-        return "\n".join([head, *self._lines, f"    return {result.text}", ""])
+        differences = {
+            "offset": "kv_idx - q_idx",
+            "distance": _exact_difference("kv_idx", "q_idx"),
+        }
+        body = list[str]()
+        for name, text in differences.items():
+            if any(name in line for line in self._lines):
+                body += [f"    if {name} is None:", f"        {name} = {text}"]
+        arguments = [*inputs, "captured", *(f"{name}=None" for name in differences)]
+        head = f"def {_name(self._structure)}({', '.join(arguments)}):"
+        return "\n".join([head, *body, *self._lines, f"    return {result.text}", ""])
 
     def _leaf(self, node: Node, _value: object) -> _Text:
         if node.op == "input":
@@ -188,12 +214,16 @@ class _Printer:
         if node.op == "div" and operands[1].node.slot in self._moderate:
             template = "_quotient({0}, {1})"
         nan = ", propagate_nan=tl.PropagateNan.ALL" if is_real else ""
-        line = self._line(node, (template or _TEMPLATES[node.op]).format(*texts, nan=nan))
+        text = (template or _TEMPLATES[node.op]).format(*texts, nan=nan)
         indices = all(operand.node.op == "input" for operand in operands)
-        if self._short and indices and (node.op, node.kind) == ("sub", "int"):
-            one = f"({{}} + {_SHORT_BITS:#x}).to(tl.float32, bitcast=True)"
-            line = line._replace(real=f"({' - '.join(map(one.format, texts))})")
-        return line
+        if not indices or (node.op, node.kind) != ("sub", "int"):
+            return self._line(node, text)
+        # A difference of indices: between row and key the kernel may have it already.
+        whole, real = {
+            ("kv_idx", "q_idx"): ("offset", "distance"),
+            ("q_idx", "kv_idx"): ("-offset", "(0.0 - distance)"),
+        }.get((texts[0], texts[1]), (text, _exact_difference(*texts)))
+        return self._line(node, whole)._replace(real=real if self._short else "")
 
     def _cast(self, node: Node, operand: _Text) -> _Text:
         if node.kind == operand.node.kind:
@@ -214,6 +244,12 @@ class _Printer:
             offset = f"({offset}) * {size} + {place}" if axis else place
         loaded = f"tl.load({table.text} + {offset})"
         return self._line(node, f"{loaded} != 0" if node.kind == "bool" else loaded)
+
+
+def _exact_difference(left: str, right: str) -> str:
+    """Return the text of a difference of indices below ``SHORT``, as an fp32 number."""
+    exact = f"({{}} + {_SHORT_BITS:#x}).to(tl.float32, bitcast=True)"
+    return f"({exact.format(left)} - {exact.format(right)})"
 
 
 def _convert_operand(node: Node, position: int, operand: _Text) -> str:

@@ -489,30 +489,24 @@ class Flash3(Flash2):
         )
 
     def tiling(self, problem: Problem, device: str) -> Tiling | None:
-        """Return its tiles, which it visits in order in a list, else from the last key on.
-
-        None for a window, whose first tiles are those at both ends, an order that Tiling lacks.
-        """
+        """Return its tiles, which it visits in order in a list, else from the last key on."""
         shape, band = self._chosen(problem, device), band_of(problem.mask, problem.dimensions)
-        if band is not None and band.within(problem.query, problem.kv).least is not None:
-            return None
         return Tiling(block_query=shape.rows, block_kv=shape.keys, reverse=band is not None)
 
     def _chosen(self, problem: Problem, device: str) -> Shape:
         from attncheck.kernels.flash3_forward import shape_for
-        from attncheck.mods.to_triton import is_long
+        from attncheck.mods.to_triton import weight_of
 
         if self._shape:
             return self._shape
-        modified = problem.score != NONE
-        listed = band_of(problem.mask, problem.dimensions) is None
-        long = False
+        score = mask = None
         # If a mod cannot be traced, ``prepare`` raises the error.
         with suppress(TraceError):
-            long = listed and is_long(mask_expression(problem, device))
-            long = long or (modified and is_long(score_expression(problem, device)))
-        dtype = problem.formats.storage.torch_dtype
-        return shape_for(problem.head_dim, dtype, modified=modified, long=long)
+            if problem.score != NONE:
+                score = weight_of(score_expression(problem, device))
+            if band_of(problem.mask, problem.dimensions) is None:
+                mask = weight_of(mask_expression(problem, device))
+        return shape_for(problem.head_dim, problem.formats.storage.torch_dtype, score, mask)
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
         """Return it with half the keys in a tile, and with other orders of waits and turns."""
