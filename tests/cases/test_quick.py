@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from attncheck.cases.check_cases import call_cases, check_cases
@@ -253,8 +254,6 @@ def test_a_plan_that_is_blind_is_no_pass():
 
 
 def test_a_question_asked_by_name_need_not_see_everything():
-    import msgspec
-
     report = answered(PLANTED.RIGHT["torch's"], "one-key")
     command = "attncheck check planted --question one-key"
     report = msgspec.structs.replace(report, command=command)
@@ -266,6 +265,16 @@ def test_nothing_tested_says_so():
     text = page(answered(PLANTED.refuses_all, "plain"))
     assert "NOTHING TESTED planted" in text
     assert "NotImplementedError: only on a GPU" in text
+
+
+def test_a_kernel_that_refuses_all_is_told_how_to_ask_for_others():
+    report = answered(PLANTED.refuses_all, "plain")
+    head_dims = sorted({one.case["problem"]["head_dim"] for one in report.records})
+    hint = f"The kernel refused head_dim {', '.join(map(str, head_dims))} in bf16. If it takes"
+    assert hint in " ".join(page(report).split())
+    # A question that was asked by name may be refused for a mask: another head_dim is no help.
+    by_name = msgspec.structs.replace(report, command="attncheck check planted --question plain")
+    assert "refused head_dim" not in page(by_name)
 
 
 def test_an_unknown_format():

@@ -5,6 +5,7 @@ import pytest
 
 from attncheck.core.judgement import Unclaimed
 from attncheck.inputs.problem import Problem
+from attncheck.records.failure_causes import unclaimed_findings
 from attncheck.subjects.load import load_subject
 from attncheck.verify import claims as room
 from attncheck.verify.capability_detection import Detection
@@ -96,6 +97,15 @@ def widens(q, k, v, causal=False):
     out = right(q, k, v, causal)
     return out.float() if q.dtype == torch.float16 else out
 
+def in_fp32(q, k, v, causal=False):
+    return right(q.float(), k.float(), v.float(), causal)
+
+def in_bf16(q, k, v, causal=False):
+    return right(q, k, v, causal).bfloat16()
+
+def as_wide_as_queries(q, k, v):
+    return sdpa(q, k, torch.nn.functional.pad(v, (0, q.shape[-1] - v.shape[-1])))
+
 def from_the_first_key(q, k, v, softmax_scale=None, causal=False):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return sdpa(q, k, v, is_causal=causal, scale=softmax_scale).transpose(1, 2)
@@ -150,7 +160,7 @@ def test_what_it_cannot_take_is_a_line_and_no_failure(find):
     takes = "fp16; head_dim 32, 64, 128; values as wide as keys; as many queries as keys"
     assert claims.limits() == takes
     (line,) = claims.lines()
-    assert line.startswith(f"takes {takes}: asked within that")
+    assert line.startswith(f"takes {takes}: only that is asked")
     assert line.endswith("beyond that it raises RuntimeError, TypeError")
     assert wrong(claims) == []
     held = on_terms(subject, claims.terms())
@@ -226,6 +236,9 @@ def test_wrong_sizes_are_one_finding_and_asked_apart(find):
         ("gradient_of_a_sum", "strides-expanded", "relation"),
         # It gives an answer, and its inputs for it: no exception tells its caller.
         ("writes_to_fp16", "dtypes-fp16", "mutation"),
+        ("in_fp32", "dtypes-bf16", "contract"),
+        ("widens", "dtypes-fp16", "contract"),
+        ("as_wide_as_queries", "head_dims-64/32", "contract"),
     ],
 )
 def test_what_no_exception_tells_is_asked_apart(find, name, question, rule):
@@ -237,10 +250,35 @@ def test_what_no_exception_tells_is_asked_apart(find, name, question, rule):
     assert (record.status, record.judgement.rule) == ("fail", rule)
 
 
-def test_a_result_of_another_dtype_is_said_and_raises_nothing(find):
-    _, claims = find("widens")
+@pytest.mark.parametrize(
+    ("name", "dtype", "others"),
+    [("in_fp32", "fp32", "fp16, bf16"), ("in_bf16", "bf16", "fp32, fp16")],
+)
+def test_another_dtype_than_the_inputs_is_one_finding(find, name, dtype, others):
+    """Whatever dtype the kernel is right in, the findings name those that it answers wrongly."""
+    subject, claims = find(name)
     (line,) = claims.lines()
-    assert line.endswith("; beyond that out.dtype=torch.float32, but should be torch.float16")
+    assert line == f"takes {dtype}: only that is asked (`attncheck init` keeps it)"
+    held = on_terms(subject, claims.terms())
+    names = wrong(claims)
+    records = [
+        msgspec.structs.replace(run_case(held, one.case, device="cpu"), unclaimed=one.unclaimed)
+        for one in claimed_questions(claims, held, device="cpu", names=names)
+    ]
+    returned = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+    (finding,) = unclaimed_findings(records)
+    assert finding.startswith(f"returns out in torch.{returned} for dtype {others}: cast it to q")
+
+
+def test_another_shape_is_one_finding(find):
+    subject, claims = find("as_wide_as_queries")
+    held = on_terms(subject, claims.terms())
+    records = [
+        msgspec.structs.replace(run_case(held, one.case, device="cpu"), unclaimed=one.unclaimed)
+        for one in claims.unclaimed()
+    ]
+    (finding,) = unclaimed_findings(records)
+    assert finding.startswith("wrong out.shape, not refused, for head_dim 64/32, 64/96, 192/128: ")
 
 
 def test_a_tile_that_is_not_masked_is_named(find):

@@ -25,6 +25,7 @@ _CALL_RULES: frozenset[Rule] = frozenset(
 # For these rules the symptom includes the question, since one relation may fail without others.
 _QUESTION_RULES: frozenset[Rule] = frozenset({"relation", "determinism"})
 _BEYOND = "beyond its claims"
+_WRONG_DTYPE = "returns out in "
 # The signal and last words of a process that died vary from call to call; this part does not.
 _HEAP = ": its heap is broken"
 # The number of a call, and the shape and dtype of a tensor: they differ from Case to Case.
@@ -106,8 +107,9 @@ def unclaimed_findings(records: Iterable[Record]) -> list[str]:
     lines = []
     for way, aspects in ways.items():
         parts = [f"{_ASPECTS.get(name, name)}{', '.join(each)}" for name, each in aspects.items()]
-        mask = "mask the last tile, or " if "lengths" in aspects else ""
-        lines.append(f"{way} for {'; '.join(parts)}: {mask}refuse them by ValueError")
+        remedy = "mask the last tile, or " if "lengths" in aspects else ""
+        remedy = "cast it to q.dtype, or " if way.startswith(_WRONG_DTYPE) else remedy
+        lines.append(f"{way} for {'; '.join(parts)}: {remedy}refuse them by ValueError")
     return lines
 
 
@@ -115,6 +117,12 @@ def _unclaimed_way(record: Record) -> str:
     judgement = record.judgement
     if judgement is not None and judgement.rule == "memory":
         return "writes past its tensors, no refusal,"
+    if judgement is not None and judgement.rule == "contract":
+        # ``out.dtype=torch.float32, but should be …``; the sizes in a shape differ by question.
+        fact, _, value = judgement.reason.partition(", but should be ")[0].partition("=")
+        if fact.endswith(".dtype"):
+            return f"returns {fact.removesuffix('.dtype')} in {value}"
+        return f"wrong {fact}, not refused," if value else f"{fact.rstrip('.')}, no refusal,"
     return "wrong, not refused," if record.status == "fail" else f"{record.status}, no refusal,"
 
 

@@ -65,8 +65,8 @@ _OPTION = "--question"
 _NOT_REPEATED = {"--last-failed", "--watch", "-q", "--quiet", "-v", "--verbose"}
 _FAILING = FAILED_STATUSES | {"flaky"}  # an answer that failed once and then not is no pass
 _REMEDY = (
-    "A kernel that does not take a question's sizes says so by raising ValueError or "
-    "NotImplementedError; --head-dim names those that it takes."
+    "If the kernel is not written for such sizes, let it raise ValueError or NotImplementedError; "
+    "--head-dim asks only the sizes that it takes."
 )
 _READING = "out/bound, LSE/bound: largest error ÷ its bound; above 1 is proof of a fault."
 # Limits that keep verdict, cause, problem and reproducing command on a first screen of 24 lines.
@@ -141,8 +141,9 @@ def _causes(report: Report, command: str) -> list[Section]:
     # A failure beyond the kernel's claims is a separate finding, which the verdict mentions.
     failed = [record for record in every if record.unclaimed is msgspec.UNSET] or every
     if not failed:
-        missed = _blind(report)
-        return [Section("", (Note(missed, "bad"),))] if missed else []
+        missed, refused = _blind(report), _all_refused(report)
+        notes = [Note(missed, "bad")] if missed else [Note(refused)] if refused else []
+        return [Section("", tuple(notes))] if notes else []
     groups = group_by_cause(failed)
     causes = [(group, min((failed[i] for i in group.members), key=_rank)) for group in groups]
     causes.sort(key=lambda one: _rank(one[1]))
@@ -264,11 +265,29 @@ def _sentence(report: Report) -> Verdict:
 def _blind(report: Report) -> str:
     """Return a note on faults that no question would have noticed; "" if not all were asked."""
     # Questions that were chosen by hand need not see every fault.
-    words = shlex.split(report.command)
-    if any(word.partition("=")[0] in {_OPTION, "--last-failed"} for word in words):
+    if _is_chosen_by_hand(report):
         return ""
     missed = missed_faults([one for one in report.records if one.unclaimed is msgspec.UNSET])
     return f"insensitive: no question would have noticed {', or '.join(missed)}" if missed else ""
+
+
+def _all_refused(report: Report) -> str:
+    """Return a note on what was asked of a kernel that refused it all; "" if any was answered."""
+    # A question that was chosen by hand may be refused for what it is about, not for its sizes.
+    if check_outcome(report) != "untested" or _is_chosen_by_hand(report) or not report.records:
+        return ""
+    problems = [problem_of(record) for record in report.records]
+    dims = ", ".join(map(str, sorted({problem.head_dim for problem in problems})))
+    dtypes = ", ".join(dict.fromkeys(problem.dtype for problem in problems))
+    return (
+        f"The kernel refused head_dim {dims} in {dtypes}. If it takes others, name them: "
+        "--head-dim N, --dtype NAME."
+    )
+
+
+def _is_chosen_by_hand(report: Report) -> bool:
+    words = shlex.split(report.command)
+    return any(word.partition("=")[0] in {_OPTION, "--last-failed"} for word in words)
 
 
 def explanation(record: Record) -> Document:

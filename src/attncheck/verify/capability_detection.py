@@ -32,9 +32,8 @@ from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.run_case import run_case
 
 Verdict = Literal["takes", "refuses", "raises", "wrong"]
-"""``refuses``: declined beforehand or by a clean exception. ``raises``: any other exception, or a
-result of another shape or dtype, which its caller notices at once. ``wrong``: errors beyond
-rounding, or inputs overwritten."""
+"""``refuses``: declined beforehand or by a clean exception. ``raises``: any other exception.
+``wrong``: errors beyond rounding, a result of another shape or dtype, or inputs overwritten."""
 
 _VERDICT_OF_STATUS: dict[Status, Verdict] = {
     **dict.fromkeys(FAILED_STATUSES, "raises"),
@@ -43,6 +42,9 @@ _VERDICT_OF_STATUS: dict[Status, Verdict] = {
 }
 _FATAL = {"crash", "timeout"}
 _CALL_RULES = {"contract", "alias", "mutation"}  # Rules whose reasons need no name before them.
+# Aspects in which a result of a wrong form is as good as an exception: by a convention that is not
+# the kernel's its axes are others, and autograd raises where a gradient is missing.
+_RAISES_BY_FORM = {"convention", "backward"}
 
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,17 +61,18 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     fatal: str = ""
 
 
-def trial_verdict(record: Record) -> Verdict:
-    """Return the verdict on a trial from its Record."""
+def trial_verdict(record: Record, aspect: str) -> Verdict:
+    """Return the verdict on a trial of ``aspect`` from its Record."""
     judgement = record.judgement
-    if judgement is not None and judgement.rule == "contract":
+    has_wrong_form = judgement is not None and judgement.rule == "contract"
+    if has_wrong_form and aspect in _RAISES_BY_FORM:
         return "raises"
     return _VERDICT_OF_STATUS.get(record.status, "takes")
 
 
 def trial_result(aspect: str, what: str, record: Record, problem: Problem | str) -> TrialResult:
     """Return the result of trying ``what`` by ``problem``, from its Record."""
-    verdict, judgement = trial_verdict(record), record.judgement
+    verdict, judgement = trial_verdict(record, aspect), record.judgement
     reason = record.reason
     if judgement is not None:
         # The question's name already says that a relation failed.
@@ -377,7 +380,7 @@ class Detection:
         self._load(convention, self._options)
         for count, changes in enumerate(_WIDE):
             record = self._record(base.replace(**changes), f"convention {convention}")
-            if trial_verdict(record) in {"takes", "wrong"}:
+            if trial_verdict(record, "convention") in {"takes", "wrong"}:
                 return count
         return len(_WIDE)
 
@@ -475,7 +478,7 @@ class Detection:
     def verdict(self, trial: Trial) -> Verdict:
         """Return the verdict on a trial without storing a result."""
         problem = self._problem(trial)
-        return trial_verdict(self._record(problem, str(problem)))
+        return trial_verdict(self._record(problem, str(problem)), trial.aspect)
 
     def causal(self) -> None:
         """Try causal masks at unequal lengths; if one is wrong, try the other alignment."""
@@ -563,7 +566,7 @@ class Detection:
             except UsageError:  # A Subject, unlike a plain function, has no options.
                 break
             record = self._record(problem, f'{option} = "{value}"')
-            if trial_verdict(record) == "takes":
+            if trial_verdict(record, option) == "takes":
                 return record
         self._load(self._convention, before)
         return None

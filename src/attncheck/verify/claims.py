@@ -71,7 +71,7 @@ silently wrong answer is one finding."""
 
 CLAIM_TRIALS = 40  # Approximate number of trials, for progress bars.
 
-_CACHE_FORMAT = 6  # Part of the cache key: a new number invalidates what older versions stored.
+_CACHE_FORMAT = 7  # Part of the cache key: a new number invalidates what older versions stored.
 _ODD_LENGTH = 77  # No multiple of any tile.
 _ODD_TRIAL = f"lengths-{_ODD_LENGTH}"
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
@@ -213,15 +213,13 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if raises and raises[0].what == "out":  # A forward alone is a kernel too.
             lines.append(f"asked for no gradients: it raises {raises[0].reason}")
         if limits := self.limits():
-            broken = {one.reason.partition(":")[0] for one in self.tried if one.verdict == "raises"}
-            # A result of another shape or dtype is no exception, and its reason no name.
-            raised = sorted(name for name in broken if " " not in name)
-            beyond = [f"it raises {', '.join(raised)}"] if raised else []
-            beyond += sorted(one.rstrip(".") for one in broken.difference(raised))
-            beyond_text = f"; beyond that {', '.join(beyond)}" if beyond else ""
-            lines.append(
-                f"takes {limits}: asked within that (`attncheck init` keeps it){beyond_text}"
-            )
+            # Deaths are findings of their own.
+            raised = [one for one in self.tried if one.verdict == "raises" and not one.fatal]
+            reasons = {one.reason.partition(":")[0] for one in raised}
+            # A gradient that is missing is no exception, and its reason no name.
+            errors = sorted(reason for reason in reasons if " " not in reason)
+            beyond = f"; beyond that it raises {', '.join(errors)}" if errors else ""
+            lines.append(f"takes {limits}: only that is asked (`attncheck init` keeps it){beyond}")
         return lines
 
     def unclaimed(self, names: Iterable[str] = ()) -> Iterator[CheckCase]:
