@@ -206,7 +206,7 @@ def contradicted_models(
         if alike and case.problem.dtype == own.dtype:
             evidence = EvidenceBuilder(case, device)
             evidence.establish(reference_errors=False)
-            right = passing_response(evidence, response.arithmetic)
+            right = passing_response(evidence, response)
             # The keys that a loop visits may be wrong only where there is a mask.
             other = case.problem.mask.name != own.mask.name
             for name in models:
