@@ -299,6 +299,7 @@ def _predictions(call: ExactAttention, models: list[FaultModel]) -> Iterator[Fau
                     family=family,
                     start=one.start,
                     parameter=one.parameter,
+                    shown=one.shown,
                     free=one.free,
                     rounds=model.family == "precision",
                 )
