@@ -328,9 +328,7 @@ class _Failure(FailingKernel):
         rest = [name for name in confirmation.left if name in convincing]
         fixed = [name for name in rest if FAULT_MODELS[name].order < _FITTED]
         candidates, families = fixed or rest, {FAULT_MODELS[name].family for name in rest}
-        ranking = [
-            confirmation.with_common_size(one) for one in ranking if one.name in candidates
-        ]
+        ranking = [confirmation.with_common_size(one) for one in ranking if one.name in candidates]
         diagnosis = _as_diagnosis(ranking, findings, case.problem, problems + confirmation.problems)
         # Several models that predict the very same numbers describe one fault in several words.
         one = len(fixed) == 1 or (
