@@ -351,3 +351,50 @@ def test_a_fault_of_one_kernel_of_a_backward_is_not_refuted_where_it_shows_nothi
     forms = FAULT_MODELS["backward-loop-too-short"].predictions(call)
     right = [one for one in forms if torch.equal(one.outputs.dk, call.backward.exact.dk)]
     assert {one.parameters.get("kernel of") for one in right} >= {"dq", "dk, dv"}
+
+
+class OutAlone(Ideal):
+    """A kernel with another scale that returns no LSE."""
+
+    name = "out-alone"
+    scale = staticmethod(lambda problem: 5.0 * problem.scale)
+
+    def prepare(self, inputs):
+        problem = inputs.problem.replace(scale=self.scale(inputs.problem))
+        right = super().prepare(replace(inputs, problem=problem))
+        return lambda: Outputs(right().out)
+
+
+class WithoutScale(OutAlone):
+    scale = staticmethod(lambda _problem: 1.0)
+
+
+def test_what_passed_says_nothing_of_a_tensor_that_the_kernel_does_not_return():
+    """With values of 1 out is right at any scale: the exact LSE must not refute the right model."""
+    passed = [Case(problem=PLAIN, question="ones")]
+    named = told(WithoutScale(), PLAIN, passed=passed)
+    assert (named.level, named.ranked[0].model) == ("named", "scale-missing")
+
+
+def test_a_fitted_factor_is_the_one_that_other_problems_tell():
+    """A ramp's weights are 0 and 1 at any scale that is large enough."""
+    ragged = PLAIN.replace(query=77, kv=93, dtype="bf16")
+    ramp = Case(problem=ragged, question="ramp", parameters={"rise": 32})
+    (first,) = [o for o in told(OutAlone(), ramp).ranked if o.model == "scale-off"]
+    assert first.parameters["factor"] == pytest.approx(5.0, rel=0.01)
+
+
+class Lost(Ideal):
+    """Everything is NaN."""
+
+    name = "lost"
+
+    def prepare(self, inputs):
+        right = super().prepare(inputs)
+        return lambda: Outputs(torch.full_like(right().out, torch.nan))
+
+
+def test_what_is_nan_everywhere_is_explained_by_no_model():
+    lost = told(Lost(), PLAIN)
+    assert (lost.level, lost.ranked) == ("family", ())
+    assert lost.facts[0].startswith("every element of out is NaN on finite inputs: look for")

@@ -4,6 +4,7 @@ import json
 import math
 import re
 
+import msgspec
 import pytest
 from rich.cells import cell_len
 from tests.reporting.pages import as_table, csv_rows
@@ -11,6 +12,7 @@ from tests.reporting.pages import as_table, csv_rows
 from attncheck.core.errors import UsageError
 from attncheck.records.json_reports import load_report
 from attncheck.records.record import Report, join_reports
+from attncheck.reporting.check_document import check_section
 from attncheck.reporting.measurement_document import _OF_GRADIENTS
 from attncheck.reporting.rendering import render
 from attncheck.reporting.rmse_plot import plot_of
@@ -132,3 +134,22 @@ def test_a_forward_and_a_backward_are_join_reports(make):
 def test_a_plot_shows_no_gradients_and_says_so(make):
     with pytest.raises(UsageError, match=r"^the report has gradients, which a plot does not show"):
         plot_of(make.report(make.record(), make.backward("other")))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "rule", "got", "cells"),
+    [
+        ("dv", "finite", math.nan, ["0.25", "0.042", "nan"]),
+        ("out", "empty rows", math.nan, ["nan", "0.042", "0.50"]),
+        ("lse", "empty rows", 0.5, ["0.25", "inf", "0.50"]),
+        ("dk", "bound", 0.5, ["0.25", "0.042", "0.50"]),
+    ],
+)
+def test_a_check_shows_what_fails_without_a_share(make, tensor, rule, got, cells):
+    worst = msgspec.structs.replace(make.worst(), tensor=tensor, got=got)
+    judgement = make.judgement(
+        status="fail", rule=rule, worst=worst, gradients_over_bound={"dk": 0.5, "dv": 0.3}
+    )
+    record = make.backward("mine", status="fail", judgement=judgement)
+    (table,) = check_section([record]).blocks
+    assert [cell.text for cell in table.rows[0].cells[2:5]] == cells

@@ -8,7 +8,7 @@ where similar models differ from it, and the kernel is wrong on at least one of 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from attncheck.diagnose.failing_kernel import FailingKernel
     from attncheck.inputs.problem import Problem
-    from attncheck.judge.fault_explanation import FaultPrediction
+    from attncheck.judge.fault_explanation import FaultExplanation, FaultPrediction
 
 _SECONDS = 1.0  # time after which no further case is tried
 _FEWEST = 7  # responses that are awaited regardless of the time limit
@@ -119,6 +119,7 @@ class Confirmation:
     # Each model's predictions that fit, and the kernel's responses, by number of the response.
     said: dict[str, dict[int, list[FaultPrediction]]]
     responses: dict[int, Response]
+    sizes: dict[str, list[float]]  # each model's fitted sizes, one or more for a wrong response
 
     def are_alike(self, names: Sequence[str]) -> bool:
         """Return whether these models predict the very same numbers in all cases.
@@ -127,6 +128,28 @@ class Confirmation:
         """
         first, *others = (self.said[name] for name in names)
         return all(_are_alike(first, other, self.responses) for other in others)
+
+    def with_common_size(self, one: FaultExplanation) -> FaultExplanation:
+        """Return an explanation with the fitted size that explains the most responses, if any do.
+
+        A single failure may not tell the size: beyond some factor all weights are 0 and 1.
+        """
+        predictions = [
+            (self.responses[number].error, fitting)
+            for number, each in self.said.get(one.name, {}).items()
+            if (fitting := [p for p in each if p.family is not None])
+            and self.responses[number].error.proven
+        ]
+        if one.size is None or not predictions:
+            return one
+
+        def explained(size: float) -> int:
+            return sum(any(error.agrees(p.at(size)) for p in each) for error, each in predictions)
+
+        best = max([one.size, *self.sizes[one.name]], key=explained)
+        shown = predictions[0][1][0]
+        parameters = {**one.parameters, shown.parameter: shown.shown(best)}
+        return replace(one, parameters=parameters, size=best)
 
 
 def confirm(
@@ -148,6 +171,7 @@ def confirm(
     shares = dict.fromkeys(models, 0.0)
     predictions: dict[str, dict[int, list[FaultPrediction]]] = {name: {} for name in models}
     responses: dict[int, Response] = {}
+    sizes: dict[str, list[float]] = {name: [] for name in models}
     finite_failures = number = 0
     end = time.monotonic() + seconds
     for other in independent_cases(kernel.case, kernel.takes):
@@ -164,6 +188,7 @@ def confirm(
                     each = [
                         response.error.explained(one) for one in fitting if response.error.proven
                     ]
+                    sizes[name] += [one.size for one in each if one and one.size is not None]
                     shares[name] = max(shares[name], *(one.share for one in each if one), 0.0)
                     rest[name] = _common(before, now, other.problem.head_dim)
                 if now and response.error.proven and _has_partial_fit(now, response):
@@ -179,6 +204,7 @@ def confirm(
         problems=number,
         said=predictions,
         responses=responses,
+        sizes=sizes,
     )
 
 
@@ -206,7 +232,7 @@ def contradicted_models(
         if alike and case.problem.dtype == own.dtype:
             evidence = EvidenceBuilder(case, device)
             evidence.establish(reference_errors=False)
-            right = passing_response(evidence, response.arithmetic)
+            right = passing_response(evidence, response)
             # The keys that a loop visits may be wrong only where there is a mask.
             other = case.problem.mask.name != own.mask.name
             for name in models:

@@ -25,7 +25,7 @@ from attncheck.diagnose.explanations import (
     pair_count,
 )
 from attncheck.diagnose.failing_kernel import FailingKernel, is_too_large, skip_unfit
-from attncheck.diagnose.observation import observe
+from attncheck.diagnose.observation import nan_everywhere, observe
 from attncheck.diagnose.out_of_bounds_reads import (
     changes_between_calls,
     misread_strides,
@@ -248,6 +248,8 @@ def diagnose_result(result: Execution, evidence: EvidenceBuilder) -> Diagnosis |
         return None
     # Without a kernel to call again, no model can be confirmed.
     diagnosis = _as_diagnosis(findings.ranking, findings, evidence.case.problem)
+    if findings.response is not None and (fact := nan_everywhere(findings.response)):
+        return replace(diagnosis, level="unknown", ranked=(), tied=0, facts=(fact,))
     return diagnosis if diagnosis.tied else replace(diagnosis, level="unknown")
 
 
@@ -326,7 +328,7 @@ class _Failure(FailingKernel):
         rest = [name for name in confirmation.left if name in convincing]
         fixed = [name for name in rest if FAULT_MODELS[name].order < _FITTED]
         candidates, families = fixed or rest, {FAULT_MODELS[name].family for name in rest}
-        ranking = [one for one in ranking if one.name in candidates]
+        ranking = [confirmation.with_common_size(one) for one in ranking if one.name in candidates]
         diagnosis = _as_diagnosis(ranking, findings, case.problem, problems + confirmation.problems)
         # Several models that predict the very same numbers describe one fault in several words.
         one = len(fixed) == 1 or (
@@ -336,6 +338,9 @@ class _Failure(FailingKernel):
             return replace(diagnosis, family=FAMILIES[FAULT_MODELS[candidates[0]].family])
         if confirmation.confirmed and len(families) == 1:
             return replace(diagnosis, level="family", family=FAMILIES[families.pop()])
+        # Whatever makes NaN of everything explains it, and nothing of one model in particular.
+        if findings.response is not None and nan_everywhere(findings.response):
+            diagnosis = replace(diagnosis, ranked=())
         return replace(diagnosis, level="unknown", tied=0)
 
     def observed(self, diagnosis: Diagnosis, findings: Findings) -> Diagnosis:

@@ -67,7 +67,7 @@ def observe(response: Response, kernel: FailingKernel, *, varies: bool) -> Obser
         varies: Whether the result changes with the contents of free memory.
     """
     case = kernel.case
-    facts = [_wrong_places(response)]
+    facts = [nan_everywhere(response) or _wrong_places(response)]
     facts += ["what it gives changes with what free memory holds"] if varies else []
     needed = set()
     for name, (words, change) in _simplifications(case.problem).items():
@@ -268,6 +268,16 @@ def _shortest_failure(kernel: FailingKernel) -> str:
             return f"wrong from {kv} keys on" + (f", right with {most_right}" if most_right else "")
         most_right = kv if runs else most_right
     return f"right with up to {most_right} keys, wrong with {problem.kv}" if most_right else ""
+
+
+def nan_everywhere(response: Response) -> str:
+    """Return a fact on tensors in which every element is NaN; "" if a wrong one has any other."""
+    error = response.error
+    if not error.wrong or not all(bool(error.got[name].isnan().all()) for name in error.wrong):
+        return ""
+    fact = f"every element of {', '.join(error.wrong)} is NaN"
+    remedy = "look for memory never written, 0/0, or −∞ − −∞"
+    return f"{fact} on finite inputs: {remedy}" if _is_finite(response.call) else fact
 
 
 def _wrong_places(response: Response) -> str:

@@ -37,7 +37,8 @@ class Prediction:
     # those at ``start``.
     family: Callable[[float], Outputs] | None = None
     start: float = 0.0  # the size that is tried first
-    parameter: str = ""  # name of the size
+    parameter: str = ""  # name of the number that readers see, which ``shown`` makes of the size
+    shown: Callable[[float], float] = float
     free: Tensor | None = None  # rows ``(batch, heads, rows)`` without a prediction
 
 

@@ -95,7 +95,9 @@ def dout_scaled(grad: ExactGradients) -> Iterator[Form]:
     def at(share: float) -> Outputs:
         return grad.times(1.0 + share, *_GRADIENTS)
 
-    yield Prediction(outputs=at(0.1), family=at, start=0.1, parameter="share")
+    yield Prediction(
+        outputs=at(0.1), family=at, start=0.1, parameter="factor", shown=lambda x: 1.0 + x
+    )
 
 
 for _name, _sentence, _scaled in (

@@ -345,7 +345,9 @@ def normaliser_biased(call: ExactAttention) -> Iterator[Form]:
         ((outputs, _),) = call.predict(Steps(normaliser=off if abs(off) > _LEAST_FACTOR else 1.0))
         return outputs
 
-    yield Prediction(outputs=at(-0.01), family=at, start=-0.01, parameter="share")
+    yield Prediction(
+        outputs=at(-0.01), family=at, start=-0.01, parameter="factor", shown=lambda x: 1.0 + x
+    )
 
 
 @MODELS.model(family="overflow")

@@ -121,10 +121,13 @@ def scale_off(call: ExactAttention) -> Iterator[Form]:
     """The scale is off by a factor."""
 
     # Fit the logarithm of the factor, so that no step makes the factor negative.
-    def at(log: float) -> Outputs:
-        return call.attend(x=call.x * math.exp(min(max(log, -20.0), 20.0)))
+    def factor(log: float) -> float:
+        return math.exp(min(max(log, -20.0), 20.0))
 
-    yield Prediction(outputs=at(0.1), family=at, start=0.1, parameter="log of the factor")
+    def at(log: float) -> Outputs:
+        return call.attend(x=call.x * factor(log))
+
+    yield Prediction(outputs=at(0.1), family=at, start=0.1, parameter="factor", shown=factor)
 
 
 @_model(applies=has_score())

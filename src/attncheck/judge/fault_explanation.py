@@ -43,12 +43,19 @@ class FaultPrediction:
     # (size of the fault) → the tensors; None if the fault has no size.
     family: Callable[[float], Tensors] | None = None
     start: float = 0.0  # the size at which fitting starts
-    parameter: str = ""  # the size's name
+    parameter: str = ""  # name of the number that readers see, which ``shown`` makes of the size
+    shown: Callable[[float], float] = float
     # Rows, in the axes of LSE, about which the fault predicts nothing: they may hold any numbers,
     # and most of them must be wrong.
     free: Tensor | None = None
     # Whether it is a fault of rounding, which may fall the other way where a sum is near a tie.
     rounds: bool = False
+
+    def at(self, size: float) -> FaultPrediction:
+        """Return the prediction of a fault with a size at ``size`` alone."""
+        assert self.family is not None, "asked of a fault without a size"
+        parameters = {**self.parameters, self.parameter: self.shown(size)}
+        return replace(self, tensors=self.family(size), parameters=parameters, family=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +69,7 @@ class FaultExplanation:
     order: int = 0  # see FaultPrediction
     # The fault's form, and its fitted size.
     parameters: Mapping[str, int | float | str] = field(default_factory=dict)
+    size: float | None = None  # the fitted size itself
     loose: bool = False  # whether the prediction says nothing about some rows
 
 
@@ -115,12 +123,11 @@ class ObservedError:
 
         The size of a fault that has one is fitted first, by Gauss–Newton steps.
         """
-        errors, free = self._errors, prediction.free
-        tensors, parameters = prediction.tensors, dict(prediction.parameters)
+        size = None
         if prediction.family is not None:
             size = self._fit_size(prediction.family, prediction.start)
-            tensors = prediction.family(size)
-            parameters[prediction.parameter] = size
+            prediction = prediction.at(size)
+        errors, free, tensors = self._errors, prediction.free, prediction.tensors
         if any(name not in tensors for name in self.wrong):
             return None
         if free is not None and not self._mostly_wrong(free):
@@ -151,7 +158,8 @@ class ObservedError:
             all=explains_all,
             left=max(rest.left for rest in rests),
             order=prediction.order,
-            parameters=parameters,
+            parameters=prediction.parameters,
+            size=size,
             loose=free is not None,
         )
 

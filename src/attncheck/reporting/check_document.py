@@ -40,8 +40,10 @@ from attncheck.reporting.measurement_document import environment_lines, profiles
 from attncheck.reporting.record_text import (
     JUDGED,
     STATUS_LOOKS,
+    bound_shares,
     footnote,
     gradient_shares,
+    largest_share,
     missed_faults,
     refusal_lines,
     verdict_remarks,
@@ -57,8 +59,9 @@ _COLUMNS = (
     Column("verdict", words=True),
     Column("out/bound"),
     Column("LSE/bound", spare=1),
-    Column("problem", words=True, wrap=True),
 )
+_OF_GRADIENTS = Column("grad/bound")
+_PROBLEM = Column("problem", words=True, wrap=True)
 _WHAT = Column("what it is", words=True, wrap=True)
 _OPTION = "--question"
 # Options that choose or show questions, and are dropped from the command that repeats one.
@@ -68,7 +71,10 @@ _REMEDY = (
     "If the kernel is not written for such sizes, let it raise ValueError or NotImplementedError; "
     "--head-dim asks only the sizes that it takes."
 )
-_READING = "out/bound, LSE/bound: largest error ÷ its bound; above 1 is proof of a fault."
+_READING = (
+    "out/bound, LSE/bound, grad/bound: largest error ÷ its bound, of gradients the largest of all; "
+    "above 1, or nan, is proof of a fault."
+)
 # Limits that keep verdict, cause, problem and reproducing command on a first screen of 24 lines.
 _MOST_CAUSES = 3
 _MOST_LIKELY = 3
@@ -176,17 +182,20 @@ def _causes(report: Report, command: str) -> list[Section]:
 def check_section(records: Sequence[Record], *, remarks: bool = True) -> Section:
     """Return the answers in one dtype, a row each; questions not supported are left out."""
     rows = []
+    backward = any(map(gradient_shares, records))
     for record in records:
         if record.status == "unsupported":
             continue
-        judgement = record.judgement
-        shares = (judgement.out_over_bound, judgement.lse_over_bound) if judgement else (None, None)
+        each = bound_shares(record)
+        shares = [each.pop("out", None), each.pop("lse", None)]
+        shares += [largest_share(each.values())] if backward else []
         remark = footnote(record) if remarks and record.status != "pass" else ""
         look = STATUS_LOOKS[record.status]
         cells = (*map(share_cell, shares), Cell(_problem(record), "dim"))
         notes = (Note(remark, look),) if remark else ()
         rows.append(Row((Cell(record.variant), Cell(record.status, look), *cells), notes))
-    return Section(problem_of(records[0]).dtype, (Table(_COLUMNS, tuple(rows)),) if rows else ())
+    shown = (*_COLUMNS, *([_OF_GRADIENTS] if backward else []), _PROBLEM)
+    return Section(problem_of(records[0]).dtype, (Table(shown, tuple(rows)),) if rows else ())
 
 
 def worst_record(report: Report) -> Record | None:
@@ -309,7 +318,7 @@ def _sections_of(record: Record) -> Iterator[Section]:
         yield _worst(judgement, judgement.worst)
         yield from _budget(judgement.worst)
     if judgement.arithmetic:  # a relation has no bounds, and so no arithmetic
-        yield _shares(judgement)
+        yield _shares(record, judgement)
         yield from _gradients(record)
         if judgement.precision:
             yield _precision(judgement.precision)
@@ -370,11 +379,12 @@ def _percent_text(share: float) -> str:
     return f"{number_text.percent(share)} %" if share == 0 or share >= least else "<0.01 %"
 
 
-def _shares(judgement: Judgement) -> Section:
+def _shares(record: Record, judgement: Judgement) -> Section:
     """Return the largest error ÷ bound, over the whole tensor and over sampled rows."""
     rows = f"{judgement.rows - judgement.rows_unbounded} rows"
+    bounds = bound_shares(record)
     shares = {
-        f"bound (a proof), {rows}": (judgement.out_over_bound, judgement.lse_over_bound),
+        f"bound (a proof), {rows}": (bounds.get("out"), bounds.get("lse")),
         f"probable bound, {judgement.rows_sampled} rows": (
             judgement.out_over_probable,
             judgement.lse_over_probable,
@@ -386,7 +396,7 @@ def _shares(judgement: Judgement) -> Section:
 
 def _gradients(record: Record) -> list[Section]:
     headings = columns([""], ["÷ bound", "RMSE", "×floor", "×ideal", "max error", "at"])
-    shares = gradient_shares(record)
+    shares = bound_shares(record)
     rows = []
     for name, errors in gradients_of(record).items():
         texts = (

@@ -381,7 +381,7 @@ def _every_answer(report: GateReport) -> list[Section]:
     rows = []
     for answer in sorted(answers, key=severity)[:_MOST_ROWS]:
         record = answer.record
-        share = record.judgement.out_over_bound if record.judgement else None
+        share = record_text.largest_share(record_text.bound_shares(record).values())
         cells = (
             problem_of(record).full_line,
             Cell(record.status, ("bad", "notable", "plain")[severity(answer)]),

@@ -287,16 +287,13 @@ def _section(  # notes and letters are shared by all sections of a page
 def _cells(record: Record) -> dict[str, Cell]:
     """Return by key those cells of a judged record that have something to show."""
     # If no row sees a key, nothing is compared, and a 0 would look like a perfect kernel.
-    judgement, lse = record.judgement, record.lse
+    lse = record.lse
     cells = _out_cells(record.out) if record.out is not None and record.out.elements else {}
     # Without a place of the largest error nothing was compared, for example if no row sees a key.
     if lse is not None and lse.max_at is not None:
         cells["lse"] = _error(lse.max_error)
-    if judgement is not None:
-        cells["share"] = share_cell(judgement.out_over_bound)
-        cells["lse_share"] = share_cell(judgement.lse_over_bound)
-    for name, share in record_text.gradient_shares(record).items():
-        cells[f"{name}_share"] = share_cell(share)
+    for name, share in record_text.bound_shares(record).items():
+        cells["share" if name == "out" else f"{name}_share"] = share_cell(share)
     for name, errors in gradients_of(record).items():
         if errors.elements:
             cells[f"{name}_rmse"] = _error(errors.rmse)

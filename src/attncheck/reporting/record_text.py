@@ -158,6 +158,30 @@ def gradient_shares(record: Record) -> dict[TensorName, float]:
     return shares if isinstance(shares, dict) else {}
 
 
+def bound_shares(record: Record) -> dict[TensorName, float]:
+    """Return the largest error ÷ bound of each judged tensor, for readers.
+
+    A tensor that fails for NaN, or for an element that must be exact, has NaN or infinity: the
+    largest share of its other elements would look like a pass.
+    """
+    judgement = record.judgement
+    if judgement is None:
+        return {}
+    forward: dict[TensorName, float | None]
+    forward = {"out": judgement.out_over_bound, "lse": judgement.lse_over_bound}
+    shares = {name: share for name, share in forward.items() if share is not None}
+    shares |= gradient_shares(record)
+    worst = judgement.worst
+    if worst is not None and judgement.rule in {"finite", "empty rows"}:
+        shares[worst.tensor] = math.nan if math.isnan(worst.got) else math.inf
+    return shares
+
+
+def largest_share(shares: Iterable[float]) -> float | None:
+    """Return the largest error ÷ bound, of which NaN is the largest; None if there is none."""
+    return max(shares, key=lambda share: (math.isnan(share), share), default=None)
+
+
 def environment_facts(environment: Environment, **versions: str) -> str:
     """Return device and versions in a line; ``versions`` are those of further packages."""
     capability = f" ({environment.capability})" if environment.capability else ""
