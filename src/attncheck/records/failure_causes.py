@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from attncheck.core.grouping import group_by
 from attncheck.core.judgement import Rule
+from attncheck.core.source_files import without_place
 from attncheck.core.tensor_names import GRADIENTS
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record
 
@@ -130,7 +131,8 @@ def symptom(record: Record) -> Key:
         return record.status, _unclaimed_way(record), _BEYOND
     if judgement is None:
         what, broken, _ = record.reason.partition(_HEAP)
-        return record.status, "", broken or without_numbers(what)
+        # Without the line that raised: edits move it, and one mistake may raise in two places.
+        return record.status, "", broken or without_numbers(without_place(what))
     rule = judgement.rule
     if rule in _CALL_RULES:
         # Only up to the semicolon: how the process died varies from call to call.

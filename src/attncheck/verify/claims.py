@@ -26,6 +26,7 @@ from attncheck.cases.check_cases import CheckCase, call_cases, check_cases, cros
 from attncheck.core.errors import UsageError
 from attncheck.core.files import write_texts
 from attncheck.core.judgement import Unclaimed
+from attncheck.core.source_files import without_place
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
 from attncheck.subjects.capabilities.subject import Subject
@@ -71,7 +72,7 @@ silently wrong answer is one finding."""
 
 CLAIM_TRIALS = 40  # Approximate number of trials, for progress bars.
 
-_CACHE_FORMAT = 6  # Part of the cache key: a new number invalidates what older versions stored.
+_CACHE_FORMAT = 7  # Part of the cache key: a new number invalidates what older versions stored.
 _ODD_LENGTH = 77  # No multiple of any tile.
 _ODD_TRIAL = f"lengths-{_ODD_LENGTH}"
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
@@ -213,7 +214,8 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if raises and raises[0].what == "out":  # A forward alone is a kernel too.
             lines.append(f"asked for no gradients: it raises {raises[0].reason}")
         if limits := self.limits():
-            broken = {one.reason.partition(":")[0] for one in self.tried if one.verdict == "raises"}
+            reasons = [without_place(one.reason) for one in self.tried if one.verdict == "raises"]
+            broken = {reason.partition(":")[0] for reason in reasons}
             # A result of another shape or dtype is no exception, and its reason no name.
             raised = sorted(name for name in broken if " " not in name)
             beyond = [f"it raises {', '.join(raised)}"] if raised else []
