@@ -3,8 +3,8 @@
 import pytest
 
 from attncheck.core.mod_spec import Spec
-from attncheck.core.source_files import without_place
 from attncheck.inputs.problem import Case, Problem
+from attncheck.records.failure_causes import without_place
 from attncheck.relations import relation_named
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal

@@ -9,9 +9,9 @@ from attncheck.core.formats import FORMATS, round_to
 from attncheck.core.judgement import Place
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
-from attncheck.core.source_files import without_place
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.error_measures import measure_errors, rounding_floor
+from attncheck.records.failure_causes import without_place
 from attncheck.records.record import LseErrors, OutErrors
 from attncheck.subjects.capabilities.subject import Subject, Tiling
 from attncheck.subjects.ideal import Ideal

@@ -8,7 +8,7 @@ from tests.verify.asked_checks import RIGHT, SMALL, ask, ready
 from tests.verify.planted_calls_of_bits import KERNELS
 
 from attncheck.core.errors import ProblemError, UsageError
-from attncheck.core.source_files import without_place
+from attncheck.records.failure_causes import without_place
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_checks import CHECKS, check_named
 from attncheck.verify.question_fit import (

@@ -13,9 +13,9 @@ from attncheck.core.formats import FORMATS
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.core.sanitize_text import LONGEST
-from attncheck.core.source_files import without_place
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.problem import Problem
+from attncheck.records.failure_causes import without_place
 from attncheck.subjects.capabilities.subject import ContractViolation, Refused, Subject
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.executor import ENDS_CALLER, Execution, Failure, InProcess

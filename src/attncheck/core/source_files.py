@@ -29,7 +29,6 @@ _INSTALLED = tuple(
     f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
-_PLACE = re.compile(r" at [^/:]*\.py:\d+ in [\w<>]+")  # as ``kernel_place`` writes it
 _TRITON_POSITION = re.compile(r"at \d+:\d+:")  # First line of Triton's compilation errors.
 
 
@@ -202,11 +201,6 @@ def kernel_place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if is_of_kernel(os.path.abspath(f.filename))]  # noqa: PTH100  # as imported
     return f" at {Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
-
-
-def without_place(reason: str) -> str:
-    """Return ``reason`` without what ``kernel_place`` added, so that equal mistakes are equal."""
-    return _PLACE.sub("", reason)
 
 
 class DivertedOutput(io.TextIOWrapper):

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from attncheck.core.grouping import group_by
 from attncheck.core.judgement import Rule
-from attncheck.core.source_files import without_place
 from attncheck.core.tensor_names import GRADIENTS
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record
 
@@ -30,6 +29,8 @@ _BEYOND = "beyond its claims"
 _HEAP = ": its heap is broken"
 # The number of a call, and the shape and dtype of a tensor: they differ from Case to Case.
 _PROBLEM = re.compile(r"^call \d+ of \d+: | \([\d, ]*\) of \w+")
+# Where a kernel raised, as ``source_files.kernel_place`` writes it.
+_PLACE = re.compile(r" at [^/:]*\.py:\d+ in [\w<>]+")
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(?:e[-+]?\d+)?")
 
 
@@ -122,6 +123,11 @@ def _unclaimed_way(record: Record) -> str:
 def without_numbers(reason: str) -> str:
     """Return ``reason`` with ``#`` for each number, so that equal mistakes have equal texts."""
     return _NUMBER.sub("#", reason)
+
+
+def without_place(reason: str) -> str:
+    """Return ``reason`` without the line that raised, so that equal mistakes have equal texts."""
+    return _PLACE.sub("", reason)
 
 
 def symptom(record: Record) -> Key:

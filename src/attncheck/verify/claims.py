@@ -26,8 +26,8 @@ from attncheck.cases.check_cases import CheckCase, call_cases, check_cases, cros
 from attncheck.core.errors import UsageError
 from attncheck.core.files import write_texts
 from attncheck.core.judgement import Unclaimed
-from attncheck.core.source_files import without_place
 from attncheck.inputs.problem import Case, Problem
+from attncheck.records.failure_causes import without_place
 from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import Convention, ConventionOptions

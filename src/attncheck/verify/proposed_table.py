@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from attncheck.core.source_files import without_place
+from attncheck.records.failure_causes import without_place
 from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
 from attncheck.verify.capability_detection import HEAD_DIMS, DetectedCapabilities, TrialResult
 
