@@ -181,7 +181,8 @@ def test_a_kernel_that_fails_in_its_turn_is_no_longer_timed():
     (planned,) = bench_plan((), shapes=["1x1x16x8"], variants=["full"], backward=False)
     (cell,) = time_cells([planned], [Tires("math"), Sdpa("math")], device="cpu", rounds=5)
     tires, other = cell.rows
-    assert (tires.record.status, tires.record.reason) == ("error", "RuntimeError: tired")
+    assert tires.record.status == "error"
+    assert tires.record.reason.startswith("RuntimeError: tired at test_bench.py:")
     assert tires.forward is None
     assert len(other.forward.seconds) == 5
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from attncheck.cli import long_runs
 from attncheck.records.json_reports import load_report
 from attncheck.records.record import FAILED_STATUSES, Report
 from attncheck.reporting import rendering
@@ -229,8 +230,9 @@ def test_a_changed_file_is_asked_again_and_an_interrupt_is_one_line(tmp_path):
 def test_standard_output_is_the_report_alone(check, mine, spec):
     run = check(spec, "--question", "plain", "--dtype", "fp32", "--format", "json", "-q", cwd=mine)
     assert run.returncode == 0, run.stderr
-    # What comes once more is a line in the end.
-    assert re.fullmatch(r"imported\ncalled\ncalled \(\d+ times more\)\n", run.stderr)
+    # Of a pass only the number.
+    said = r"attncheck: the kernel printed \d+ lines: -v shows them\.\n"
+    assert re.fullmatch(said, run.stderr)
     report = json.loads(run.stdout)
     assert report == json.loads((mine / "reports" / "check.json").read_text())
     (record,) = report["records"]
@@ -253,13 +255,56 @@ def kernel(q, k, v):
 
 def test_standard_output_is_the_report_whoever_writes_to_its_descriptor(tmp_path):
     (tmp_path / "prints.py").write_text(PRINTS)
-    arguments = ("--question", "plain", "--format", "json", "-q")
+    arguments = ("--question", "plain", "--format", "json", "-q", "-v")
     run = fresh("prints.py::kernel", *arguments, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["records"][0]["status"] == "pass"
     # Once for each call: those that find what it takes, and the question.
     line = "first second third"
     assert re.fullmatch(rf"({line}\n{line} \(\d+ times more\)\n)+", run.stderr)
+
+
+def test_progress_names_what_it_counts(monkeypatch, capsys):
+    monkeypatch.setattr(long_runs, "_SECONDS_BETWEEN_LINES", 0.0)
+    for unit in ("question", long_runs.TRIALS):
+        with long_runs.progress(unit, 2, quiet=False) as advance:
+            advance("plain")
+    first, second = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"question 1 of 2, about \d+ s left \(plain\)", first)
+    assert second.startswith("trying what it takes, 1 of 2, about ")
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("return scaled_dot_product_attention(q, k, v)", 0),
+        ("return 2 * v", 1),
+        ("import ctypes; ctypes.string_at(0)", 1),
+    ],
+)
+def test_the_last_lines_of_a_kernel_that_fails_are_shown_and_of_a_pass_their_number(
+    tmp_path, end, code
+):
+    (tmp_path / "prints.py").write_text(
+        "from torch.nn.functional import scaled_dot_product_attention\n"
+        "def kernel(q, k, v):\n"
+        "    for i in range(50):\n"
+        "        print(f'line {i}', flush=True)\n"
+        f"    {end}\n"
+    )
+    run = fresh("prints.py::kernel", "--question", "plain", "-q", cwd=tmp_path)
+    assert run.returncode == code, run.stderr
+    first, *rest = run.stderr.splitlines()
+    shown = "(?:them|the first 64 KiB of them)"
+    if code == 0:
+        assert re.fullmatch(
+            rf"attncheck: the kernel printed [\d,]+ lines: -v shows {shown}\.", first
+        )
+        assert not rest
+    else:
+        said = rf"attncheck: the kernel printed [\d,]+ lines \(-v shows {shown}\), and last:"
+        assert re.fullmatch(said, first)
+        assert rest == [f"line {i}" for i in range(30, 50)]
 
 
 def test_whatever_a_kernel_raises_is_its_record(check, tmp_path):

@@ -176,13 +176,13 @@ def test_a_sign_is_shared_by_those_of_its_question_unless_another_cause_is_known
 
 def test_errors_are_alike_whatever_the_sizes_in_their_message():
     groups = shape(
-        raised("ValueError: tile 64 is too large"),
-        raised("ValueError: tile 128 is too large", seed=1),
+        raised("ValueError: tile 64 is too large at mine.py:7 in forward"),
+        raised("ValueError: tile 128 is too large at mine.py:12 in backward", seed=1),
         raised("IndexError: 64", seed=2),
         raised("SIGSEGV", "crash", seed=3),
     )
     assert [members for _, _, members in groups] == [(0, 1), (2,), (3,)]
-    assert groups[0][0] == "it raises ValueError: tile 64 is too large"
+    assert groups[0][0] == "it raises ValueError: tile 64 is too large at mine.py:7 in forward"
     assert all(known for _, known, _ in groups)
 
 

@@ -7,6 +7,7 @@ from tests.reporting.pages import csv_rows
 
 from attncheck.core.judgement import BlindSpot, Judgement, Precision, Worst, share_text
 from attncheck.core.tensor_names import GRADIENTS
+from attncheck.reporting.measurement_document import profiles
 from attncheck.reporting.number_text import percent
 from attncheck.reporting.record_text import JUDGED, STATUS_LOOKS, missed_faults, visible_faults
 from attncheck.reporting.rendering import render
@@ -83,6 +84,15 @@ def test_two_profiles_of_a_dtype_name_their_kernels(make):
     for page in (render(make.report(*records), fmt) for fmt in PAGES):
         assert "bf16 of a, b: bf16 products" in page
         assert "bf16 of c: 13-bit sums" in page
+
+
+def test_many_profiles_of_one_kernel_are_counted_on_a_brief_page(make):
+    records = [make.judged("a", arithmetic=f"bf16 sums; {n} parts") for n in (1, 2, 3)]
+    assert [*profiles(records[:2], brief=True)] == [*profiles(records[:2])]
+    assert [*profiles(records, brief=True)] == [
+        "bf16: bf16 sums; 1 parts; in other questions in 2 other ways (-v lists them)"
+    ]
+    assert len([*profiles(records)]) == 3
 
 
 def test_without_a_judgement_there_is_no_profile(make):

@@ -20,8 +20,11 @@ FILE = Path(planted.__file__)
 DEADLINES = Deadlines(call=2.0, close=5.0)
 LENGTHS = {fault.__name__: length for length, fault in planted.FAULTS.items()}
 
+DIED = "its process died of SIGSEGV before it answered"
+SEGFAULT = f'{DIED}; it said: Segmentation fault, File "{FILE}", line '
+
 SAID = [
-    ("raises", "error", "ValueError: planted"),
+    ("raises", "error", "ValueError: planted at planted_processes.py:"),
     ("interrupts", "error", "KeyboardInterrupt"),
     ("wrong_shape", "contract", "out.shape=(1, 1, 4, 7), but should be (1, 1, 4, 8)."),
     ("wrong_dtype", "contract", "out.dtype=torch.float64, but should be torch.float32."),
@@ -34,7 +37,7 @@ SAID = [
     ("patched", "pass", ""),
     ("wrong_and_patched", "bound", ""),
     ("mutation_unseen", "mutation", "wrote to its inputs."),
-    ("segfault", "crash", "its process died of SIGSEGV before it answered; it said: Segmentation"),
+    ("segfault", "crash", SEGFAULT),
     ("leaves", "crash", "its process ended with exit code 0 before it answered"),
     ("raises_memory_error", "oom", "MemoryError"),
     ("has_a_limit", "oom", "MemoryError"),

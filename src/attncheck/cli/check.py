@@ -17,7 +17,7 @@ import click
 from msgspec.structs import replace
 
 from attncheck.cli import verb
-from attncheck.cli.long_runs import progress
+from attncheck.cli.long_runs import TRIALS, progress
 from attncheck.cli.options import few_threads, start_worker, typed_command
 from attncheck.cli.standard_output import interrupts, standard_output
 from attncheck.core.errors import UnknownName, UsageError, require_known
@@ -25,7 +25,7 @@ from attncheck.core.source_files import load_member
 from attncheck.records.json_reports import load_report
 from attncheck.records.record import FAILED_STATUSES, Record, Report
 from attncheck.reporting.exit_codes import check_exit_code
-from attncheck.workers.process import Died
+from attncheck.workers.process import Died, HeldOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,7 +120,11 @@ def check(options: CheckOptions) -> int:
         return _watch(options.spec)
     if options.last_failed:
         options = dataclasses.replace(options, names=_failed_names(options))
-    worker = start_worker(options.spec, in_process=options.in_process)
+    held = HeldOutput()
+    # At the latest when the verb ends, whether by an error or an interrupt.
+    click.get_current_context().call_on_close(partial(held.show, passed=False))
+    echo = options.verbose or held
+    worker = start_worker(options.spec, in_process=options.in_process, echo=echo)
     with interrupts.importing():
         from attncheck.reporting import rendering
         from attncheck.reporting.check_document import check_document, check_summary
@@ -166,13 +170,15 @@ def check(options: CheckOptions) -> int:
         rendering.write_report(
             report, options.directory, "check", formats=("json", "md"), document=check_document
         )
+    code = check_exit_code(report)
+    held.show(passed=code == 0)
     page = check_document
     if options.fmt == "table":
         typed = shlex.join(["attncheck", *sys.argv[1:]])
         page = partial(check_summary, command=typed, quiet=options.quiet, verbose=options.verbose)
     with standard_output():
         rendering.show(report, options.fmt, document=page)
-    return check_exit_code(report)
+    return code
 
 
 def _check_kernel(
@@ -201,7 +207,7 @@ def _check_kernel(
     claim_options: dict[str, Any] = {**typed, "names": options.names}
     if not options.own_questions:
         claim_options["problems"] = [question.case.problem for question in questions]
-    with progress(CLAIM_TRIALS, quiet=options.quiet) as advance:
+    with progress(TRIALS, CLAIM_TRIALS, quiet=options.quiet) as advance:
         claims = hold_to_claims(
             host,
             kernel=options.spec,
@@ -435,7 +441,7 @@ def _ask_questions(
     cases = [(question.name, question.case) for question in questions]
     records: list[Record] = []
     deaths = 0
-    with progress(len(questions), quiet=options.quiet) as advance:
+    with progress("question", len(questions), quiet=options.quiet) as advance:
         key = next(iter(report.environments))
         answers = iter_records([subject], cases, device=options.device, environment_key=key)
         for question, record in zip(questions, answers, strict=True):

@@ -422,7 +422,7 @@ def _measure_sensitivities(options: FaultOptions) -> int:
     # Not forked, since a forked child of a process that has used CUDA cannot use CUDA.
     spawn = multiprocessing.get_context("spawn")
     with (
-        progress(len(pairs), quiet=options.quiet) as advance,
+        progress("fault", len(pairs), quiet=options.quiet) as advance,
         ProcessPoolExecutor(jobs, mp_context=spawn) as pool,
     ):
         running = {pool.submit(measure, *each): each for each in pairs}

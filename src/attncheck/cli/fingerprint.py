@@ -44,7 +44,7 @@ def fingerprint(
     host_options = {"convention": convention, "device": device}
     with (
         open_host(kernel, worker, seconds=timeout, **host_options) as host,
-        progress(len(dtype_names), quiet=quiet) as advance,
+        progress("dtype", len(dtype_names), quiet=quiet) as advance,
     ):
         subject, command = host.subject, typed_command(arguments=[kernel])
         report = survey_arithmetic(

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+TRIALS = "trying what it takes,"
+"""Unit of the progress of trials that find out which problems a function takes."""
+
 _SECONDS_BETWEEN_LINES = 10.0  # between lines of progress where there is no terminal
 
 
@@ -44,15 +47,17 @@ class RunCounter(Protocol):
 
 
 @contextmanager
-def progress(total: int, *, quiet: bool) -> Iterator[Callable[..., None]]:
+def progress(unit: str, total: int, *, quiet: bool) -> Iterator[Callable[..., None]]:
     """Yield ``advance(what, show)``, to be called once for each of ``total`` pieces of work.
+
+    Progress reads ``question 35 of 68`` where ``unit`` is ``question``.
 
     With ``done=False`` it only shows the current work and counts nothing. Everything goes to
     standard error, so that standard output has only the report. Output of ``show`` goes above the
     bar. Each call raises KeyboardInterrupt if an interrupt was swallowed before.
     """
     start, count = time.monotonic(), 0
-    with _meter(quiet=quiet, estimates=True) as (update, _, bar):
+    with _meter(quiet=quiet, unit=unit) as (update, _, bar):
 
         def advance(
             what: str, show: Callable[[], None] | None = None, *, done: bool = True
@@ -60,7 +65,7 @@ def progress(total: int, *, quiet: bool) -> Iterator[Callable[..., None]]:
             nonlocal count
             interrupts.check()
             if not done:
-                update(count, total, what, f"{count}/{total} cells ({what})")
+                update(count, total, what, f"{unit} {count} of {total} ({what})")
                 return
             count += 1
             if show is not None:
@@ -72,7 +77,8 @@ def progress(total: int, *, quiet: bool) -> Iterator[Callable[..., None]]:
                     bar.start()
             known = max(count, total)  # ``total`` may be an estimate
             left = (time.monotonic() - start) / count * (known - count)
-            update(count, known, what, f"{count}/{known} cells, {time_left(left)} ({what})")
+            share = f"{unit} {count} of {known}"
+            update(count, known, what, f"{share}, {time_left(left)} ({what})")
 
         yield advance
 
@@ -101,7 +107,7 @@ def collect(
     reason, results = "", []
     try:
         with (
-            progress(total, quiet=quiet) as advance,
+            progress("cell", total, quiet=quiet) as advance,
             _time_limit(parse_seconds(max_time, "--max-time")) as is_up,
         ):
             for one in make(partial(advance, done=False)):
@@ -163,7 +169,7 @@ def claimed(
         # Imported late, since all trials come with it.
         from attncheck.verify.claims import CLAIM_TRIALS, hold_to_claims
 
-        with progress(CLAIM_TRIALS, quiet=quiet) as advance:
+        with progress(TRIALS, CLAIM_TRIALS, quiet=quiet) as advance:
             claims = hold_to_claims(host, kernel=kernel, device=device, advance=advance, **options)
         if claims is not None and (claim_lines := tuple(claims.lines())):
             lines[host.subject.name] = claim_lines
@@ -181,8 +187,11 @@ Update = Callable[[int, int, str, str], None]
 
 
 @contextmanager
-def _meter(*, quiet: bool, estimates: bool) -> Iterator[tuple[Update, Callable[[str], None], Any]]:
-    """Yield a function that updates the progress, one that shows a line, and the bar if any."""
+def _meter(*, quiet: bool, unit: str = "") -> Iterator[tuple[Update, Callable[[str], None], Any]]:
+    """Yield a function that updates the progress, one that shows a line, and the bar if any.
+
+    The bar has a count and an estimate of the time left only if it counts a ``unit``.
+    """
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -191,8 +200,16 @@ def _meter(*, quiet: bool, estimates: bool) -> Iterator[tuple[Update, Callable[[
     elif console.is_terminal:
         from rich import progress as rich
 
-        counts = (rich.MofNCompleteColumn(), rich.TimeRemainingColumn()) if estimates else ()
-        columns = (rich.BarColumn(), *counts, rich.TextColumn("{task.description}"))
+        counts = (
+            rich.TextColumn(unit),
+            rich.MofNCompleteColumn(separator=" of "),
+            rich.TimeRemainingColumn(),
+        )
+        columns = (
+            rich.BarColumn(),
+            *(counts if unit else ()),
+            rich.TextColumn("{task.description}"),
+        )
         with rich.Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("starting", total=None)
 
@@ -321,7 +338,7 @@ def run_with_journal(  # all arguments of one run
     # Open the journal before slow checks, since it may belong to another run.
     with Journal.open(Path(directory) / JOURNAL, head, resume=resume) as journal:
         check()
-        with _meter(quiet=quiet, estimates=False) as (update, say, _):
+        with _meter(quiet=quiet) as (update, say, _):
 
             def on_event(event: RunEvent) -> None:
                 for text in counter.hear(event):

@@ -122,7 +122,7 @@ def model(
         open_kernels(
             foreign, device=device, in_process=in_process, seconds=timeout or math.inf
         ) as hosts,
-        progress(total, quiet=quiet) as advance,
+        progress("run", total, quiet=quiet) as advance,
     ):
         for kernel, host in hosts.items():
             hold_to_convention(host, kernel=kernel, device=device)

@@ -68,7 +68,7 @@ def mods(
         name = Path(path).name
         # Report all mods that cannot be traced before the comparisons, which take longer.
         _refuse(file_mods, name, dimensions, device)
-        with progress(len(file_mods), quiet=quiet) as advance:
+        with progress("mod", len(file_mods), quiet=quiet) as advance:
             report = survey_mods(
                 file_mods,
                 subjects,

@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from attncheck.core.errors import UsageError
-from attncheck.workers.process import KERNEL_SERVER, Died, Worker
+from attncheck.workers.process import KERNEL_SERVER, Died, HeldOutput, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 _SECONDS_TO_END = 5.0  # for a killed process to end, which a GPU driver may delay
 
 
-def start_worker(kernel: str, *, in_process: bool, echo: bool = True) -> Worker | None:
+def start_worker(kernel: str, *, in_process: bool, echo: bool | HeldOutput = True) -> Worker | None:
     """Start the process of a kernel early, so that both processes import torch at the same time.
 
     Return None for a kernel without a process. The process ends with the verb at the latest, also
-    on an error. Its prints are shown unless ``echo`` is false.
+    on an error. Its prints are shown unless ``echo`` is false or holds them.
     """
     from attncheck.subjects.capabilities.named_kernels import BUILTIN
 

@@ -105,7 +105,7 @@ def oracles(
     if directory is not None:
         # Check now, since the survey takes minutes and its report would be lost.
         rendering.check_writable(directory, name)
-    with progress(len(cells), quiet=quiet) as advance:
+    with progress("cell", len(cells), quiet=quiet) as advance:
         named_problems = [(cell.variant, cell.problem) for cell in cells]
         report = survey(named_problems, command=typed_command(), done=advance)
     if directory is not None:

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from attncheck.cli import verb
-from attncheck.cli.long_runs import progress
+from attncheck.cli.long_runs import TRIALS, progress
 from attncheck.cli.options import few_threads, open_host, start_worker
 from attncheck.cli.standard_output import interrupts, standard_output
 from attncheck.reporting.document import (
@@ -107,7 +107,7 @@ def run_probe(
             values = {each: getattr(options, each) for each in kernel.options}
             return on_terms(subject, Terms(convention=name, **values))
 
-        with progress(_QUESTIONS, quiet=quiet) as advance:
+        with progress(TRIALS, _QUESTIONS, quiet=quiet) as advance:
             detected = detect_capabilities(
                 subject_on_terms,
                 (convention,) if convention else kernel.conventions,

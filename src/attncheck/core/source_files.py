@@ -10,6 +10,7 @@ import linecache
 import os
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -24,6 +25,10 @@ from attncheck.core.own_process import FOREIGN_CODE
 from attncheck.core.sanitize_text import LONGEST
 
 _MOST_HELD = 2**16  # Characters of held output; more cannot be a usage message.
+_INSTALLED = tuple(
+    f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _TRITON_POSITION = re.compile(r"at \d+:\d+:")  # First line of Triton's compilation errors.
 
 
@@ -175,6 +180,27 @@ def line_in_file(path: Path, error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     numbers = [f.lineno for f in frames if Path(f.filename).resolve() == path.resolve()]
     return f" at {path.name}:{numbers[-1]}" if numbers else ""
+
+
+def is_installed(file: str) -> bool:
+    """Return whether ``file`` is Python's own or an installed package's."""
+    return file.startswith(_INSTALLED)
+
+
+def is_of_kernel(file: str) -> bool:
+    """Return whether ``file`` is neither installed nor attncheck's: a kernel's, or beside it."""
+    return file.endswith(".py") and not file.startswith(_OURS) and not is_installed(file)
+
+
+def kernel_place(error: BaseException) -> str:
+    """Return `` at mine.py:7 in forward``, a traceback's innermost line of a kernel; else nothing.
+
+    Only with the file's name: reports are passed on, and the same kernel in two folders has the
+    same reasons.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if is_of_kernel(os.path.abspath(f.filename))]  # noqa: PTH100  # as imported
+    return f" at {Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
 
 
 class DivertedOutput(io.TextIOWrapper):

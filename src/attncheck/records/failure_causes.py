@@ -30,6 +30,8 @@ _WRONG_DTYPE = "returns out in "
 _HEAP = ": its heap is broken"
 # The number of a call, and the shape and dtype of a tensor: they differ from Case to Case.
 _PROBLEM = re.compile(r"^call \d+ of \d+: | \([\d, ]*\) of \w+")
+# Where a kernel raised, as ``source_files.kernel_place`` writes it.
+_PLACE = re.compile(r" at [^/:]*\.py:\d+ in [\w<>]+")
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(?:e[-+]?\d+)?")
 
 
@@ -131,6 +133,11 @@ def without_numbers(reason: str) -> str:
     return _NUMBER.sub("#", reason)
 
 
+def without_place(reason: str) -> str:
+    """Return ``reason`` without the line that raised, so that equal mistakes have equal texts."""
+    return _PLACE.sub("", reason)
+
+
 def symptom(record: Record) -> Key:
     """Return how a Record fails: its status, its rule, and a detail without sizes and places."""
     judgement = record.judgement
@@ -138,7 +145,8 @@ def symptom(record: Record) -> Key:
         return record.status, _unclaimed_way(record), _BEYOND
     if judgement is None:
         what, broken, _ = record.reason.partition(_HEAP)
-        return record.status, "", broken or without_numbers(what)
+        # Without the line that raised: edits move it, and one mistake may raise in two places.
+        return record.status, "", broken or without_numbers(without_place(what))
     rule = judgement.rule
     if rule in _CALL_RULES:
         # Only up to the semicolon: how the process died varies from call to call.

@@ -125,7 +125,7 @@ def _document(
     if worst is not None and remarks:
         sections += explanation(worst).sections
     elif worst is None:
-        notes += [f"judged as {profile}" for profile in profiles(report.records)]
+        notes += [f"judged as {one}" for one in profiles(report.records, brief=not remarks)]
         notes += [visible] if (visible := visible_faults(report.records)) else []
     notes += refusal_lines(report.records) if remarks else []
     kernels = [" · ".join(filter(None, one)) for one in report.kernels.items()]

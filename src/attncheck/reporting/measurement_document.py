@@ -83,6 +83,7 @@ _SPARED: tuple[tuple[str, ...], ...] = (
 _SPARED_FOR_GRADIENTS = (("ideal",), ("share",))  # left out next, if there are gradients
 _NOTABLE, _BAD = 2.0, 10.0  # ×ideal from which a number is coloured; the judge uses neither
 _LONGEST_KERNEL = 28
+_MOST_ARITHMETICS = 2  # arithmetics of one kernel that a brief page lists
 _VERDICT, _NUMBER = 12, 8  # characters of ``inconclusive`` and of 1.53e-03
 _LEAST = {
     **dict.fromkeys(("RMSE", "inputs", "LSE error", "time"), _NUMBER),
@@ -201,8 +202,11 @@ def environment_lines(report: Report) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def profiles(records: Iterable[Record]) -> Iterator[str]:
-    """Yield ``bf16: …`` if all kernels have one assumed arithmetic, else lines with their names."""
+def profiles(records: Iterable[Record], *, brief: bool = False) -> Iterator[str]:
+    """Yield ``bf16: …`` if all kernels have one assumed arithmetic, else lines with their names.
+
+    If ``brief``, several other arithmetics of one kernel are counted, not listed.
+    """
     users: dict[str, dict[str, dict[str, None]]] = {}
     for record in records:
         if record.judgement and record.judgement.arithmetic:  # empty if no arithmetic is assumed
@@ -211,6 +215,10 @@ def profiles(records: Iterable[Record]) -> Iterator[str]:
     for dtype, arithmetics in users.items():
         all_kernels = {kernel for by_kernel in arithmetics.values() for kernel in by_kernel}
         first: tuple[str, ...] = ()
+        if brief and len(all_kernels) == 1 and len(arithmetics) > _MOST_ARITHMETICS:
+            others = f"in other questions in {len(arithmetics) - 1} other ways (-v lists them)"
+            yield f"{dtype}: {next(iter(arithmetics))}; {others}"
+            continue
         for arithmetic, users_of_it in arithmetics.items():
             parts = tuple(arithmetic.split("; "))
             if len(all_kernels) == 1 and first:

@@ -27,6 +27,7 @@ from attncheck.core.errors import UsageError
 from attncheck.core.files import write_texts
 from attncheck.core.judgement import Unclaimed
 from attncheck.inputs.problem import Case, Problem
+from attncheck.records.failure_causes import without_place
 from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import Convention, ConventionOptions
@@ -215,7 +216,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if limits := self.limits():
             # Deaths are findings of their own.
             raised = [one for one in self.tried if one.verdict == "raises" and not one.fatal]
-            reasons = {one.reason.partition(":")[0] for one in raised}
+            reasons = {without_place(one.reason).partition(":")[0] for one in raised}
             # A gradient that is missing is no exception, and its reason no name.
             errors = sorted(reason for reason in reasons if " " not in reason)
             beyond = f"; beyond that it raises {', '.join(errors)}" if errors else ""

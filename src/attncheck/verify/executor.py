@@ -17,7 +17,7 @@ import torch
 
 from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.outputs import Outputs
-from attncheck.core.source_files import error_line, first_line
+from attncheck.core.source_files import error_line, first_line, kernel_place
 from attncheck.subjects.capabilities.subject import ContractViolation, Refused, Tiling
 from attncheck.verify.call_conditions import (
     PLAIN_CALL,
@@ -100,7 +100,7 @@ def failure(error: BaseException) -> Failure:
         return Failure(kind="refused", message=line)
     if isinstance(error, ContractViolation):
         return Failure(kind=error.rule, message=f"{line}." if line else error.rule)
-    message = error_line(error)
+    message = f"{error_line(error)}{kernel_place(error)}"
     if not isinstance(error, Exception):
         message += f", {ENDS_CALLER}"
     trace = "".join(traceback.format_exception(error))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import time
 import warnings
 from contextlib import suppress
@@ -17,7 +16,7 @@ import torch
 
 from attncheck.core import strided_alloc
 from attncheck.core.errors import AttncheckError, UsageError
-from attncheck.core.source_files import import_file
+from attncheck.core.source_files import import_file, is_installed
 from attncheck.inputs import recording_file
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.mod_files import kind_of_mod, load_mask, load_score, mods_in
@@ -282,13 +281,11 @@ class KernelServer:
 
 def loaded_files() -> list[str]:
     """Return the files of loaded modules, except Python's own and installed packages'."""
-    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
-    installed = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in kinds)
     named = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     files = {name for name in named if isinstance(name, str)}
     with suppress(FileNotFoundError):  # The kernel has deleted the working directory.
         files = {os.path.abspath(name) for name in files}  # noqa: PTH100
-    return sorted(name for name in files if not name.startswith(installed))
+    return sorted(name for name in files if not is_installed(name))
 
 
 def _success_frame(result: Execution, problem: Problem, *, drawn: str, compiling: float) -> Frame:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from attncheck.records.failure_causes import without_place
 from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
 from attncheck.verify.capability_detection import HEAD_DIMS, DetectedCapabilities, TrialResult
 
@@ -139,7 +140,7 @@ def group_results(tried: Iterable[TrialResult]) -> list[list[TrialResult]]:
     """Group results by verdict and reason; wrong answers by verdict and broken rule."""
     groups: dict[tuple[str, str], list[TrialResult]] = {}
     for one in tried:
-        why = one.reason.partition(":")[0] if one.verdict == "wrong" else one.reason
+        why = one.reason.partition(":")[0] if one.verdict == "wrong" else without_place(one.reason)
         groups.setdefault((one.verdict, why), []).append(one)
     return list(groups.values())
 
@@ -152,7 +153,7 @@ def _fault_comments(tried: Iterable[TrialResult]) -> list[str]:
     }
     return [
         f"{', '.join(one.what for one in group)}: {phrases[group[0].verdict]}: "
-        f"{_shorten(group[0].reason)}"
+        f"{_shorten(without_place(group[0].reason))}"
         for group in group_results(tried)
         if group[0].verdict in phrases
     ]

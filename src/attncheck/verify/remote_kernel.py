@@ -141,7 +141,7 @@ class KernelConnection:
             environment={"CUDA_VISIBLE_DEVICES": gpu} if gpu else {},
             folder=folder,
             paths=paths,
-            echo=worker is not None and worker.echoes,
+            echo=False if worker is None else worker.echoes,
         )
         self._worker: Worker | None = None
         self._terms: dict[str, Any] | None = None

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import NoReturn
 
 from attncheck.core.errors import HostError
 from attncheck.core.sanitize_text import one_line
+from attncheck.core.source_files import is_of_kernel
 from attncheck.workers.reaper import MARK, kill_family, new_mark
 from attncheck.workers.transport import KEY, BrokenFrame, Closed, Frame, Receiver, Sender
 
@@ -39,6 +41,7 @@ _PIPE = 1 << 20  # Bytes that a pipe can hold at most.
 _PERIOD = 0.1  # Seconds between two checks whether a silent process is alive.
 _PAUSE = 0.02  # Seconds between two checks whether a process that should end has ended.
 _LAST_LINES = 3  # Lines of standard error that are quoted in a message.
+_HELD_LINES = 20  # Lines that a HeldOutput shows at most.
 _LONGEST_LINE = 300  # Characters of a quoted line.
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"  # Folder of attncheck's modules.
 
@@ -89,30 +92,57 @@ class Tail:
         return " | ".join(line[-_LONGEST_LINE:] for line in lines[-count:])
 
 
-class _Echo:
-    """Copies the beginning of a process's output to standard error, as sanitized whole lines.
-
-    Repetitions of a line are not shown, only counted.
-    """
+class HeldOutput:
+    """The last lines that processes printed, held until it is known whether they are wanted."""
 
     def __init__(self) -> None:
-        self._line, self._left = b"", KEPT
+        self._size, self._count = 0, 0  # Bytes and lines, with repetitions.
+        self._last: deque[str] = deque(maxlen=_HELD_LINES)
+
+    def add(self, size: int, count: int, output: str) -> None:
+        """Hold ``output``, which stands for ``count`` printed lines in ``size`` bytes."""
+        self._size, self._count = self._size + size, self._count + count
+        self._last.extend(output.splitlines())
+
+    def show(self, *, passed: bool) -> None:
+        """Show the last lines on standard error and forget them; of a pass only their number."""
+        lines, count = list(self._last), f"the kernel printed {self._count:,} lines"
+        shown = "them" if self._size <= KEPT else f"the first {KEPT >> 10} KiB of them"
+        self._last.clear()
+        if passed and lines[1:]:
+            lines = [f"attncheck: {count}: -v shows {shown}."]
+        elif self._count > len(lines) == _HELD_LINES:
+            lines.insert(0, f"attncheck: {count} (-v shows {shown}), and last:")
+        _show("".join(f"{line}\n" for line in lines))
+
+
+class _Echo:
+    """Copies a process's output, as sanitized whole lines, to standard error or a HeldOutput.
+
+    Repetitions of a line are not shown, only counted. Standard error gets only the beginning.
+    """
+
+    def __init__(self, held: HeldOutput | None) -> None:
+        self._held = held
+        self._line, self._left = b"", sys.maxsize if held else KEPT
         self._last, self._repeats = "", 0  # The last line shown, and its repetitions since.
 
     def add(self, part: bytes) -> None:
         """Show the lines that end in ``part``; an empty ``part`` ends the last line."""
         is_cut, part = len(part) > self._left, part[: self._left]
         self._left -= len(part)
-        *lines, self._line = (self._line + part or self._line + b"\n").split(b"\n")
+        *lines, rest = (self._line + part or self._line + b"\n").split(b"\n")
+        self._line = rest[-KEPT:]
         if any(line.startswith(_DUMP) for line in lines):  # the error message will quote it
             self._left, lines = 0, []
         texts = [one_line(line.decode(errors="replace")) for line in lines]
         texts += ["… what else the kernel prints is not shown"] if is_cut and part else []
         output = "".join(self._lines_to_show(text) for text in texts if text)
         output += "" if part else self._lines_to_show("")
-        with suppress(AttributeError, OSError, ValueError):  # nobody reads it
-            sys.stderr.write(output)
-            sys.stderr.flush()
+        if self._held is None:
+            _show(output)
+        else:
+            self._held.add(len(part), sum(map(bool, texts)), output)
 
     def _lines_to_show(self, text: str) -> str:
         """Return ``text`` as a line, preceded by a line with its predecessor's repetitions."""
@@ -122,6 +152,12 @@ class _Echo:
         before = f"{self._last} ({self._repeats} times more)\n" if self._repeats else ""
         self._last, self._repeats = text, 0
         return f"{before}{text}\n" if text else before
+
+
+def _show(output: str) -> None:
+    with suppress(AttributeError, OSError, ValueError):  # nobody reads it
+        sys.stderr.write(output)
+        sys.stderr.flush()
 
 
 class Worker:
@@ -137,7 +173,8 @@ class Worker:
         paths: Folders that precede the module search path of the child and its descendants.
         mark: Mark in the environment of the child and its descendants; a new one by default.
         grace: Seconds in which the child may end by itself after its request pipe is closed.
-        echo: Whether the beginning of its output is shown on standard error.
+        echo: Whether the beginning of its output is shown on standard error; or what holds its
+            output, to be shown later.
 
     Attributes:
         replies: Non-blocking descriptor of the pipe with answers.
@@ -154,7 +191,7 @@ class Worker:
         paths: tuple[str, ...] = (),
         mark: str = "",
         grace: float = 0.0,
-        echo: bool = False,
+        echo: bool | HeldOutput = False,
     ) -> None:
         self._mark = mark or new_mark()
         its_requests, self._requests = os.pipe()
@@ -192,7 +229,8 @@ class Worker:
             self._process.stderr.fileno(): self.stderr,
         }
         self.echoes = echo
-        self._echoes = {each: _Echo() for each in self._printed if echo}
+        held = echo if isinstance(echo, HeldOutput) else None
+        self._echoes = {each: _Echo(held) for each in self._printed if echo}
         for descriptor in (self._requests, self.replies, *self._printed):
             os.set_blocking(descriptor, False)
         # A worker that is garbage collected is killed.
@@ -289,7 +327,8 @@ class Worker:
         ours = (_OURS, '"<string>"')  # Our frames, where damage by a kernel may show up.
         places = [each for each in lines if each.startswith("File ")]
         places = [each for each in places if not any(one in each for one in ours)]
-        return ", ".join([what, *places[:1]])
+        own = [each for each in places if is_of_kernel(each.partition('"')[2].partition('"')[0])]
+        return ", ".join([what, *(own or places)[:1]])
 
     def _wait(self, *, writing: bool) -> None:
         """Wait until the pipe is ready, while reading the process's output."""
