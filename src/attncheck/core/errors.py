@@ -11,9 +11,15 @@ T = TypeVar("T")
 _NEAR = 0.8  # Similarity, 0–1, from which one name counts as a misspelling of the other.
 
 _TORCH_NAMES = {
-    **{"float64": "fp64", "double": "fp64", "float32": "fp32", "float": "fp32"},
-    **{"float16": "fp16", "half": "fp16", "bfloat16": "bf16"},
-    **{"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"},
+    "float64": "fp64",
+    "double": "fp64",
+    "float32": "fp32",
+    "float": "fp32",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
 }
 """What torch calls the dtypes of attncheck."""
 

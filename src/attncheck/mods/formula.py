@@ -174,9 +174,7 @@ def _compute(node: ast.expr, function: Callable[..., float], template: str, *par
         values.append(0)
     for value in values:
         _require_32_bits(node, value)
-    return _Part(
-        kind="whole number", code=code, range=(min(values), max(values)), scored=scored
-    )
+    return _Part(kind="whole number", code=code, range=(min(values), max(values)), scored=scored)
 
 
 # --- functions --------------------------------------------------------------------------------
