@@ -174,7 +174,6 @@ def test_a_file_is_what_is_in_it(failed, tmp_path):
     [
         ('{"query": 3', "is no failure, case or problem of attncheck: Input data was truncated"),
         ("[]", "it has neither a record, nor a problem, nor a query length"),
-        ({"answers": []}, "is a report: give the id of one of its records"),
         ({"records": []}, "is a report: give the id of one of its records"),
         ({"record": {}, "schema": 99}, "schema is 99, this version reads 1"),
         ({"record": {}, "schema": True}, "schema is True"),
