@@ -80,9 +80,12 @@ FORMAT = "format 'xml' is not known: choose from csv, html, json, md, table"
 
 REFUSED = [
     ("check", "Missing argument 'SPEC'"),
-    ("check mine.py::two", "is function: it must be a Subject, or be a function of query"),
+    (
+        "check mine.py::two",
+        "takes (q, k): a kernel's first three arguments are query, key and value",
+    ),
     (f"{CHECK} --convention ragged", "'ragged' is not known: choose from flash"),
-    (f"{CHECK} --convention native", "is function: it must be a Subject."),
+    (f"{CHECK} --convention native", "is function, and must be a Subject."),
     (f"{CHECK} --question why", "question 'why' is not known: choose from calls"),
     (f"{CHECK} --question plian", "is not known: did you mean 'plain'? Choose"),
     ("check ideal --question crossed-99", "ideal has no question 'crossed-99': leave --question"),

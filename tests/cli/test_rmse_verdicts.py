@@ -71,6 +71,31 @@ def test_one_cell_is_explained_and_nothing_is_written(attncheck, tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.name != "__pycache__"] == ["mine.py"]
 
 
+PLAIN = "from torch.nn.functional import scaled_dot_product_attention as plain"
+
+
+def test_a_kernel_is_called_as_it_was_typed(attncheck, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "mine.py").write_text(WRONG)
+    name = "in/mine.py::Wrong"
+    code, out, _ = attncheck("--kernel", "ideal", "--kernel", name, "--explain", f"{name}/causal")
+    assert code == 1
+    assert out.startswith("wrong · causal · MHA 2 · fp16 ")
+
+
+def test_an_unknown_cell_is_refused_before_the_trials(attncheck, tmp_path, monkeypatch):
+    from attncheck.verify import claims
+
+    (tmp_path / "plain.py").write_text(PLAIN)
+    monkeypatch.setattr(claims, "hold_to_claims", None)
+    code, _, err = attncheck("--kernel", "plain.py::plain", "--explain", "plain/causal")
+    assert code == 2
+    assert err == (
+        "attncheck: cell 'plain/causal' is not known: choose from "
+        "plain.py::plain/causal/MHA/fp16.\n"
+    )
+
+
 def test_an_explained_fault_is_exit_code_1(attncheck):
     code, out, _ = attncheck("--kernel", "mine.py::Wrong", "--explain", "wrong/causal/MHA/fp16")
     assert code == 1

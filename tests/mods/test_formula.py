@@ -230,6 +230,20 @@ def test_a_text_is_one_short_line(text):
     assert len(str(caught.value)) < 350
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "where(score > 0, 1, 2)",
+        "where(score > 0, 1, 2) * 0.5",
+        "where(score > 0, 1, 2) / 4",
+        "where(score > 0, 1, 2) - kv_idx",
+        "where(score > 0, 3, kv_idx) % 2",
+    ],
+)
+def test_the_score_may_be_read_in_a_condition_alone(text):
+    library.check_score(Spec.of("expression", text=text), DIMENSIONS)
+
+
 def test_what_fits_depends_on_the_lengths():
     cubed = Spec.of("expression", text="q_idx * q_idx * q_idx >= kv_idx")
     library.check_mask(cubed, Dimensions(batch=1, heads=1, query=1291, kv=9))

@@ -103,7 +103,7 @@ def test_a_kernel_that_takes_nothing_does_not_pass(judge):
         ("--kernel=flash9", "kernel 'flash9' is not known: choose from"),
         (f"--kernel={PLANTED}::nobody", f"{PLANTED} has no 'nobody'"),
         ("--kernel=no_such_file.py::x", "there is no file no_such_file.py"),
-        (kernel("not_a_subject"), "is int: it must be a Subject"),
+        (kernel("not_a_subject"), "is int, and must be a function"),
         (kernel("Absent"), "cannot run on cpu: it needs a quantum computer"),
     ],
 )

@@ -3,10 +3,12 @@
 import json
 import math
 import os
+import re
 
 import pytest
 from msgspec.structs import replace
 from tests.messages import one_line
+from tests.reporting import gate_reports
 
 from attncheck.core.errors import UsageError
 from attncheck.records import failures
@@ -69,6 +71,35 @@ def test_an_id_is_looked_up_in_reports(make, reports):
     assert (found.kernel, found.convention, found.device) == ("mine.py::f", "flash_attn", "cpu")
 
 
+@pytest.mark.parametrize("of", ["the failure", "the Case"])
+def test_an_id_is_looked_up_in_a_gate(reports, of):
+    record = gate_reports.record("mine.py::f", status="fail")
+    answer = gate_reports.answer(record)
+    report = gate_reports.report(answer, command="attncheck gate mine.py::f --convention sdpa")
+    reports.mkdir()
+    (reports / "gate.json").write_text(report_json(report))
+    found = find_reproduction(answer.failure if of == "the failure" else record.case_id, reports)
+    assert (found.kernel, found.convention, found.case) == ("mine.py::f", "sdpa", record.case)
+
+
+def test_a_kept_failure_precedes_a_report_of_it(failed, reports):
+    """Only the failure has the folder of the kernel's file."""
+    kept = replace(failed, kernel="../kernels/mine.py::kernel")
+    keep_failure(kept, reports / "failures")
+    record = replace(failed.record, kernel="mine.py::kernel", environment="here")
+    answer = gate_reports.answer(record, failure=failed.id)
+    (reports / "a.json").write_text(report_json(gate_reports.report(answer)))
+    for wanted in (failed.id, record.case_id):
+        assert find_reproduction(wanted, reports).kernel == kept.kernel
+
+
+def test_a_report_of_no_kernels_is_no_broken_one(reports):
+    reports.mkdir()
+    (reports / "oracles.json").write_text('{"schema": 1, "records": [{"case_id": "abcdefghij"}]}')
+    with pytest.raises(UsageError, match=r"1 other JSON files\. Name another folder"):
+        find_reproduction("abcdefghij", reports)
+
+
 def test_of_several_kernels_one_is_chosen(make, reports):
     kernels = ["one", "two", "three"]
     records = [make.record(kernel, status="fail") for kernel in kernels[:2]]
@@ -96,7 +127,8 @@ def test_what_is_no_id(failed, reports, text):
     with pytest.raises(UsageError, match="is no id"):
         keep_failure(replace(failed, id=text), reports)
     assert not reports.exists()
-    with pytest.raises(UsageError, match="is neither a file nor an id: "):
+    unread, unknown = f"{text} cannot be read: No such file", f"nothing is known of '{text}'"
+    with pytest.raises(UsageError, match=f"^{re.escape(unread if '/' in text else unknown)}"):
         find_reproduction(text, reports)
 
 

@@ -101,6 +101,7 @@ def test_an_absent_kernel_is_untested():
         ("attncheck gate 'never closed --strict", Policy(strict=True)),
         ("attncheck gate --flaky many", Policy()),
         ("attncheck gate --flaky", Policy()),
+        (f"attncheck gate {'k.py::f ' * 2000} --strict", Policy(strict=True)),
     ],
 )
 def test_pages_judge_by_the_command_line(command, policy):

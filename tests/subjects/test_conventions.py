@@ -256,7 +256,7 @@ def test_a_name_shows_it_where_the_signature_does_not():
 
 def test_a_subject_has_no_options_but_its_own():
     options = ConventionOptions(lse="base2")
-    assert adopted(sdpa(bare), "kernel", None, options).startswith("be a function: a Subject says")
+    assert adopted(sdpa(bare), "kernel", None, options).startswith("is no function: a Subject says")
 
 
 def test_options_are_checked_and_promises_kept():
@@ -409,15 +409,18 @@ def test_the_signature_says_what_it_takes(found, summary):
     assert sdpa(found).summary == f"sdpa convention: takes {summary}"
 
 
+FIRST_THREE = "a kernel's first three arguments are query, key and value, without defaults"
+
+
 @pytest.mark.parametrize(
     ("found", "reason"),
     [
-        (3, "be a function of query, key and value"),
-        (dict, "be a function of query, key and value"),
-        (two, "be a function of query, key and value: its first three"),
-        (defaults, "be a function of query, key and value: its first three"),
-        (named, "be a function of query, key and value: its first three"),
-        (needs, "need no 'block_size', for which"),
+        (3, "is int, and must be a function of query, key and value"),
+        (dict, "is type, and must be a function of query, key and value"),
+        (two, f"takes (q, k): {FIRST_THREE}"),
+        (defaults, f"takes (q, k, v=…): {FIRST_THREE}"),
+        (named, f"takes (q, k, attn_mask): {FIRST_THREE}"),
+        (needs, "needs 'block_size', which the sdpa convention does not pass: give it a default, "),
     ],
 )
 def test_what_is_no_such_function(found, reason):
@@ -431,7 +434,7 @@ def test_a_triton_function_is_not_what_launches_it():
     def kernel(q, k, v):
         pass
 
-    assert "be the Python function that launches" in str(adopted(kernel, "kernel", "sdpa"))
+    assert "name the Python function that launches" in str(adopted(kernel, "kernel", "sdpa"))
 
 
 def test_conventions_by_name():
@@ -442,8 +445,10 @@ def test_conventions_by_name():
     subject = sdpa(bare)
     assert adopted(subject, "kernel") is subject
     assert adopted(subject, "kernel", "native") is subject
-    assert adopted(bare, "kernel", "native") == "be a Subject"
-    assert adopted(3, "kernel") == "be a Subject, or be a function of query, key and value"
+    assert adopted(bare, "kernel", "native") == "is function, and must be a Subject"
+    number = "is int, and must be a function of query, key and value"
+    assert adopted(3, "kernel", "sdpa") == number
+    assert adopted(3, "kernel") == f"{number}, or a Subject"
 
 
 # By name, from files and modules.
@@ -491,8 +496,8 @@ def test_what_else_a_module_may_hold(mine):
         ("no_such_module:kernel", None, "importing no_such_module raised ModuleNotFoundError"),
         (":kernel", None, "there is no module before ':'"),
         ("mine_of_conventions:", None, "there is no name after ':'"),
-        ("mine_of_conventions:torch", None, "is module: it must be a Subject, or be a function of"),
-        ("mine_of_conventions:kernel", "native", "it must be a Subject"),
+        ("mine_of_conventions:torch", None, "is module, and must be a function of"),
+        ("mine_of_conventions:kernel", "native", "and must be a Subject"),
         ("mine_of_conventions:kernel", "ragged", "'ragged' is not known: choose from flash_attn, "),
         ("mine_of_conventions:kernel", "varlen", "it must take cu_seqlens_q, as the varlen"),
         ("ideal", "sdpa", "is attncheck's own: leave its convention out"),

@@ -258,7 +258,8 @@ def test_scales_of_blocks_are_none_of_the_convention(convention):
 
     function = {"flash_attn": fixed, "varlen": packed}[convention]
     assert adopted(function, "kernel", convention) == (
-        "need no 'k_block_scales', for which the convention has no value"
+        f"needs 'k_block_scales', which the {convention} convention does not pass: give it a "
+        "default, or write an adapter (docs/how-to/adapters.md)"
     )
 
 
@@ -324,6 +325,6 @@ def test_a_function_without_its_tensors_is_none_of_the_convention():
     def kernel(q, k, v, cu_seqlens_q): ...
 
     assert adopted(kernel, "kernel", "varlen") == (
-        "take cu_seqlens_k, as the varlen convention has it"
+        "takes no cu_seqlens_k, which the varlen convention passes"
     )
-    assert adopted(lambda q, k, v: q, "kernel", "varlen").startswith("take cu_seqlens_q")
+    assert adopted(lambda q, k, v: q, "kernel", "varlen").startswith("takes no cu_seqlens_q")

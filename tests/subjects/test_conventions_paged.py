@@ -192,12 +192,12 @@ def test_a_sink_is_asked_where_there_is_an_argument_for_it():
 @pytest.mark.parametrize(
     ("argument", "reason"),
     [
-        ("k_new", "need no 'k_new': keys are in the cache already, and none are written"),
-        ("slot_mapping", "need no 'slot_mapping': keys are in the cache already"),
-        ("k_scale", "need no 'k_scale': fp8 has one descale a sequence and key head"),
-        ("rotary_cos", "need no 'rotary_cos': queries and keys are rotated already"),
-        ("dropout", "need no 'dropout': dropout is not checked"),
-        ("workspace", "need no 'workspace', for which the convention has no value"),
+        ("k_new", "needs 'k_new': keys are in the cache already, and none are written"),
+        ("slot_mapping", "needs 'slot_mapping': keys are in the cache already"),
+        ("k_scale", "needs 'k_scale': fp8 has one descale a sequence and key head"),
+        ("rotary_cos", "needs 'rotary_cos': queries and keys are rotated already"),
+        ("dropout", "needs 'dropout': dropout is not checked"),
+        ("workspace", "needs 'workspace', which the paged convention does not pass: give"),
     ],
 )
 def test_what_it_has_no_value_for_is_refused(argument, reason):
@@ -214,7 +214,7 @@ def test_a_table_and_lengths_are_needed(missing):
     scope = {}
     exec(f"def kernel(q, k_cache, v_cache, {there}): ...", scope)  # noqa: S102
     assert adopted(scope["kernel"], "kernel", "paged") == (
-        f"take {missing}, as the paged convention has it"
+        f"takes no {missing}, which the paged convention passes"
     )
 
 

@@ -109,6 +109,14 @@ def test_siblings_of_one_name_are_each_kernels_own(tmp_path):
     assert found == [[2, 2], [3, 3]]
 
 
+@pytest.mark.parametrize("name", [".", "..", "kernels", "./kernels", "kernels/"])
+def test_a_folder_is_no_kernel(name, tmp_path, monkeypatch):
+    (tmp_path / "kernels").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"is a folder: name a function, FILE\.py::NAME"):
+        load_subject(name)
+
+
 def test_a_name_of_the_library():
     assert load_subject("ideal").name == "ideal"
     with pytest.raises(UnknownName, match="choose from"):
@@ -119,11 +127,11 @@ def test_a_name_of_the_library():
     ("text", "name", "message"),
     [
         ("x = 1", "y", "has no 'y'"),
-        ("x = 1", "x", "int: it must be a Subject"),
+        ("x = 1", "x", "is int, and must be a function of"),
         ("import no_such_module", "x", "ModuleNotFoundError: No module named"),
         ("def x(:", "x", "SyntaxError"),
         ("def x():\n    raise ValueError('no licence\\nat all')", "x", "ValueError: no licence"),
-        ("def x():\n    return 3", "x", "int: it must be a Subject"),
+        ("def x():\n    return 3", "x", "is int, and must be a function of"),
         ("raise SystemExit(3)", "x", "importing .* raised SystemExit: 3"),
         (
             "import sys\ndef x():\n    sys.exit('no GPU')",

@@ -15,6 +15,7 @@ from attncheck.core.errors import (
     ProblemError,
     UnknownName,
     UsageError,
+    did_you_mean,
     require_known,
     without_recorded,
 )
@@ -375,6 +376,8 @@ def check_measured(dtype: str) -> None:
 
 _CellAndSubject = tuple[Cell, "Subject"]
 
+_MOST_CHOICES = 16  # Whole labels in a message; beyond this number they are cut off.
+
 
 def choose_cell(name: str, pairs: Sequence[tuple[Cell, list[Subject]]]) -> tuple[Cell, Subject]:
     """Return the cell and kernel named ``name``: ``KERNEL/VARIANT[/HEADS[/DTYPE]]``.
@@ -389,7 +392,10 @@ def choose_cell(name: str, pairs: Sequence[tuple[Cell, list[Subject]]]) -> tuple
     choices = [(cell, subject) for cell, subjects in pairs for subject in subjects]
     matches = [one for one in choices if f"{'/'.join(_label_parts(one))}/".startswith(f"{name}/")]
     if not matches:
-        raise UnknownName("cell", name, _nearest_labels(name, choices))
+        whole, cut = _nearest_labels(name, choices)
+        # A page of whole labels would hide those that are near.
+        listed = whole if len(whole) <= _MOST_CHOICES else cut
+        raise UnknownName("cell", name, listed, near=did_you_mean(name, cut))
     if len(matches) == 1:
         return matches[0]
     labels = ["/".join(_label_parts(choice)) for choice in matches]
@@ -409,14 +415,14 @@ def _label_parts(choice: _CellAndSubject) -> tuple[str, ...]:
     return tuple(part for part in parts if part)
 
 
-def _nearest_labels(name: str, choices: list[_CellAndSubject]) -> list[str]:
-    """Return the labels that begin with the known part of ``name``, cut off one part after it."""
+def _nearest_labels(name: str, choices: list[_CellAndSubject]) -> tuple[set[str], set[str]]:
+    """Return the labels that begin with the known part of ``name``; and cut off one part after."""
     labels, depth = [_label_parts(one) for one in choices], 1
     while known := [p for p in labels if f"{name}/".startswith(f"{'/'.join(p[:depth])}/")]:
         if depth > max(map(len, known)):
             break
         labels, depth = known, depth + 1
-    return sorted({"/".join(parts[:depth]) for parts in labels})
+    return {"/".join(parts) for parts in labels}, {"/".join(parts[:depth]) for parts in labels}
 
 
 # ------------------------------------------------------------ mods and inputs of the user's own

@@ -104,7 +104,7 @@ class CheckOptions:
 
 @verb.command
 def check(options: CheckOptions) -> int:
-    """Ask one kernel what wrong kernels answer wrongly: exact probes, then a dozen problems.
+    """Ask one kernel what wrong kernels answer wrongly: some sixty exact probes and problems.
 
     SPEC is FILE.py::NAME, package.module:NAME, FOLDER::NAME of the kernels hub, or a kernel of
     `attncheck list`. NAME is a function of query, key and value in a known convention that gives

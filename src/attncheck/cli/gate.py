@@ -31,7 +31,7 @@ from attncheck.cli.long_runs import (
 )
 from attncheck.cli.options import few_threads, typed_command
 from attncheck.cli.standard_output import interrupts, standard_output
-from attncheck.core.errors import UnknownName, UsageError, parse_seconds
+from attncheck.core.errors import UsageError, parse_seconds
 from attncheck.core.files import check_names
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.baseline_entries import Baseline, read_baseline
@@ -368,7 +368,7 @@ def _kernels_of(words: tuple[str, ...]) -> tuple[str, ...]:
     """
     from attncheck.subjects.capabilities.configuration import read_configuration
     from attncheck.subjects.hub_kernels import is_hub_folder
-    from attncheck.subjects.load import is_reference, kernel_names
+    from attncheck.subjects.load import is_reference, kernel_names, unknown_kernel
 
     if not words:
         configured = tuple(read_configuration().kernels)
@@ -384,7 +384,7 @@ def _kernels_of(words: tuple[str, ...]) -> tuple[str, ...]:
         if colons and not Path(file).is_file() and not is_hub_folder(file):
             raise UsageError(f"kernel {kernel!r}: there is no file {file!r}.")
         if not is_reference(kernel) and kernel not in kernel_names():
-            raise UnknownName("kernel", kernel, kernel_names())
+            raise unknown_kernel(kernel)
     return tuple(dict.fromkeys(words))
 
 

@@ -216,6 +216,17 @@ def _measure_kernels(
     from attncheck.verify.verify import applicable_subjects, assemble_report
 
     cells, device = _cells(options), options.device
+    subjects = [host.subject for host in hosts.values()]
+    # Before the trials of plain functions, which may take minutes.
+    if options.kernels:
+        _refuse_not_applicable(cells, subjects)
+    # Kernels that were not named are left out with a message instead of an error.
+    elif left_out := _without_gradients(cells, subjects):
+        click.echo(f"attncheck: without gradients, and so without a row: {left_out}.", err=True)
+    if options.explained is not None:
+        others = ("fmt", "directory", "plots")
+        _refuse_with("--explain", others, "prints one cell and writes no files")
+        cells, hosts = _choose(options.explained, cells, hosts, device)
     load_ahead([cell.problem for cell in cells], hosts, device)
     typed = options.shapes or options.recording
     claims = claimed(
@@ -226,15 +237,8 @@ def _measure_kernels(
         problems=[cell.problem for cell in cells if typed],
     )
     subjects = [host.subject for host in hosts.values()]
-    if options.kernels:
-        _refuse_not_applicable(cells, subjects)
-    # Kernels that were not named are left out with a message instead of an error.
-    elif left_out := _without_gradients(cells, subjects):
-        click.echo(f"attncheck: without gradients, and so without a row: {left_out}.", err=True)
     if options.explained is not None:
-        others = ("fmt", "directory", "plots")
-        _refuse_with("--explain", others, "prints one cell and writes no files")
-        return _explain(options.explained, cells, subjects, device), None
+        return _explain(cells[0], subjects[0], device), None
     # Check before the first kernel runs, since measuring may take an hour.
     rendering.check_writable(options.directory)
     concerned = applicable_subjects([cell.problem for cell in cells], subjects)
@@ -381,21 +385,38 @@ def _refuse_with(
         raise UsageError(f"{option} {reason}: leave out {' and '.join(typed)}.")
 
 
-def _explain(name: str, cells: list[Cell], subjects: list[Subject], device: str) -> Report:
-    """Measure the one cell called ``name``, and show the parts of its verdict.
+def _choose(
+    name: str, cells: list[Cell], hosts: Mapping[str, KernelHost], device: str
+) -> tuple[list[Cell], dict[str, KernelHost]]:
+    """Return the one cell called ``name``, and the host of its kernel.
 
-    Raise UsageError if ``name`` matches none of ``cells``, or several.
+    The kernel is called as in reports, or as it was typed. Raise UsageError if ``name`` matches
+    none of ``cells``, or several.
     """
     from attncheck.cases.variants import choose_cell
+    from attncheck.verify.verify import case_subjects
+
+    subjects = {host.subject.name: kernel for kernel, host in hosts.items()}
+    for label, kernel in subjects.items():
+        if f"{name}/".startswith(f"{kernel}/"):
+            name = label + name.removeprefix(kernel)
+            break
+    every = [host.subject for host in hosts.values()]
+    subjects_of_cells = case_subjects([cell.problem for cell in cells], every, device)
+    cell, subject = choose_cell(name, list(zip(cells, subjects_of_cells, strict=True)))
+    kernel = subjects[subject.name]
+    return [cell], {kernel: hosts[kernel]}
+
+
+def _explain(cell: Cell, subject: Subject, device: str) -> Report:
+    """Measure one cell, and show the parts of its verdict."""
     from attncheck.inputs.problem import Case
     from attncheck.reporting.check_document import explanation
     from attncheck.reporting.rendering import show
-    from attncheck.verify.verify import case_subjects, verify
+    from attncheck.verify.verify import verify
 
-    subjects_of_cells = case_subjects([cell.problem for cell in cells], subjects, device)
-    cell, subject = choose_cell(name, list(zip(cells, subjects_of_cells, strict=True)))
     cases = [(cell.variant, Case(problem=cell.problem))]
-    report = verify(subject, cases, device=device, applicable_only=True, timed=True)
+    report = verify(subject, cases, device=device, timed=True)
     (record,) = report.records
     with standard_output():
         show(record, document=explanation)

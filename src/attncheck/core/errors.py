@@ -10,6 +10,19 @@ T = TypeVar("T")
 
 _NEAR = 0.8  # Similarity, 0–1, from which one name counts as a misspelling of the other.
 
+_TORCH_NAMES = {
+    "float64": "fp64",
+    "double": "fp64",
+    "float32": "fp32",
+    "float": "fp32",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+}
+"""What torch calls the dtypes of attncheck."""
+
 
 class AttncheckError(Exception):
     """Base of every error that attncheck raises on purpose; its text is one line."""
@@ -20,11 +33,14 @@ class UsageError(AttncheckError):
 
 
 class UnknownName(UsageError):
-    """A name that is not in a closed list; the message lists the valid ones, the nearest first."""
+    """A name that is not in a closed list; the message lists the valid ones.
 
-    def __init__(self, kind: str, name: object, valid: Iterable[object]) -> None:
+    It begins with ``near``, by default ``did_you_mean`` of the valid ones.
+    """
+
+    def __init__(self, kind: str, name: object, valid: Iterable[object], near: str = "") -> None:
         names = sorted(str(v) for v in valid)
-        near = did_you_mean(name, names)
+        near = near or did_you_mean(name, names)
         choose = f"{near} Choose" if near else "choose"
         super().__init__(f"{kind} {name!r} is not known: {choose} from {', '.join(names)}.")
 
@@ -47,7 +63,10 @@ def look_up(kind: str, name: str, table: Mapping[str, T]) -> T:
 
 
 def did_you_mean(name: object, valid: Iterable[str]) -> str:
-    """Return ``did you mean 'causal'?`` for ``casual``; empty if no valid name is similar."""
+    """Return ``did you mean 'causal'?`` for ``casual``; empty if no valid name is similar.
+
+    For torch's name of a dtype it is attncheck's.
+    """
     from difflib import SequenceMatcher  # imported here, since most runs do not need it
 
     def nearness(other: str) -> float:
@@ -60,7 +79,11 @@ def did_you_mean(name: object, valid: Iterable[str]) -> str:
         numbers_differ = re.sub(r"\d", "", a) == re.sub(r"\d", "", b)
         return 0.0 if numbers_differ else SequenceMatcher(None, a, b).ratio()
 
-    near = max(valid, key=nearness, default="")
+    names = list(valid)
+    dtype = _TORCH_NAMES.get(str(name).lower().removeprefix("torch."))
+    if dtype in names:
+        return f"did you mean {dtype!r}?"
+    near = max(names, key=nearness, default="")
     return f"did you mean {near!r}?" if near and nearness(near) >= _NEAR else ""
 
 

@@ -131,7 +131,7 @@ def _as_real(part: _Part) -> _Part:
     if part.value is not None:
         value = fp32(part.value)
         return _Part(kind="real number", code=repr(value), value=value)
-    return _Part(kind="real number", code=f"({part.code}).to(score.dtype)")
+    return _Part(kind="real number", code=f"({part.code}).to(score.dtype)", scored=part.scored)
 
 
 def _promote(node: ast.expr, *parts: _Part) -> tuple[_Part, ...]:
@@ -161,19 +161,20 @@ def _compute(node: ast.expr, function: Callable[..., float], template: str, *par
     if all(part.value is not None for part in parts):
         return _constant(node, function(*(part.value for part in parts)))
     code = template.format(*(part.code for part in parts))
+    scored = any(part.scored for part in parts)
     if parts[0].kind == "real number":
-        return _Part(kind="real number", code=code, scored=any(part.scored for part in parts))
+        return _Part(kind="real number", code=code, scored=scored)
     if function is operator.mod:
         divisor = int(parts[1].value or 0)
         limits = (min(0, divisor + 1), max(0, divisor - 1))
-        return _Part(kind="whole number", code=code, range=limits)
+        return _Part(kind="whole number", code=code, range=limits, scored=scored)
     # Monotone functions have their extremes in the corners; abs may have one between them.
     values = [int(function(*corner)) for corner in itertools.product(*(p.range for p in parts))]
     if function is abs and parts[0].range[0] < 0 < parts[0].range[1]:
         values.append(0)
     for value in values:
         _require_32_bits(node, value)
-    return _Part(kind="whole number", code=code, range=(min(values), max(values)))
+    return _Part(kind="whole number", code=code, range=(min(values), max(values)), scored=scored)
 
 
 # --- functions --------------------------------------------------------------------------------

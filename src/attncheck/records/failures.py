@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -16,9 +17,10 @@ from attncheck.core import json_numbers
 from attncheck.core.errors import UsageError
 from attncheck.core.files import write_texts
 from attncheck.core.sanitize_text import one_line
-from attncheck.records.json_reports import LARGEST_REPORT, load_report
+from attncheck.records.json_reports import LARGEST_GATE, load_report
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, Environment, Record, Report
+from attncheck.records.run_reports import GateReport
 
 FAILURE_FOLDER = "failures"  # Name of the folder of failures within the folder of reports.
 MAX_STORED = 200  # Failures stored in a folder; beyond this number the oldest are removed.
@@ -26,15 +28,18 @@ MAX_STORED = 200  # Failures stored in a folder; beyond this number the oldest a
 _SCHEMA = 1
 _LARGEST = 2**22  # Bytes of the largest failure, case or problem that is read.
 _MOST_FILES = 2000  # Files that are searched for an id.
+# Reports that are searched for an id, by a key that they have besides ``kernels``.
+_KINDS: dict[str, type[Report | GateReport]] = {"records": Report, "answers": GateReport}
 # Ids consist of ten base32 characters, unlike the path of any JSON file.
 _ID = re.compile(r"[a-z2-7]{10}")
+_ID_FORM = "ten of a–z and 2–7, such as qs36byvjtt"
 
 
 class StoredFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kernel that failed one Case."""
 
     schema: int = _SCHEMA
-    # Ten letters and digits derived from the kernel, its calling convention, the device and the
+    # Ten of a–z and 2–7, derived from the kernel, its calling convention, the device and the
     # Case, so that two kernels that fail one Case have different ids.
     id: str
     kernel: str  # as the user named it: a name, ``file.py::name`` or ``package.module:name``
@@ -76,7 +81,7 @@ def keep_failure(
     """
     # The id becomes a file name, which must not lead out of the folder.
     if not is_id(failed.id):
-        raise UsageError(f"{one_line(failed.id)!r} is no id: it has ten letters and digits.")
+        raise UsageError(f"{one_line(failed.id)!r} is no id: it has {_ID_FORM}.")
     text = json_numbers.to_json_text(failed)
     (path,) = write_texts({f"{failed.id}.json": text}, directory, what="failures", instead="folder")
     # Without a limit, tests of a broken kernel would fill the disk.
@@ -115,11 +120,10 @@ def find_reproduction(
         UsageError: in one line, if there is none, or if several kernels match and none is chosen.
     """
     if not is_id(wanted):
-        if not Path(wanted).exists() or Path(wanted).is_dir():
-            raise UsageError(
-                f"{one_line(wanted)!r} is neither a file nor an id: reports show the ids of "
-                "failures, of ten letters and digits."
-            )
+        # A misspelt id has neither a dot nor a slash, which a misspelt path mostly has.
+        is_file = os.path.isfile(wanted)  # noqa: PTH113  # False for a name that is too long
+        if not {".", "/"} & set(wanted) and not is_file:
+            raise UsageError(f"nothing is known of {one_line(wanted)!r}: an id has {_ID_FORM}.")
         return _read_reproduction(Path(wanted))
     reports = Path(reports)
     files = sorted(reports.rglob("*.json"))[:_MOST_FILES] if reports.is_dir() else []
@@ -127,6 +131,10 @@ def find_reproduction(
     candidates = [one for path in files for one in _matches_in(path, wanted, broken)]
     if not candidates:
         raise UsageError(_unknown_id_message(wanted, reports, files, broken))
+    # Reports leave out the folder of a kernel's file, which a kept failure has.
+    kept = [one for one in candidates if one.source.parent.name == FAILURE_FOLDER]
+    known = {Path(one.kernel).name for one in kept}
+    candidates = kept + [one for one in candidates if Path(one.kernel).name not in known]
     named = [one for one in candidates if one.kernel == kernel]
     # The Case may also be asked of a kernel that never failed it, for comparison.
     if kernel:
@@ -171,7 +179,7 @@ def _read_reproduction(path: Path) -> Reproduction:
     keys = set(data) if isinstance(data, dict) else set()
     if "record" in keys:
         return _of_failure(_parse_failure(data, name), path)
-    if "records" in keys:
+    if {"records", "answers"} & keys:
         raise UsageError(f"{name} is a report: give the id of one of its records (case_id).")
     if "problem" in keys:
         return Reproduction(case=data, source=path)
@@ -196,7 +204,7 @@ def _matches_in(path: Path, wanted: str, broken: list[str]) -> Iterator[Reproduc
     """Yield a file's Reproductions with the id; append to ``broken`` if it cannot be read."""
     try:
         with path.open("rb") as file:
-            text = file.read(LARGEST_REPORT + 1)
+            text = file.read(LARGEST_GATE + 1)
         # Searching the text for the id is much faster than parsing every report of the folder.
         if wanted.encode() not in text and path.stem != wanted:
             return
@@ -205,7 +213,13 @@ def _matches_in(path: Path, wanted: str, broken: list[str]) -> Iterator[Reproduc
             if wanted in {failed.id, failed.record.case_id}:
                 yield _of_failure(failed, path)
             return
-        report = load_report(path, Report)
+        data = json_numbers.read_json(path, "report", LARGEST_GATE)
+        keys = set(data) if isinstance(data, dict) else set()
+        # Other reports, such as those of oracles, have no kernel to ask.
+        kind = next((each for key, each in _KINDS.items() if {"kernels", key} <= keys), None)
+        if kind is None:
+            return
+        report = load_report(path, kind)
     except UsageError as error:
         broken.append(str(error))
     except OSError as error:
@@ -214,8 +228,12 @@ def _matches_in(path: Path, wanted: str, broken: list[str]) -> Iterator[Reproduc
         yield from _of_report(report, wanted, path)
 
 
-def _of_report(report: Report, wanted: str, path: Path) -> Iterator[Reproduction]:
-    records = [record for record in report.records if record.case_id == wanted]
+def _of_report(report: Report | GateReport, wanted: str, path: Path) -> Iterator[Reproduction]:
+    if isinstance(report, GateReport):
+        answers = report.answers
+        records = [a.record for a in answers if wanted in {a.failure, a.record.case_id}]
+    else:
+        records = [record for record in report.records if record.case_id == wanted]
     # If several kernels were asked the Case, only those that failed count.
     failed = [record for record in records if record.status in FAILED_STATUSES]
     convention = _option(report.command, "--convention")

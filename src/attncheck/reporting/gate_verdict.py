@@ -7,6 +7,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from attncheck.core.grouping import group_by
@@ -71,11 +72,10 @@ class FailureGroup:
 
 def policy_of(report: GateReport) -> Policy:
     """Return the policy that the command line of ``report`` set."""
-    command = report.command[:_LONGEST_COMMAND]
-    try:
-        words = shlex.split(command)
-    except ValueError:  # it may be malformed, or cut in the middle of a quoted word
-        words = command.split()
+    words = report.command.split()
+    with suppress(ValueError):  # it may be malformed
+        # In a longer one a quoted word may be taken for an option, but no option is missed.
+        words = shlex.split(report.command) if len(report.command) <= _LONGEST_COMMAND else words
     flaky = 0
     for word, following in itertools.pairwise([*words, ""]):
         name, _, value = word.partition("=")

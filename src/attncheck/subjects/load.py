@@ -36,7 +36,18 @@ if TYPE_CHECKING:
 
     from attncheck.subjects.conventions.convention import ConventionOptions
 
-__all__ = ["Candidate", "Entry", "is_reference", "kernel_names", "load_kernel", "load_subject"]
+__all__ = [
+    "Candidate",
+    "Entry",
+    "is_reference",
+    "kernel_names",
+    "load_kernel",
+    "load_subject",
+    "unknown_kernel",
+]
+
+
+_CALLED = "needs no arguments, so it is called to make the kernel: what it makes "
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,9 +91,8 @@ class Candidate:
             options = self._options(native=isinstance(target, Subject))
         subject = adopted(target, self.name, convention, options)
         if isinstance(subject, str):
-            gives = "is" if target is self.target else "called without arguments gives"
-            kind = type(target).__name__
-            raise UsageError(f"kernel {self.kernel!r} {gives} {kind}: it must {subject}.")
+            called = "" if target is self.target else _CALLED
+            raise UsageError(f"kernel {self.kernel!r} {called}{subject}.")
         return subject
 
     def facts(self) -> Entry:
@@ -239,8 +249,7 @@ def load_candidate(kernel: str, convention: str | None = None) -> Candidate:
             else:
                 table = read_table({**published, "entry": value}, place)
     else:
-        _check_spelling(kernel)
-        raise UnknownName("kernel", kernel, kernel_names())
+        raise unknown_kernel(kernel)
     return Candidate(
         kernel=kernel,
         target=target,
@@ -354,16 +363,18 @@ def _check_builtin(kernel: str, convention: str | None) -> None:
         )
 
 
-def _check_spelling(kernel: str) -> None:
-    """Raise UsageError if ``kernel`` looks like a file or module."""
+def unknown_kernel(kernel: str) -> UsageError:
+    """Return the error for a name of no kernel, which may be a folder, file or module instead."""
+    if os.path.isdir(kernel):  # noqa: PTH112  # False for a name that is too long
+        return UsageError(f"kernel {kernel!r} is a folder: name a function, FILE.py::NAME.")
     # A plain word is a misspelt name, for which a list of names is the better message.
     if "/" not in kernel and "." not in kernel:
-        return
+        return UnknownName("kernel", kernel, kernel_names())
     correct = f"{kernel}::NAME" if kernel.endswith(".py") else "FILE.py::NAME"
-    module, dot, name = kernel.rpartition(".")
-    if dot and "/" not in kernel and not kernel.endswith(".py"):
+    module, _, name = kernel.rpartition(".")
+    if module and name and "/" not in kernel and not kernel.endswith(".py"):
         correct = f"{module}:{name}"
-    raise UsageError(
+    return UsageError(
         f"kernel {kernel!r} is no kernel of attncheck's, and names no function of a file or "
         f"module: write {correct}."
     )

@@ -45,7 +45,7 @@ def subject_on_terms(subject: Subject, terms: Terms) -> Subject:
     else:
         called = adopted(plain, plain.name, terms.convention, ConventionOptions(**how))
     if isinstance(called, str):
-        raise UsageError(f"kernel {subject.name!r} must {called}.")
+        raise UsageError(f"kernel {subject.name!r} {called}.")
     called.conventions = plain.conventions
     if terms.table is None:
         return called

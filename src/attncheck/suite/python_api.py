@@ -52,9 +52,9 @@ def check(
     Args:
         kernel: A function in a known calling convention, a Subject, or a name as for ``--kernel``:
             ``file.py::name``, ``package.module:name``, or the name of a kernel.
-        problem: The Problem or Case to ask; None for the questions of ``attncheck check``: exact
-            probes, a dozen Problems, and for a Subject crossed ones. Within a Hypothesis test, a
-            Problem that the kernel does not take is rejected, so that another one is drawn.
+        problem: The Problem or Case to ask; None for the questions of ``attncheck check``: some
+            sixty exact probes and Problems, and for a Subject crossed ones. Within a Hypothesis
+            test, a Problem that the kernel does not take is rejected, so that another one is drawn.
         convention: Calling convention of a function; None to infer it from the signature.
         dtypes: Dtypes of the questions if ``problem`` is None.
         device: ``cpu`` or ``cuda``; None for cuda if torch sees a GPU.
@@ -131,7 +131,7 @@ def _subject(kernel: Callable[..., object] | Subject | str, convention: str | No
     name = getattr(kernel, "__name__", type(kernel).__name__)
     subject = adopted(kernel, name, convention)
     if isinstance(subject, str):
-        raise UsageError(f"kernel {name!r} is {type(kernel).__name__}: it must {subject}.")
+        raise UsageError(f"kernel {name!r} {subject}.")
     subject.conventions = (convention,) if convention else possible_conventions(kernel)
     return subject
 

@@ -221,6 +221,16 @@ def _without_default(parameters: list[inspect.Parameter]) -> frozenset[str]:
     return frozenset(p.name for p in parameters if p.default is p.empty and p.kind not in variable)
 
 
+def _parameter_names(parameters: list[inspect.Parameter]) -> str:
+    """Return ``(q, k, causal=…)``, without annotations and values."""
+    shown = [
+        p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else ...)
+        for p in parameters
+    ]
+    text = str(inspect.Signature(shown, __validate_parameters__=False))
+    return text.replace("=Ellipsis", "=…")
+
+
 @dataclass(frozen=True, slots=True)
 class Signature:
     """Keywords of a convention that a function accepts."""
@@ -231,29 +241,30 @@ class Signature:
     named: frozenset[str] = frozenset()
 
     @classmethod
-    def read(cls, function: object, keywords: Collection[str]) -> Signature | str:
+    def read(cls, function: object, keywords: Collection[str], convention: str) -> Signature | str:
         """Return the Signature of a function that takes q, k, v by position, and some ``keywords``.
 
         Args:
             function: A callable; for a ``torch.nn.Module``, its ``forward`` is read.
+            convention: The convention's name, for the reason.
 
         Returns:
             The Signature, with all keywords if they cannot be determined (functions written in C).
-            Or why it does not follow the convention, to follow "it must": ``be a function``.
+            Or why it does not follow the convention, to follow its name: ``needs 'block', …``.
         """
         if not callable(function) or inspect.isclass(function):
-            return "be a function of query, key and value"
+            return f"is {type(function).__name__}, and must be a function of query, key and value"
         # A Triton function needs a grid and pointers, so it cannot be called with tensors alone.
         if type(function).__module__.partition(".")[0] == "triton":
-            return "be the Python function that launches this Triton function"
+            return "is a Triton function: name the Python function that launches it"
         parameters = _signature_parameters(function)
         if parameters is None:
             return cls(frozenset(keywords))
-        return cls._of_parameters(parameters, frozenset(keywords))
+        return cls._of_parameters(parameters, frozenset(keywords), convention)
 
     @classmethod
     def _of_parameters(
-        cls, parameters: list[inspect.Parameter], known: frozenset[str]
+        cls, parameters: list[inspect.Parameter], known: frozenset[str], convention: str
     ) -> Signature | str:
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         tensors = [p for p in parameters if p.kind in positional][:3]
@@ -265,7 +276,8 @@ class Signature:
                 break
         if not enough:
             return (
-                "be a function of query, key and value: its first three arguments, without defaults"
+                f"takes {_parameter_names(parameters)}: a kernel's first three arguments are "
+                "query, key and value, without defaults"
             )
         others = [p for p in parameters if p not in tensors]
         required = _without_default(others)
@@ -275,7 +287,10 @@ class Signature:
             return cls(known, required & known, named)
         unknown = required - known
         if unknown:
-            return f"need no {min(unknown)!r}, for which the convention has no value"
+            return (
+                f"needs {min(unknown)!r}, which the {convention} convention does not pass: give it "
+                "a default, or write an adapter (docs/how-to/adapters.md)"
+            )
         return cls(named, required, named)
 
     def names_of(self, parameter: Parameter) -> tuple[str, ...]:
@@ -363,15 +378,16 @@ class Convention:
         # because their reason is better than "the convention has no value".
         required = _without_default((_signature_parameters(function) or [])[3:])
         for name in required & set(self.declined):
-            return f"need no {name!r}: {self.declined[name]}"
+            return f"needs {name!r}: {self.declined[name]}"
         parameters = self.bound.values()
-        signature = Signature.read(function, [n for each in parameters for n in each.spellings])
+        keywords = [name for each in parameters for name in each.spellings]
+        signature = Signature.read(function, keywords, self.name)
         if isinstance(signature, str):
             return signature
         for each in parameters:
             # Without cu_seqlens, for example, it would silently compute another Problem.
             if each.must and not signature.keywords & set(each.spellings):
-                return f"take {each.spellings[0]}, as the {self.name} convention has it"
+                return f"takes no {each.spellings[0]}, which the {self.name} convention passes"
         return signature
 
     def claims(self, candidate: object, ignored: Collection[str] = ()) -> bool:
@@ -391,6 +407,6 @@ class Convention:
         )
 
     def unfit(self, candidate: object) -> str | None:
-        """Return why an object does not follow this convention, to follow "it must"; or None."""
+        """Return why an object does not follow this convention, to follow its name; or None."""
         signature = self.signature(candidate)
         return signature if isinstance(signature, str) else None

@@ -26,8 +26,10 @@ class _Native:
         return isinstance(candidate, Subject)
 
     def unfit(self, candidate: object) -> str | None:
-        """Return why an object is not a Subject, to follow "it must"; or None."""
-        return None if isinstance(candidate, Subject) else "be a Subject"
+        """Return why an object is not a Subject, to follow its name; or None."""
+        if isinstance(candidate, Subject):
+            return None
+        return f"is {type(candidate).__name__}, and must be a Subject"
 
 
 NATIVE = _Native()
@@ -67,7 +69,7 @@ def adopted(
             identifies, or else sdpa.
 
     Returns:
-        The Subject, or why ``candidate`` cannot be one, to follow "it must".
+        The Subject, or why ``candidate`` cannot be one, to follow its name: ``is int, and …``.
 
     Raises:
         UnknownName: for an unknown convention.
@@ -78,14 +80,14 @@ def adopted(
         chosen = next((each for each in _BY_CERTAINTY if each.claims(candidate)), SDPA)
     if isinstance(chosen, _Native):
         if not isinstance(candidate, Subject):
-            return "be a Subject"
+            return str(chosen.unfit(candidate))
         if options != _NO_OPTIONS:
-            return "be a function: a Subject says itself how it is called"
+            return "is no function: a Subject says itself how it is called"
         return candidate
     signature = chosen.signature(candidate)
     if not isinstance(signature, Signature):
-        # A user who named the convention needs no alternative to it.
-        return signature if convention else f"be a Subject, or {signature}"
+        # A function may be mended, and a user who named the convention needs no alternative to it.
+        return signature if convention or callable(candidate) else f"{signature}, or a Subject"
     assert callable(candidate)
     # Reports show the file's name without the machine's folders.
     path, separator, member = name.partition("::")
