@@ -234,6 +234,24 @@ def test_tiles_come_from_the_last_back_but_in_a_list():
         assert str(tiling) == f"192×128{order}"
 
 
+@pytest.mark.parametrize(
+    ("score", "tile"),
+    [
+        (ALIBI, "192×128"),
+        (Spec.of("temperature", temperature=3.0), "192×128"),
+        (Spec.of("expression", text="where(h < 1, score, 0.5 * score)"), "192×128"),
+        (Spec.of("expression", text="where(q_idx < 9, score, 0.5 * score)"), "192×64"),
+        (Spec.of("relative_bias", distance=9, seed=1), "192×64"),
+        (Spec.of("softcap", cap=2.0), "128×64"),
+    ],
+    ids=str,
+)
+def test_what_a_mod_does_for_each_score_chooses_the_tiles(score, tile):
+    assert str(Flash3().tiling(problem_of(score=score), "cpu")) == f"{tile} reverse"
+    heavy = Spec.of("expression", text="q_idx // 7 >= kv_idx // 7")
+    assert str(Flash3().tiling(problem_of(score=score, mask=heavy), "cpu")) == "128×64"
+
+
 CALLEES = ("walk", "_write_slot", "_read_slot", "_find_block", "_publish_block",
            "_await_block", "_copy", "_listed_tile", "_offsets", "_apply_score_mod", "_apply_mask",
            "_leave_tile_out",
