@@ -13,6 +13,7 @@ from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.core.mod_spec import FULL
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case
+from attncheck.records.failure_causes import without_place
 from attncheck.reporting.check_document import check_document, check_outcome, worst_record
 from attncheck.reporting.record_text import missed_faults
 from attncheck.reporting.rendering import render
@@ -190,7 +191,7 @@ def test_what_is_no_answer_breaks_a_rule_of_the_call(fault, rule, reason):
 
 def test_what_is_raised_is_an_error():
     report = answered(PLANTED.WRONG["raises"], "plain")
-    said = [(r.status, r.reason) for r in report.records]
+    said = [(r.status, without_place(r.reason)) for r in report.records]
     assert said == [("error", "RuntimeError: planted")]
     assert check_outcome(report) == "fail"
 

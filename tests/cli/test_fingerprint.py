@@ -92,7 +92,10 @@ ABLE = "choose from bf16, e4m3, e5m2, fp16, fp32, tf32."
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("ideal", "--dtype", "half"), f"dtype 'half' is not known: {ABLE}"),
+        (
+            ("ideal", "--dtype", "half"),
+            f"dtype 'half' is not known: did you mean 'fp16'? {ABLE.capitalize()}",
+        ),
         (("ideal", "--dtype", "fp64"), f"dtype 'fp64' is not known: {ABLE}"),
         (("nobody",), "nobody"),
         (("sdpa-cudnn",), "needs a CUDA GPU"),

@@ -137,7 +137,7 @@ def test_an_interrupt_while_something_is_imported(tmp_path, module, what):
 
 def test_an_interrupt_while_the_kernel_is_loaded(tmp_path):
     (tmp_path / "mine.py").write_text("import os, time\nos.write(2, b'loaded\\n')\ntime.sleep(600)")
-    run = started("check", "mine.py::kernel", cwd=tmp_path)
+    run = started("check", "mine.py::kernel", "-v", cwd=tmp_path)
     assert run.stderr.readline() == "loaded\n"
     family = descendants(run.pid)
     assert len(family) == 1

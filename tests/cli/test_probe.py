@@ -71,7 +71,7 @@ def test_a_kernel_that_takes_nothing(attncheck, kernel):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("mine.py::two",), "takes (q, k): a kernel's first three"),
+        (("mine.py::two",), r"takes \(q, k\): a kernel's first three"),
         (("nosuch",), "kernel 'nosuch' is not known: choose from"),
         (("mine.py::kernel", "--convention", "ours"), "convention 'ours' is not known"),
         (("sdpa-cudnn",), "cannot run on cpu: needs a CUDA GPU"),

@@ -58,7 +58,7 @@ PLANTED = {
     "exit code 0, not 1": {"code": 1},
     "nothing says": {"says": "FAIL"},
     "lines of standard error": {
-        "kernel": "[sys.stderr.write(f'{n}\\n') for n in range(9)]; return right(q, k, v)"
+        "kernel": "[sys.stderr.write(f'{n}\\n') for n in range(9)]; os._exit(3)"
     },
     "left ['work/more.txt']": {"kernel": "open('more.txt', 'w'); return right(q, k, v)"},
     "left ['tmp/more.txt']": {"kernel": "open('../tmp/more.txt', 'w'); return right(q, k, v)"},

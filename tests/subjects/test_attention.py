@@ -94,7 +94,8 @@ def test_rows_that_see_nothing_are_zero_and_minus_infinity(kernel, spec):
 )
 def test_what_fits_to_the_byte_is_taken(kernel, changes, size, monkeypatch):
     problem = small(kv=57, **changes)
-    monkeypatch.setattr(subject, "_memory", lambda device: size)
+    sizes = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size}
+    monkeypatch.setattr(subject.os, "sysconf", sizes.__getitem__)
     assert KERNELS[kernel].unsupported(problem, "cpu") is None
-    monkeypatch.setattr(subject, "_memory", lambda device: size - 1)
+    sizes["SC_PHYS_PAGES"] -= 1
     assert "would take" in KERNELS[kernel].unsupported(problem, "cpu")

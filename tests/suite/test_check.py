@@ -91,7 +91,7 @@ FP8 = Case(problem=CAUSAL.replace(dtype="e4m3"))
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kernel": 3}, "kernel 'int' is int: it must "),
+        ({"kernel": 3}, "kernel 'int' is int, and must be "),
         ({"kernel": right, "problem": 3}, "problem is int: it must be a Problem or a Case."),
         ({"kernel": right, "dtypes": ()}, "dtypes is empty"),
         ({"kernel": right, "device": "tpu"}, "device 'tpu' is not known: choose from cpu, cuda."),

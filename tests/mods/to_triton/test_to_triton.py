@@ -106,8 +106,10 @@ def test_the_source_can_be_read_where_triton_looks():
     mod = to_triton(trace_mask(masks.sliding_window(3)))
     assert inspect.getsource(mod.function.fn) == mod.source
     assert mod.source == (
-        "def mask_mod(b, h, q_idx, kv_idx, captured):\n"
-        "    v0 = q_idx - kv_idx\n"
+        "def mask_mod(b, h, q_idx, kv_idx, captured, offset=None, distance=None):\n"
+        "    if offset is None:\n"
+        "        offset = kv_idx - q_idx\n"
+        "    v0 = -offset\n"
         "    v1 = v0 < captured[0]\n"
         "    v2 = q_idx >= kv_idx\n"
         "    v3 = v1 & v2\n"
