@@ -231,7 +231,7 @@ def test_standard_output_is_the_report_alone(check, mine, spec):
     run = check(spec, "--question", "plain", "--dtype", "fp32", "--format", "json", "-q", cwd=mine)
     assert run.returncode == 0, run.stderr
     # Of a pass only the number.
-    said = r"attncheck: the kernel printed \d+ lines: -v shows them\.\n"
+    said = r"attncheck: the kernel printed \d+ lines in all its calls: -v shows them\.\n"
     assert re.fullmatch(said, run.stderr)
     report = json.loads(run.stdout)
     assert report == json.loads((mine / "reports" / "check.json").read_text())
@@ -296,13 +296,12 @@ def test_the_last_lines_of_a_kernel_that_fails_are_shown_and_of_a_pass_their_num
     assert run.returncode == code, run.stderr
     first, *rest = run.stderr.splitlines()
     shown = "(?:them|the first 64 KiB of them)"
+    count = r"the kernel printed [\d,]+ lines in all its calls"
     if code == 0:
-        assert re.fullmatch(
-            rf"attncheck: the kernel printed [\d,]+ lines: -v shows {shown}\.", first
-        )
+        assert re.fullmatch(rf"attncheck: {count}: -v shows {shown}\.", first)
         assert not rest
     else:
-        said = rf"attncheck: the kernel printed [\d,]+ lines \(-v shows {shown}\), and last:"
+        said = rf"attncheck: {count} \(-v shows {shown}\), and last:"
         assert re.fullmatch(said, first)
         assert rest == [f"line {i}" for i in range(30, 50)]
 

@@ -309,8 +309,11 @@ def judge_emulated(problem, subject=None):
 
 # Among them a block of rows that sees no key, tiles that are wholly visible between others, and
 # heads with lists of their own.
+BELOW = Spec.of("offset", Spec.of("sliding_window", window=400), rows=299)  # no limit above
 MASKS = [
     Spec.of("document", lengths=[150, 20, 130]),
+    Spec.of("expression", text="(q_idx - kv_idx) % 3 < 2"),
+    BELOW,
     Spec.of("expression", text="(q_idx >= 200) & (kv_idx % 150 < 40)"),
     Spec.of("prefix_lm", prefix=130),
     Spec.of("expression", text="kv_idx <= q_idx + 40 * h"),
@@ -364,9 +367,11 @@ def test_a_wrong_mask_or_mod_is_not(fault, emulate, tmp_path, monkeypatch):
     problems = [
         Problem(**sizes, dtype="bf16", mask=MASKS[0]),
         Problem(**sizes, dtype="bf16", mask=MASKS[-1]),
-        Problem(**sizes, dtype="bf16", mask=Spec.of("sliding_window", window=130)),
-        # A warpgroup's rows end in two tiles, of which only the first visited is always masked.
-        Problem(**sizes, kv=380, dtype="bf16", mask=BOTTOM_RIGHT),
+        Problem(**sizes, dtype="bf16", mask=MASKS[1]),
+        Problem(**sizes, dtype="bf16", mask=BELOW),
+        # Of one row of a warpgroup the last key, or the first, of a whole tile is hidden.
+        Problem(**sizes, dtype="bf16", mask=Spec.of("sliding_window", window=191)),
+        Problem(**sizes, kv=426, dtype="bf16", mask=BOTTOM_RIGHT),
         *(Problem(**sizes, dtype=dtype, score=ALIBI) for dtype in ("bf16", "fp16")),
     ]
     assert any(judge_emulated(problem, Emulation()) == "fail" for problem in problems)
@@ -391,6 +396,25 @@ def test_it_waits_for_nothing_that_may_have_gone_on(problem, monkeypatch):
     """A barrier tells two phases apart: who comes two late waits for one that needs them."""
     dawdle(monkeypatch)
     assert judge_emulated(problem) == "pass"
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(**MANY_TILES | {"head_dim": 256}),
+        Problem(**MANY_TILES | {"head_dim": 128, "dtype": "e4m3", "query": 400}),
+        # Of the second block's warpgroups one has no row, and would begin behind the last tile.
+        Problem(**MANY_TILES | {"query": 200}),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("emulated")
+def test_no_tile_that_is_left_out_is_waited_for_by_all(problem, monkeypatch):
+    """In small tiles a warpgroup leaves out as many as shared memory has room for."""
+    dawdle(monkeypatch)
+    problem = problem.replace(mask=Spec.of("sliding_window", window=130))
+    for kernel in (Flash3(), *Flash3().launches(problem, "cpu").values()):
+        assert judge_emulated(problem, kernel) == "pass"
 
 
 @pytest.mark.parametrize("fault", PLANTED["flash3_waits"])

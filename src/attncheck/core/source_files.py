@@ -28,6 +28,8 @@ _MOST_HELD = 2**16  # Characters of held output; more cannot be a usage message.
 _INSTALLED = tuple(
     f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib", "purelib", "platlib")
 )
+# Elsewhere than in this Python's own folders, and code that torch's compiler wrote.
+_PACKAGES = re.compile(r"[/\\](?:site-packages|dist-packages|torchinductor_[^/\\]*)[/\\]")
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _TRITON_POSITION = re.compile(r"at \d+:\d+:")  # First line of Triton's compilation errors.
 
@@ -184,7 +186,7 @@ def line_in_file(path: Path, error: BaseException) -> str:
 
 def is_installed(file: str) -> bool:
     """Return whether ``file`` is Python's own or an installed package's."""
-    return file.startswith(_INSTALLED)
+    return file.startswith(_INSTALLED) or bool(_PACKAGES.search(file))
 
 
 def is_of_kernel(file: str) -> bool:

@@ -118,7 +118,7 @@ def shape_for(
         head_dim: Columns of q.
         dtype: The dtype of q.
         score: The weight of the score mod; None without one.
-        mask: The weight of a mask that is not a ``Band``; else None.
+        mask: The weight of a mask that is not a ``Band``, of which only "heavy" matters; else None.
     """
     if dtype == _FP8:
         shapes = FP8_SHAPES
@@ -744,13 +744,14 @@ def _attend(
         own_first, own_end = walk(
             block * GROUPS + WARPGROUP, query, kv, least, most, ROWS, KEYS, UPPER, LOWER
         )
-        own_first = gl.maximum(gl.minimum(own_first, end - 1), first)
-        own_end = gl.maximum(gl.minimum(own_end, end), own_first + 1)
+        # Rows beyond the last one, which nobody stores, may see later tiles than the block's.
+        own_first = gl.minimum(own_first, end - 1)
+        own_end = gl.minimum(own_end, end)
         key = (own_end - 1) * KEYS
         tiles_after = own_first - first
         if not LISTED:
             count = own_end - own_first
-        if UPPER or LOWER:
+        if UPPER:
             for _ in range(end - own_end):
                 tiles_done, turns_done = _leave_tile_out(
                     tiles_done, turns_done, k_full, k_empty, v_full, v_empty, turns, WARPGROUP,
@@ -815,7 +816,8 @@ def _attend(
                 mbarrier.arrive(v_empty.index((tiles_done - 2) % STAGES), count=1, pred=turn > 1)
             s = _scale_scores(s, s_factor, ahead, FUSED and not NATURAL, SCALED)
             if not LISTED:
-                # As a plain difference LLVM would keep a number in step with it for each column.
+                # No key is below 0, but as a plain difference LLVM would keep a number in step with
+                # it for each column.
                 key = gl.maximum(key - KEYS, 0)
                 partial = False
                 if UPPER:
@@ -823,7 +825,7 @@ def _attend(
                 if LOWER:
                     partial |= key - row < least + ROWS - 1
             s = _apply_score_mod(s, key, row, b, h, score_captured, SCORE, SCORES)
-            # Without a limit only one tile may reach beyond the last key, and it was the first.
+            # Tiles go back, so that only the first may have reached beyond the last key.
             if UPPER or LOWER or LISTED:  # noqa: SIM102  (it is known, and then compiled)
                 if partial:
                     if BRANCHES:
@@ -860,15 +862,18 @@ def _attend(
         p = p_s.index(WARPGROUP) if SCALED else p
         summed = warpgroup_mma(p, _value_tile(v_s, stage, SCALED), acc, is_async=True)
         blocks_done += 1
-        next_block = _await_block(blocks_done, next_s, next_full, next_empty, LISTED)
+        if not LOWER:  # while the last P·V is added up
+            next_block = _await_block(blocks_done, next_s, next_full, next_empty, LISTED)
         acc = warpgroup_mma_wait(0, deps=[summed])
         mbarrier.arrive(v_empty.index(stage), count=1)
-        if UPPER or LOWER:
+        if LOWER:
             for _ in range(tiles_after):
                 tiles_done, turns_done = _leave_tile_out(
                     tiles_done, turns_done, k_full, k_empty, v_full, v_empty, turns, WARPGROUP,
                     GROUPS, PINGPONG,
                 )
+            # Not before: the next block is published when all tiles of this one are on their way.
+            next_block = _await_block(blocks_done, next_s, next_full, next_empty, LISTED)
 
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES))
         sees_none = total == 0.0

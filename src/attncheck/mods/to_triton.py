@@ -104,7 +104,7 @@ def weight_of(expression: Expression) -> Weight:
     """Return how much a mod asks of a kernel for each score.
 
     "heavy" takes tens of instructions: transcendentals, rsqrt, // or %. "medium" reads tensors or
-    compares, which takes registers. "light" is other arithmetic.
+    compares, which takes a score mod's registers. "light" is other arithmetic.
     """
     nodes = expression.structure.nodes
     heavy = _FUNCTIONS_OF_REALS.keys() - {"floor", "ceil", "sqrt"} | {"floor_divide", "remainder"}

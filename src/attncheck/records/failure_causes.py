@@ -25,13 +25,18 @@ _CALL_RULES: frozenset[Rule] = frozenset(
 # For these rules the symptom includes the question, since one relation may fail without others.
 _QUESTION_RULES: frozenset[Rule] = frozenset({"relation", "determinism"})
 _BEYOND = "beyond its claims"
-_WRONG_DTYPE = "returns out in "
+# What to do about a way to fail beyond the claims, by its beginning.
+_REMEDIES = {
+    "returns out in ": "cast it to q.dtype, or ",
+    "returns lse in ": "keep it in fp32, or ",
+    "wrong out.shape": "give it q's length and v's head_dim, or ",
+}
 # The signal and last words of a process that died vary from call to call; this part does not.
 _HEAP = ": its heap is broken"
 # The number of a call, and the shape and dtype of a tensor: they differ from Case to Case.
 _PROBLEM = re.compile(r"^call \d+ of \d+: | \([\d, ]*\) of \w+")
 # Where a kernel raised, as ``source_files.kernel_place`` writes it.
-_PLACE = re.compile(r" at [^/:]*\.py:\d+ in [\w<>]+")
+_PLACE = re.compile(r" at (?:(?! at )[^/:])*\.py:\d+ in [\w<>]+")
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(?:e[-+]?\d+)?")
 
 
@@ -109,8 +114,8 @@ def unclaimed_findings(records: Iterable[Record]) -> list[str]:
     lines = []
     for way, aspects in ways.items():
         parts = [f"{_ASPECTS.get(name, name)}{', '.join(each)}" for name, each in aspects.items()]
-        remedy = "mask the last tile, or " if "lengths" in aspects else ""
-        remedy = "cast it to q.dtype, or " if way.startswith(_WRONG_DTYPE) else remedy
+        of_way = (remedy for beginning, remedy in _REMEDIES.items() if way.startswith(beginning))
+        remedy = next(of_way, "mask the last tile, or " if "lengths" in aspects else "")
         lines.append(f"{way} for {'; '.join(parts)}: {remedy}refuse them by ValueError")
     return lines
 

@@ -120,8 +120,11 @@ def find_reproduction(
         UsageError: in one line, if there is none, or if several kernels match and none is chosen.
     """
     if not is_id(wanted):
+        # Unlike Path's, these are False for a name that is too long.
+        if os.path.isdir(wanted):  # noqa: PTH112
+            raise UsageError(f"{one_line(wanted)!r} is a folder: name a file in it, or an id.")
         # A misspelt id has neither a dot nor a slash, which a misspelt path mostly has.
-        is_file = os.path.isfile(wanted)  # noqa: PTH113  # False for a name that is too long
+        is_file = os.path.isfile(wanted)  # noqa: PTH113
         if not {".", "/"} & set(wanted) and not is_file:
             raise UsageError(f"nothing is known of {one_line(wanted)!r}: an id has {_ID_FORM}.")
         return _read_reproduction(Path(wanted))

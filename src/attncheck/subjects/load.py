@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-_CALLED = "needs no arguments, so it is called to make the kernel: what it makes "
+_FACTORY_NOTE = "needs no arguments, so it is called to make the kernel: what it makes "
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,7 +91,7 @@ class Candidate:
             options = self._options(native=isinstance(target, Subject))
         subject = adopted(target, self.name, convention, options)
         if isinstance(subject, str):
-            called = "" if target is self.target else _CALLED
+            called = "" if target is self.target else _FACTORY_NOTE
             raise UsageError(f"kernel {self.kernel!r} {called}{subject}.")
         return subject
 

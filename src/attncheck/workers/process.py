@@ -106,7 +106,8 @@ class HeldOutput:
 
     def show(self, *, passed: bool) -> None:
         """Show the last lines on standard error and forget them; of a pass only their number."""
-        lines, count = list(self._last), f"the kernel printed {self._count:,} lines"
+        lines = list(self._last)
+        count = f"the kernel printed {self._count:,} lines in all its calls"
         shown = "them" if self._size <= KEPT else f"the first {KEPT >> 10} KiB of them"
         self._last.clear()
         if passed and lines[1:]:
@@ -131,10 +132,11 @@ class _Echo:
         """Show the lines that end in ``part``; an empty ``part`` ends the last line."""
         is_cut, part = len(part) > self._left, part[: self._left]
         self._left -= len(part)
-        *lines, rest = (self._line + part or self._line + b"\n").split(b"\n")
+        *lines, rest = (self._line + (part or b"\n")).split(b"\n")
         self._line = rest[-KEPT:]
-        if any(line.startswith(_DUMP) for line in lines):  # the error message will quote it
-            self._left, lines = 0, []
+        dumps = [i for i, line in enumerate(lines) if line.startswith(_DUMP)]
+        if dumps:  # the error message will quote it
+            self._left, lines = 0, lines[: dumps[0]]
         texts = [one_line(line.decode(errors="replace")) for line in lines]
         texts += ["… what else the kernel prints is not shown"] if is_cut and part else []
         output = "".join(self._lines_to_show(text) for text in texts if text)
