@@ -174,6 +174,13 @@ def test_a_sign_is_shared_by_those_of_its_question_unless_another_cause_is_known
     assert len(shape(sign, of_v)) == 2
 
 
+def test_a_line_number_tells_no_errors_apart_and_their_words_do():
+    one, other = "RuntimeError: fails at loading K", "RuntimeError: fails at storing O"
+    places = (" at mine.py:55 in f", " at my file.py:7 in <lambda>", "")
+    assert len({symptom(raised(one + place)) for place in places}) == 1
+    assert symptom(raised(one + places[0])) != symptom(raised(other + places[0]))
+
+
 def test_errors_are_alike_whatever_the_sizes_in_their_message():
     groups = shape(
         raised("ValueError: tile 64 is too large at mine.py:7 in forward"),

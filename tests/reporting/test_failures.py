@@ -132,6 +132,11 @@ def test_what_is_no_id(failed, reports, text):
         find_reproduction(text, reports)
 
 
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(UsageError, match="is a folder: name a file in it, or an id"):
+        find_reproduction(str(tmp_path))
+
+
 def test_an_unknown_id_says_where_it_was_looked_for(failed, reports):
     with pytest.raises(UsageError, match="there is no folder"):
         find_reproduction("zzzzzzzzzz", reports)

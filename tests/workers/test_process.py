@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from tests.workers.planted_servers import runs
 
-from attncheck.workers.process import KEPT, Died, Tail, Worker
+from attncheck.workers import process
+from attncheck.workers.process import KEPT, Died, HeldOutput, Tail, Worker
 from attncheck.workers.transport import Frame
 
 PLANTED = "tests.workers.planted_servers:planted"
@@ -83,6 +84,21 @@ def test_lines_are_harmless():
     tail = Tail()
     tail.add(b"first\n\x1b[31mred\x1b[0m \xe2\x80\xae\xff\n\n  \nlast\n")
     assert tail.lines(2) == "red \N{REPLACEMENT CHARACTER} | last"
+
+
+def test_what_is_printed_last_is_shown(capsys):
+    """A line without an end too, and what stands before a dump of threads, which is quoted."""
+    for parts, shown in (
+        ((b"first\nlast", b""), "first\nlast\n"),
+        ((b"la", b"st", b""), "last\n"),
+        ((b"before\nFatal Python error: Segmentation fault\nframe\n", b""), "before\n"),
+    ):
+        held = HeldOutput()
+        echo = process._Echo(held)
+        for part in parts:
+            echo.add(part)
+        held.show(passed=False)
+        assert capsys.readouterr().err == shown
 
 
 _OWNER = """
