@@ -174,7 +174,7 @@ REFUSED = [
     ("rmse --from gone.json", "gone.json cannot be read"),
     ("rmse --from taken --seed 0", "--from shows what was measured: leave out --seed"),
     ("rmse --from taken --format xml", FORMAT),
-    (f"{RMSE} --explain ideal/casual", "did you mean 'ideal/causal'? Choose from ideal/causal."),
+    (f"{RMSE} --explain ideal/casual", "did you mean 'ideal/causal'? Choose from ideal/causal/"),
     (
         f"{RMSE} --dtype fp16 --explain ideal --variant full",
         "one of ideal/causal/MHA/fp16, ideal/causal/",

@@ -499,7 +499,7 @@ def test_what_else_a_module_may_hold(mine):
         ("mine_of_conventions:torch", None, "is module, and must be a function of"),
         ("mine_of_conventions:kernel", "native", "and must be a Subject"),
         ("mine_of_conventions:kernel", "ragged", "'ragged' is not known: choose from flash_attn, "),
-        ("mine_of_conventions:kernel", "varlen", "it must take cu_seqlens_q, as the varlen"),
+        ("mine_of_conventions:kernel", "varlen", "takes no cu_seqlens_q, which the varlen"),
         ("ideal", "sdpa", "is attncheck's own: leave its convention out"),
     ],
 )
