@@ -271,7 +271,8 @@ def test_nothing_tested_says_so():
 def test_a_kernel_that_refuses_all_is_told_how_to_ask_for_others():
     report = answered(PLANTED.refuses_all, "plain")
     head_dims = sorted({one.case["problem"]["head_dim"] for one in report.records})
-    hint = f"The kernel refused head_dim {', '.join(map(str, head_dims))} in bf16. If it takes"
+    asked = f"head_dim {', '.join(map(str, head_dims))} in bf16"
+    hint = f"The kernel refused {asked}: NotImplementedError: only on a GPU. If it takes others"
     assert hint in " ".join(page(report).split())
     # A question that was asked by name may be refused for a mask: another head_dim is no help.
     by_name = msgspec.structs.replace(report, command="attncheck check planted --question plain")

@@ -288,8 +288,10 @@ def _all_refused(report: Report) -> str:
     problems = [problem_of(record) for record in report.records]
     dims = ", ".join(map(str, sorted({problem.head_dim for problem in problems})))
     dtypes = ", ".join(dict.fromkeys(problem.dtype for problem in problems))
+    reasons = {record.reason for record in report.records}
+    why = f": {reasons.pop().rstrip('.')}" if len(reasons) == 1 else ""
     return (
-        f"The kernel refused head_dim {dims} in {dtypes}. If it takes others, name them: "
+        f"The kernel refused head_dim {dims} in {dtypes}{why}. If it takes others, name them: "
         "--head-dim N, --dtype NAME."
     )
 
