@@ -60,9 +60,9 @@ def wrong_list(fault: str, right: VisitList) -> VisitList:
     elif fault == "one tile long":
         runs[..., 1, 0, 1] += 1  # full, so that the next is taken for full as well
     elif fault == "partial called full":
-        runs[..., 0] |= 1
+        runs[..., 0] += ((runs[..., 0] & 3) == 1).int()
     elif fault == "one twice":
-        runs[..., 2, 1, :] = torch.tensor([0, 1])
+        runs[..., 2, 1, :] = torch.tensor([1, 1])
         counts[..., 2] = 2
     elif fault == "of another head":
         runs, counts = runs.roll(1, 1), counts.roll(1, 1)

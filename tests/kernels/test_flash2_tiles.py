@@ -16,6 +16,7 @@ from attncheck.core.errors import UsageError
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
+from attncheck.mods import block_mask
 from attncheck.subjects import kernel_mods as visits_room
 from attncheck.subjects.triton_flash import Flash1, Flash2
 from attncheck.verify.environment import prepare
@@ -140,9 +141,9 @@ def test_runs_of_every_sort(heads):
     assert found.counts.max() > 2
     heads_of, lengths = found.runs[..., 0], found.runs[..., 1]
     assert {
-        (int(h) & 1, int(n) > 1)
+        (int(h) & 3, int(n) > 1)
         for h, n in zip(heads_of[lengths > 0], lengths[lengths > 0], strict=True)
-    } >= {(0, False), (0, True), (1, False)}
+    } >= {(block_mask.PARTIAL, False), (block_mask.PARTIAL, True), (block_mask.FULL, False)}
     assert same(subject.run(inputs), Flash2((32, 16), dense=True).run(inputs))
 
 

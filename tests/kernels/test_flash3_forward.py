@@ -10,14 +10,19 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.kernels.gluon_emulation import Emulated, dawdle
 from tests.kernels.patched_kernels import PLANTED, copy_kernels
 
+from attncheck.core.errors import UsageError
 from attncheck.core.formats import FORMATS
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
+from attncheck.mods.block_mask import BlockMask, list_visits
 from attncheck.mods.masks import Band, band_of
+from attncheck.subjects.kernel_mods import visited_tiles
 from attncheck.subjects.triton_flash import Flash2, Flash3
 from attncheck.verify.environment import prepare
 from attncheck.verify.run_case import run_case
@@ -26,6 +31,7 @@ if not torch.cuda.is_available():
     prepare("cpu")
 
 from attncheck.kernels import flash3_forward, tile
+from attncheck.kernels.launch import VisitList
 
 CAUSAL, BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
 WINDOW = Spec.of("sliding_window", window=20)
@@ -228,6 +234,35 @@ def test_other_launches_are_other_tiles():
     }
 
 
+@settings(deadline=None, max_examples=50)
+@given(data=st.data())
+def test_a_group_of_rows_leaves_out_only_tiles_that_it_does_not_see(data):
+    """And visits all from the first to the last that it sees: one tile if it sees none."""
+    groups, rows, tiles = (data.draw(st.integers(1, most)) for most in (3, 5, 6))
+    drawn = data.draw(st.lists(st.integers(0, 2), min_size=rows * tiles, max_size=rows * tiles))
+    kinds = torch.tensor(drawn, dtype=torch.uint8).view(1, 1, rows, tiles)
+    mask = BlockMask(kinds=kinds, query=rows * 4, kv=tiles * 8, block_query=4, block_kv=8)
+    visits = VisitList(*list_visits(mask, groups), groups=groups)
+    for block, spans in enumerate(visits.spans[0, 0].tolist()):
+        own = kinds[0, 0, block * groups : (block + 1) * groups]
+        listed = own[:, own.amax(0) > 0]
+        for group, (before, visited, after) in enumerate(spans):
+            assert before + visited + after == max(1, listed.shape[1])
+            seen = listed[group].nonzero().flatten().tolist() if group < len(own) else []
+            if seen:
+                assert (before, before + visited - 1) == (seen[0], seen[-1])
+            else:
+                assert visited == 1
+
+
+def test_a_list_for_another_number_of_groups_is_refused():
+    problem = Problem(**SIZES, dtype="bf16", mask=MASKS[0])
+    shape = Flash3()._chosen(problem, "cpu")
+    tiles = visited_tiles(problem, shape.rows, shape.keys, "cpu")
+    with pytest.raises(UsageError, match=r"tiles lists .* of 1 group\(s\) .*: this kernel has 3\."):
+        tiles.check("tiles", (300, shape.rows), (300, shape.keys), groups=shape.groups)
+
+
 def test_tiles_come_from_the_last_back_but_in_a_list():
     for mask, order in ((CAUSAL, " reverse"), (WINDOW, " reverse"), (DOCUMENT, "")):
         tiling = Flash3().tiling(problem_of(mask=mask), "cpu")
@@ -257,7 +292,7 @@ CALLEES = ("walk", "_write_slot", "_read_slot", "_find_block", "_publish_block",
            "_leave_tile_out",
            "_scale_scores", "_update_softmax", "_row_maxima", "_row_sums", "_scale_max", "_base",
            "_round_weights", "_value_tile", "_attend")  # fmt: skip
-OF_TILES = ("place", "number_of", "listed", "run_of")
+OF_TILES = ("place", "number_of", "listed")
 
 
 @pytest.fixture
@@ -310,6 +345,8 @@ def judge_emulated(problem, subject=None):
 # Among them a block of rows that sees no key, tiles that are wholly visible between others, and
 # heads with lists of their own.
 BELOW = Spec.of("offset", Spec.of("sliding_window", window=400), rows=299)  # no limit above
+# Of the tiles of a block each warpgroup sees others, and most of them wholly.
+STEPS = Spec.of("expression", text="kv_idx // 128 == q_idx // 64")
 MASKS = [
     Spec.of("document", lengths=[150, 20, 130]),
     Spec.of("expression", text="(q_idx - kv_idx) % 3 < 2"),
@@ -355,8 +392,7 @@ def test_a_row_of_nan_has_no_lse_beside_a_score_mod(dtype, emulated):
 @pytest.mark.parametrize("fault", PLANTED["flash3_mods"])
 def test_a_wrong_mask_or_mod_is_not(fault, emulate, tmp_path, monkeypatch):
     copy = copy_kernels(tmp_path, ("tile", "flash3_forward"), **PLANTED["flash3_mods"][fault])
-    for name in ("listed", "run_of"):
-        monkeypatch.setattr(tile, name, getattr(copy.tile, name))
+    monkeypatch.setattr(tile, "listed", copy.tile.listed)
     launcher = emulate(copy.flash3_forward)
 
     class Emulation(Flash3):
@@ -369,6 +405,7 @@ def test_a_wrong_mask_or_mod_is_not(fault, emulate, tmp_path, monkeypatch):
         Problem(**sizes, dtype="bf16", mask=MASKS[-1]),
         Problem(**sizes, dtype="bf16", mask=MASKS[1]),
         Problem(**sizes, dtype="bf16", mask=BELOW),
+        Problem(**sizes, dtype="bf16", mask=STEPS),
         # Of one row of a warpgroup the last key, or the first, of a whole tile is hidden.
         Problem(**sizes, dtype="bf16", mask=Spec.of("sliding_window", window=191)),
         Problem(**sizes, kv=426, dtype="bf16", mask=BOTTOM_RIGHT),
@@ -412,9 +449,11 @@ def test_it_waits_for_nothing_that_may_have_gone_on(problem, monkeypatch):
 def test_no_tile_that_is_left_out_is_waited_for_by_all(problem, monkeypatch):
     """In small tiles a warpgroup leaves out as many as shared memory has room for."""
     dawdle(monkeypatch)
-    problem = problem.replace(mask=Spec.of("sliding_window", window=130))
-    for kernel in (Flash3(), *Flash3().launches(problem, "cpu").values()):
-        assert judge_emulated(problem, kernel) == "pass"
+    steps = Spec.of("expression", text="kv_idx // 300 == q_idx // 64")
+    for mask in (Spec.of("sliding_window", window=130), steps):
+        asked = problem.replace(mask=mask)
+        for kernel in (Flash3(), *Flash3().launches(asked, "cpu").values()):
+            assert judge_emulated(asked, kernel) == "pass"
 
 
 @pytest.mark.parametrize("fault", PLANTED["flash3_waits"])

@@ -240,7 +240,7 @@ def runs_of(row):
     for kind, tiles in groupby(row.tolist()):
         many = len(list(tiles))
         if kind != EMPTY:
-            found.append([2 * tile + (kind == FULL), many])
+            found.append([4 * tile + kind, many])
         tile += many
     return found
 
@@ -267,11 +267,27 @@ def test_the_visit_list_names_every_tile_that_is_not_empty_in_order(data):
         assert counts[place] == len(listed)
 
 
+def test_groups_share_a_visit_list_and_each_has_a_kind_of_every_tile():
+    kinds = torch.tensor(
+        [[2, 2, 1, 0, 0, 0], [0, 0, 1, 2, 0, 0], [0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1]]
+    )
+    mask = BlockMask(
+        kinds=kinds.to(torch.uint8)[None, None], query=16, kv=24, block_query=4, block_kv=4
+    )
+    runs, counts = list_visits(mask, 3)
+    # Tiles 0 and 1 differ for the third group; tile 4 is seen by none. The second block's other
+    # groups lie beyond the last row.
+    first_block = [[0b10, 1], [64 + 0b01_00_10, 1], [128 + 0b01_01, 1], [192 + 0b10_00, 1]]
+    second_block = [[320 + 0b01, 1], [0, 0], [0, 0], [0, 0]]
+    assert runs.tolist() == [[[first_block, second_block]]]
+    assert counts.tolist() == [[[4, 1]]]
+
+
 def test_a_causal_mask_skips_what_is_above_the_diagonal():
     mask = small(written.causal, Dimensions(batch=1, heads=1, query=10, kv=8), 4, 4)
     assert mask.kinds.tolist() == [[[[1, 0], [2, 1], [1, 1]]]]
     runs, counts = list_visits(mask)
-    assert runs.tolist() == [[[[[0, 1], [0, 0]], [[1, 1], [2, 1]], [[0, 2], [0, 0]]]]]
+    assert runs.tolist() == [[[[[1, 1], [0, 0]], [[2, 1], [5, 1]], [[1, 2], [0, 0]]]]]
     assert counts.tolist() == [[[1, 2, 1]]]
     assert mask.sparsity() == 1 / 6
 

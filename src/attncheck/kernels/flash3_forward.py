@@ -5,10 +5,11 @@ own 64 query rows and do the arithmetic. During a warpgroup's softmax the tensor
 previous P·V (``Shape.overlap``) and for the other warpgroups. The kernel is persistent: a program
 takes the next free block of rows, and loads its rows and keys while it stores the last block's out.
 
-Under a ``Band`` (a mask by distance alone) a block visits its tiles from the last back (``walk``),
-and each warpgroup leaves out those that only rows of others see. Under any other mask the tiles are
-listed as for ``flash2_forward``: the copying warp reads the list, and writes a tile's number and
-whether it needs masking next to its keys in shared memory. Mods are called on scores in registers.
+Under a ``Band`` (a mask by distance alone) a block visits its tiles from the last back (``walk``).
+Under any other mask they are listed as for ``flash2_forward``, with a kind for each warpgroup: the
+copying warp reads the list, and writes a tile's number and kinds next to its keys in shared memory.
+Either way each warpgroup leaves out those of a block's first and last tiles that only rows of
+others see. Mods are called on scores in registers.
 
 Under a mask, blocks of rows whose sums are not finite are computed again by ``flash2_forward``'s
 careful launch; elements of out that no non-finite value reaches keep their bits.
@@ -49,7 +50,7 @@ from attncheck.kernels.launch import (
     needs_careful_launch,
     scales,
 )
-from attncheck.kernels.tile import listed, loaded, number_of, place, run_of
+from attncheck.kernels.tile import listed, loaded, number_of, place
 from attncheck.mods.masks import Band
 from attncheck.mods.to_triton import TritonMod, Weight
 
@@ -187,7 +188,8 @@ def flash3_forward(
         launch: The launch of ``flash2_forward``.
         score: The score mod; None leaves scores as they are.
         band: The same mask as a ``Band``, if it goes by distance alone; else None.
-        tiles: The tiles to visit under a mask that is not a ``Band``, in blocks of ``shape``.
+        tiles: The tiles to visit under a mask that is not a ``Band``, in blocks of ``shape``, a
+            group of rows for each warpgroup.
         shape: The compile-time choices of this kernel (default: ``shape_for`` these arguments).
         redo: Whether blocks of rows with non-finite sums are computed again with care.
         descale: For e4m3, as in ``flash2_forward``. Tensor cores add its products up in 13 bits.
@@ -221,8 +223,8 @@ def flash3_forward(
     if band is not None:
         band = band.within(query, kv)
     elif tiles is not None:
-        tiles.check("tiles", (query, shape.rows), (kv, shape.keys))
-        mask_arguments = (*tiles.arguments(), tiles.totals, tiles.order), mask.captured
+        tiles.check("tiles", (query, shape.rows), (kv, shape.keys), groups=shape.groups)
+        mask_arguments = (*tiles.arguments(), tiles.spans, tiles.order), mask.captured
     # The kernel masks either by a band's limits or by calling the mask.
     least, most, masked = (None, None, mask) if band is None else (band.least, band.most, None)
     scaled = q.dtype == _FP8
@@ -383,16 +385,18 @@ def walk(
 
 @gluon.jit
 def _find_block(number, blocks, together, heads, tiles, LISTED: gl.constexpr):
-    """Return block, batch · heads + head and (LISTED) tile count of work item ``number``."""
+    """Return block and batch · heads + head of work item ``number``, and (LISTED) its entry.
+
+    The entry is the block's place in ``VisitList.order`` and, times its size, in ``spans``.
+    """
     # Listed blocks differ in length: groups of 8 heads end more evenly than groups of 4.
     block, bh = place(number, blocks, together, 8 if LISTED else 4)
-    count = 0
+    entry = block.to(gl.int64)
     if LISTED:
         offset = (bh // heads).to(gl.int64) * tiles[5] + (bh % heads).to(gl.int64) * tiles[6]
-        block = gl.load(tiles[9] + offset + block.to(gl.int64) * tiles[7])
-        # A block that sees nothing visits one tile, which is masked.
-        count = gl.maximum(gl.load(tiles[8] + offset + block.to(gl.int64) * tiles[7]), 1)
-    return block, bh, count
+        block = gl.load(tiles[9] + offset + entry * tiles[7])
+        entry = offset + block.to(gl.int64) * tiles[7]
+    return block, bh, entry
 
 
 @gluon.jit
@@ -409,34 +413,48 @@ def _read_slot(slot_s):
 
 @gluon.jit
 def _publish_block(
-    number, block, count, blocks_done, next_s, next_full, next_empty, LISTED: gl.constexpr,
+    number, block, entry, blocks_done, next_s, next_full, next_empty, tiles, GROUPS: gl.constexpr,
+    LISTED: gl.constexpr,
 ):
     """Publish the next block's number to the warpgroups; a number past the last block ends them.
 
-    LISTED, also which block it is, and how many tiles it visits.
+    LISTED, also which block it is, and each warpgroup's span of its tiles.
     """
+    SIZE: gl.constexpr = next_s.shape[0] // 2
     slot = blocks_done % 2
     mbarrier.wait(next_empty.index(slot), ((blocks_done // 2) & 1) ^ 1)
-    _write_slot(next_s.index(slot * 3), number)
+    _write_slot(next_s.index(slot * SIZE), number)
     if LISTED:
-        _write_slot(next_s.index(slot * 3 + 1), block)
-        _write_slot(next_s.index(slot * 3 + 2), count)
+        _write_slot(next_s.index(slot * SIZE + 1), block)
+        for i in gl.static_range(3 * GROUPS):
+            length = gl.load(tiles[8] + entry * (3 * GROUPS) + i)
+            _write_slot(next_s.index(slot * SIZE + 2 + i), length)
     mbarrier.arrive(next_full.index(slot), count=1)
 
 
 @gluon.jit
-def _await_block(blocks_done, next_s, next_full, next_empty, LISTED: gl.constexpr):
-    """Wait for ``_publish_block``; return number and, if LISTED, block and tile count."""
+def _await_block(
+    blocks_done, next_s, next_full, next_empty, WARPGROUP: gl.constexpr, LISTED: gl.constexpr
+):
+    """Wait for ``_publish_block``; return number and, if LISTED, block and the warpgroup's span.
+
+    The span is how many tiles the warpgroup leaves out at first, visits, and leaves out at last.
+    """
+    SIZE: gl.constexpr = next_s.shape[0] // 2
     slot = blocks_done % 2
     mbarrier.wait(next_full.index(slot), (blocks_done // 2) & 1)
-    number = _read_slot(next_s.index(slot * 3))
+    number = _read_slot(next_s.index(slot * SIZE))
     block = number
+    before = number
     count = number
+    after = number
     if LISTED:
-        block = _read_slot(next_s.index(slot * 3 + 1))
-        count = _read_slot(next_s.index(slot * 3 + 2))
+        block = _read_slot(next_s.index(slot * SIZE + 1))
+        before = _read_slot(next_s.index(slot * SIZE + 2 + 3 * WARPGROUP))
+        count = _read_slot(next_s.index(slot * SIZE + 3 + 3 * WARPGROUP))
+        after = _read_slot(next_s.index(slot * SIZE + 4 + 3 * WARPGROUP))
     mbarrier.arrive(next_empty.index(slot), count=1)
-    return number, block, count
+    return number, block, before, count, after
 
 
 @gluon.jit
@@ -456,9 +474,11 @@ def _copy(
     tiles_done = 0
     blocks_done = 0
     number = gl.program_id(0)
-    block, bh, count = _find_block(number, blocks, together, heads, tiles, LISTED)
+    block, bh, entry = _find_block(number, blocks, together, heads, tiles, LISTED)
     while number < blocks * together:
-        _publish_block(number, block, count, blocks_done, next_s, next_full, next_empty, LISTED)
+        _publish_block(
+            number, block, entry, blocks_done, next_s, next_full, next_empty, tiles, GROUPS, LISTED
+        )
         # Blocks of a causal mask take different times: a program that is free takes the next.
         number = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
         last = blocks * together - 1
@@ -474,15 +494,18 @@ def _copy(
             start = 0
             stop = end - first
             if LISTED:
-                start, stop, partial = run_of(visits, run, 0, LISTED)
-                stop = gl.maximum(stop, start + 1)  # a block that sees nothing has no run
+                packed = gl.load(visits + 2 * run)
+                start = packed >> (2 * GROUPS)
+                # A block that sees nothing has no run, and visits one tile.
+                stop = start + gl.maximum(gl.load(visits + 2 * run + 1), 1)
             for turn in range(start, stop):
                 stage = tiles_done % STAGES
                 phase = (tiles_done // STAGES) & 1
                 mbarrier.wait(k_empty.index(stage), phase ^ 1)
                 if LISTED:
                     key = turn * KEYS
-                    _write_slot(tile_s.index(stage), 2 * turn + partial.to(gl.int32))
+                    _write_slot(tile_s.index(stage), packed)
+                    packed = packed + (1 << (2 * GROUPS))
                 else:
                     key = (end - 1 - turn) * KEYS
                 mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
@@ -501,15 +524,19 @@ def _copy(
                     load(v_desc, [b, h // group, key, 0], v_full.index(stage), v_s.index(stage))
                 tiles_done += 1
         blocks_done += 1
-        block, bh, count = next_block
-    _publish_block(number, block, count, blocks_done, next_s, next_full, next_empty, LISTED)
+        block, bh, entry = next_block
+    _publish_block(
+        number, block, entry, blocks_done, next_s, next_full, next_empty, tiles, GROUPS, LISTED
+    )
 
 
 @gluon.jit
-def _listed_tile(tile_s, stage, KEYS: gl.constexpr):
-    """Return a listed tile's first key, and whether it needs masking, as ``_copy`` wrote them."""
+def _listed_tile(
+    tile_s, stage, KEYS: gl.constexpr, WARPGROUP: gl.constexpr, GROUPS: gl.constexpr
+):
+    """Return a listed tile's first key, and whether this warpgroup has to mask it."""
     packed = _read_slot(tile_s.index(stage))
-    return (packed >> 1) * KEYS, (packed & 1) != 0
+    return (packed >> (2 * GROUPS)) * KEYS, (packed & (2 << (2 * WARPGROUP))) == 0
 
 
 @gluon.jit
@@ -730,7 +757,9 @@ def _attend(
     tiles_done = 0
     turns_done = 0
     blocks_done = 0
-    number, listed_block, count = _await_block(blocks_done, next_s, next_full, next_empty, LISTED)
+    number, listed_block, before, count, after = _await_block(
+        blocks_done, next_s, next_full, next_empty, WARPGROUP, LISTED
+    )
     while number < blocks * together:
         block, bh = place(number, blocks, together, 8 if LISTED else 4)
         if LISTED:
@@ -748,11 +777,12 @@ def _attend(
         own_first = gl.minimum(own_first, end - 1)
         own_end = gl.minimum(own_end, end)
         key = (own_end - 1) * KEYS
-        tiles_after = own_first - first
         if not LISTED:
+            before = end - own_end
             count = own_end - own_first
-        if UPPER:
-            for _ in range(end - own_end):
+            after = own_first - first
+        if UPPER or LISTED:
+            for _ in range(before):
                 tiles_done, turns_done = _leave_tile_out(
                     tiles_done, turns_done, k_full, k_empty, v_full, v_empty, turns, WARPGROUP,
                     GROUPS, PINGPONG,
@@ -768,7 +798,7 @@ def _attend(
         stage = tiles_done % STAGES
         mbarrier.wait(k_full.index(stage), (tiles_done // STAGES) & 1)
         if LISTED:
-            key, partial = _listed_tile(tile_s, stage, KEYS)
+            key, partial = _listed_tile(tile_s, stage, KEYS, WARPGROUP, GROUPS)
         k = k_s.index(stage).reshape([KEYS, WIDTH])
         product = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[product])
@@ -796,7 +826,7 @@ def _attend(
             v = _value_tile(v_s, last_stage, SCALED)
             mbarrier.wait(k_full.index(stage), phase)
             if LISTED:  # before the keys are released
-                key, partial = _listed_tile(tile_s, stage, KEYS)
+                key, partial = _listed_tile(tile_s, stage, KEYS, WARPGROUP, GROUPS)
             if PINGPONG:
                 mbarrier.wait(
                     turns.index(WARPGROUP), (turns_done & 1) ^ (1 if WARPGROUP == 0 else 0)
@@ -862,18 +892,22 @@ def _attend(
         p = p_s.index(WARPGROUP) if SCALED else p
         summed = warpgroup_mma(p, _value_tile(v_s, stage, SCALED), acc, is_async=True)
         blocks_done += 1
-        if not LOWER:  # while the last P·V is added up
-            next_block = _await_block(blocks_done, next_s, next_full, next_empty, LISTED)
+        if not (LOWER or LISTED):  # while the last P·V is added up
+            next_block = _await_block(
+                blocks_done, next_s, next_full, next_empty, WARPGROUP, LISTED
+            )
         acc = warpgroup_mma_wait(0, deps=[summed])
         mbarrier.arrive(v_empty.index(stage), count=1)
-        if LOWER:
-            for _ in range(tiles_after):
+        if LOWER or LISTED:
+            for _ in range(after):
                 tiles_done, turns_done = _leave_tile_out(
                     tiles_done, turns_done, k_full, k_empty, v_full, v_empty, turns, WARPGROUP,
                     GROUPS, PINGPONG,
                 )
             # Not before: the next block is published when all tiles of this one are on their way.
-            next_block = _await_block(blocks_done, next_s, next_full, next_empty, LISTED)
+            next_block = _await_block(
+                blocks_done, next_s, next_full, next_empty, WARPGROUP, LISTED
+            )
 
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES))
         sees_none = total == 0.0
@@ -904,7 +938,7 @@ def _attend(
         if not SEPARATE_OUT:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
-        number, listed_block, count = next_block
+        number, listed_block, before, count, after = next_block
     tma.store_wait(0)
 
 
@@ -944,7 +978,7 @@ def _forward(
         P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, KEYS], dtype)
         p_s = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, KEYS], P_LAYOUT)
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    next_s = gl.allocate_shared_memory(gl.int32, [6, 1], NUMBERS)
+    next_s = gl.allocate_shared_memory(gl.int32, [2 * (2 + 3 * GROUPS), 1], NUMBERS)
     tile_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBERS)
     q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())

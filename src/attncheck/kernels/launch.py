@@ -57,37 +57,61 @@ class VisitList:
     They are listed in runs of consecutive tiles of one kind: the next tile follows from the last
     one, so that its loads can start before anything of the list is read.
 
+    A block may be several groups of rows that visit its tiles together. A tile's kind for a group
+    is 0 if the group sees nothing of it, 2 if the tile lies wholly inside and every row of the
+    group sees every key, else 1.
+
     Batch and heads may be 1, and then hold for all. Blocks are those of the launch.
     """
 
-    # int32 ``(batch, heads, query_blocks, most, 2)``: 2 · the first tile's key block, plus 1
-    # where each tile lies wholly inside and every row of it sees every key; and the number of
-    # tiles. Ascending, padded by zeros.
+    # int32 ``(batch, heads, query_blocks, most, 2)``: 4^groups · the first tile's key block plus,
+    # for each group g, 4^g · the tiles' kind; and the number of tiles. Ascending, padded by zeros.
     runs: torch.Tensor
     counts: torch.Tensor  # int32 ``(batch, heads, query_blocks)``: number of runs
+    groups: int = 1  # per block
     # The key block behind the last one that is listed for any block.
     beyond: int = field(init=False)
     # int32 ``(batch, heads, query_blocks)``: number of tiles in a block's runs.
     totals: torch.Tensor = field(init=False)
     order: torch.Tensor = field(init=False)  # same shape: blocks by ascending number of tiles
+    # int32 ``(batch, heads, query_blocks, groups, 3)``: how many tiles of its block a group leaves
+    # out at first, visits, and leaves out at last. It visits one even if it sees nothing.
+    spans: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         """Compute the derived fields once, since reading them from a GPU synchronises with it."""
-        ends = (self.runs[..., 0] >> 1) + self.runs[..., 1]
+        heads, lengths = self.runs.unbind(-1)
+        ends = (heads >> 2 * self.groups) + lengths
         object.__setattr__(self, "beyond", int(ends.max()))
-        totals = self.runs[..., 1].sum(-1, dtype=torch.int32)
+        totals = lengths.sum(-1, dtype=torch.int32)
+        shifts = 2 * torch.arange(self.groups, dtype=torch.int32, device=heads.device)
+        seen = ((heads[..., None] >> shifts) & 3) != 0  # (batch, heads, query_blocks, most, groups)
+        behind = lengths.cumsum(-1, dtype=torch.int32)[..., None]
+        total = totals.clamp(min=1)[..., None]
+        first = torch.where(seen, behind - lengths[..., None], total[..., None] - 1).amin(-2)
+        end = torch.where(seen, behind, 0).amax(-2).maximum(first + 1)
+        spans = torch.stack([first, end - first, total - end], -1)
+        object.__setattr__(self, "spans", spans.contiguous())
         object.__setattr__(self, "totals", totals.contiguous())
         order = totals.argsort(dim=-1, stable=True).to(torch.int32)
         object.__setattr__(self, "order", order.contiguous())
 
-    def check(self, name: str, own: tuple[int, int], across: tuple[int, int]) -> None:
+    def check(
+        self, name: str, own: tuple[int, int], across: tuple[int, int], *, groups: int = 1
+    ) -> None:
         """Raise unless the list fits (length, block) of its ``own`` axis and of the one ``across``.
 
         Otherwise a kernel would read beyond the list, or visit the wrong tiles.
 
         Raises:
-            UsageError: if the list has another number of blocks, or a tile beyond the last.
+            UsageError: if the list has another number of blocks, of groups in a block, or a tile
+                beyond the last.
         """
+        if self.groups != groups:
+            raise UsageError(
+                f"{name} lists the tiles of {self.groups} group(s) of rows per block: this kernel "
+                f"has {groups}."
+            )
         blocks, tiles = (triton.cdiv(length, block) for length, block in (own, across))
         if self.counts.shape[2] != blocks:
             raise UsageError(

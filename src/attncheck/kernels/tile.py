@@ -89,9 +89,9 @@ def run_of(visits, run, every, LISTED: tl.constexpr):
     """
     if LISTED:
         head = tl.load(visits + 2 * run)
-        first = head >> 1
+        first = head >> 2
         beyond = first + tl.load(visits + 2 * run + 1)
-        partial = (head & 1) == 0
+        partial = (head & 2) == 0
     else:
         first = 0
         beyond = every

@@ -217,25 +217,33 @@ def _broadcast(mask_mod: MaskMod, axes: list[Tensor]) -> Tensor:
     return visible_keys[(None,) * (4 - visible_keys.dim())]
 
 
-def list_visits(mask: BlockMask) -> tuple[Tensor, Tensor]:
+def list_visits(mask: BlockMask, groups: int = 1) -> tuple[Tensor, Tensor]:
     """Return the tiles of each query block that are not empty, in runs, as our kernels read them.
 
-    A run is a maximal sequence of consecutive tiles of one kind; runs are in order.
+    A run is a maximal sequence of consecutive tiles of the same kinds; runs are in order.
+
+    Args:
+        mask: The tiles.
+        groups: How many query blocks of ``mask`` visit their tiles together, as one block: those
+            that any of them sees.
 
     Returns:
-        Runs, int32 ``(batch', heads', query_blocks, most, 2)``: 2·first_key_block + (1 if full),
-        and the number of tiles; key blocks ascending, then zeros; ``most`` is the largest number of
-        runs of a query block, at least 1. And the number of runs, int32
-        ``(batch', heads', query_blocks)``.
+        Runs, int32 ``(batch', heads', query_blocks, most, 2)``: first_key_block · 4^groups plus
+        the kind for each group g times 4^g, and the number of tiles; key blocks ascending, then
+        zeros; ``most`` is the largest number of runs of a block, at least 1. And the number of
+        runs, int32 ``(batch', heads', query_blocks)``. ``query_blocks`` counts whole blocks.
     """
-    kinds = mask.kinds
-    changes = (kinds[..., 1:] != kinds[..., :-1]).to(torch.uint8)
-    visited = kinds != EMPTY
+    missing = -mask.kinds.shape[2] % groups  # groups beyond the last row, which see nothing
+    kinds = pad(mask.kinds.int(), (0, 0, 0, missing), value=EMPTY).unflatten(2, (-1, groups))
+    shifts = 2 * torch.arange(groups, dtype=torch.int32, device=kinds.device)
+    codes = (kinds << shifts[:, None]).sum(3, dtype=torch.int32)
+    changes = (codes[..., 1:] != codes[..., :-1]).to(torch.uint8)
+    visited = codes != 0
     counts, first = _list_true(visited & pad(changes, (1, 0), value=1).bool())
     last = _list_true(visited & pad(changes, (0, 1), value=1).bool())[1]
-    full = kinds.gather(3, first.long()) == FULL
+    heads = (first << 2 * groups) + codes.gather(3, first.long())
     most = max(1, int(counts.max()))
-    runs = torch.stack([2 * first + full, last - first + 1], -1)[..., :most, :]
+    runs = torch.stack([heads, last - first + 1], -1)[..., :most, :]
     listed = torch.arange(most, device=runs.device) < counts[..., None]
     return torch.where(listed[..., None], runs, 0).to(torch.int32).contiguous(), counts
 

@@ -111,7 +111,13 @@ def _check(expression: Expression, mod: Any, key: ModKey, kind: str) -> Expressi
 
 
 def visited_tiles(
-    problem: Problem, block_query: int, block_kv: int, device: str, *, by_keys: bool = False
+    problem: Problem,
+    block_query: int,
+    block_kv: int,
+    device: str,
+    *,
+    by_keys: bool = False,
+    groups: int = 1,
 ) -> VisitList:
     """Return the tiles of ``problem`` that its mask does not hide wholly.
 
@@ -121,12 +127,16 @@ def visited_tiles(
         block_query: Query rows of a tile.
         block_kv: Keys of a tile.
         by_keys: Whether to list blocks of query rows for each block of keys, not the reverse.
+        groups: How many tiles' rows are a block of the list.
     """
-    return _visits(ModKey.of(problem, device, "mask"), block_query, block_kv, by_keys=by_keys)
+    key = ModKey.of(problem, device, "mask")
+    return _visits(key, block_query, block_kv, by_keys=by_keys, groups=groups)
 
 
 @once_for_mods
-def _visits(key: ModKey, block_query: int, block_kv: int, *, by_keys: bool) -> VisitList:
+def _visits(
+    key: ModKey, block_query: int, block_kv: int, *, by_keys: bool, groups: int
+) -> VisitList:
     from attncheck.kernels.launch import VisitList
 
     # The callable is used and not the trace, which might be wrong and hide tiles that show it.
@@ -137,4 +147,5 @@ def _visits(key: ModKey, block_query: int, block_kv: int, *, by_keys: bool) -> V
         block_kv=block_kv,
         device=key.device,
     )
-    return VisitList(*list_visits(tiles.transposed() if by_keys else tiles))
+    visits = list_visits(tiles.transposed() if by_keys else tiles, groups)
+    return VisitList(*visits, groups=groups)

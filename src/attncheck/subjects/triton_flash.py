@@ -524,7 +524,8 @@ class Flash3(Flash2):
         band = band_of(problem.mask, problem.dimensions)
         tiles = None
         if band is None:
-            tiles = visited_tiles(problem, shape.rows, shape.keys, str(device))
+            own = shape.rows // shape.groups
+            tiles = visited_tiles(problem, own, shape.keys, str(device), groups=shape.groups)
         return {"band": band, "tiles": tiles, "shape": shape}
 
     def _gradients_visit(self, problem: Problem, device: torch.device) -> dict[str, Any]:
