@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.diagnose.helpers import WAVY, diagnose, exclude_models
 from tests.planted_kernels.other_steps import stepping
+from tests.planted_kernels.outputs_given import spoiled
 
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.core.outputs import Outputs
@@ -89,25 +90,14 @@ def test_hidden_keys_that_count_are_listed(monkeypatch):
     assert fact.startswith("keys 1–")
 
 
-class EmptyRows(Ideal):
-    """Every row is empty, which in short problems looks like one dropped tile."""
-
-    name = "nothing"
-
-    def prepare(self, inputs):
-        right = super().prepare(inputs)
-
-        def call():
-            outputs = right()
-            gone = torch.full_like(outputs.lse, -torch.inf)
-            return Outputs(torch.zeros_like(outputs.out), gone)
-
-        return call
+def leave_every_row_empty(_, right):
+    """What a kernel without keys gives; in short problems it looks like one dropped tile."""
+    return Outputs(torch.zeros_like(right.out), torch.full_like(right.lse, -torch.inf))
 
 
 def test_tile_that_holds_all_keys_is_not_named():
     short = PLAIN.replace(query=20, kv=20, mask=Spec.of("padding", lengths=[20]))
-    diagnosis = diagnose(EmptyRows(), short)
+    diagnosis = diagnose(spoiled(leave_every_row_empty), short)
     assert (diagnosis.level, diagnosis.ranked[0].model) == ("named", "every-row-empty")
     best = diagnosis.ranked[: diagnosis.tied]
     assert "tile" not in [FAULT_MODELS[cause.model].family for cause in best]
@@ -224,8 +214,9 @@ def test_rows_that_lost_all_keys_may_be_nan_or_mean(mean):
     assert (diagnosis.level, diagnosis.ranked[0].model) == ("named", "mask-one-key-narrower")
 
 
-def test_unsupported_failure_is_confirmed_on_unsupported_problems():
-    """Planted: on whole tiles, which alone it claims to support, the kernel is right."""
+@pytest.mark.parametrize("ragged_seeds", [(), (0,)], ids=["whole tiles", "the failing seed too"])
+def test_failure_is_confirmed_beyond_the_problems_that_kernel_supports(ragged_seeds):
+    """Planted: of ragged lengths, where it is wrong, the kernel supports no more than one seed."""
 
     class Padded(Ideal):
         name = "padded"
@@ -233,27 +224,12 @@ def test_unsupported_failure_is_confirmed_on_unsupported_problems():
         def inside(self, keys, kv):
             return torch.ones_like(keys, dtype=torch.bool)
 
-    record = run_case(Padded(), Case(problem=PLAIN), device="cpu")
-    assert record.status == "fail"
-    Padded.unsupported = lambda _, problem, device: "too ragged" if problem.kv % 128 else None
-    diagnosis = diagnose_failure(record, Padded(), device="cpu").diagnosis
-    assert (diagnosis.level, diagnosis.ranked[0].model) == ("named", "tail-unmasked")
-
-
-def test_failing_problem_is_asked_again_with_other_seeds():
-    """Planted: of ragged lengths the kernel claims to support only the seed that failed."""
-
-    class Padded(Ideal):
-        name = "padded"
-
-        def inside(self, keys, kv):
-            return torch.ones_like(keys, dtype=torch.bool)
-
-        def unsupported(self, problem, device):
-            return "too ragged" if problem.kv % 128 and problem.seed else None
+    def unsupported(_, problem, device):
+        return "too ragged" if problem.kv % 128 and problem.seed not in ragged_seeds else None
 
     record = run_case(Padded(), Case(problem=PLAIN.replace(seed=0)), device="cpu")
     assert record.status == "fail"
+    Padded.unsupported = unsupported
     diagnosis = diagnose_failure(record, Padded(), device="cpu").diagnosis
     assert (diagnosis.level, diagnosis.ranked[0].model) == ("named", "tail-unmasked")
 
@@ -308,24 +284,13 @@ def test_missing_tile_is_not_taken_for_rescaled_one(first, monkeypatch):
     assert (diagnosis.level, diagnosis.family) == ("family", FAMILIES["tile"])
 
 
-class NoDq(Ideal):
-    """dQ stays 0."""
-
-    name = "no-dq"
-
-    def prepare(self, inputs):
-        right = super().prepare(inputs)
-
-        def call():
-            outputs = right()
-            return replace(outputs, dq=None if outputs.dq is None else torch.zeros_like(outputs.dq))
-
-        return call
+def clear_dq(_, right):
+    return replace(right, dq=None if right.dq is None else torch.zeros_like(right.dq))
 
 
 def test_models_that_predict_the_same_are_all_named():
     """Planted: dQ is 0, as it is where its kernel reads the keys as 0."""
-    diagnosis = diagnose(NoDq(), PLAIN.replace(backward=True))
+    diagnosis = diagnose(spoiled(clear_dq), PLAIN.replace(backward=True))
     assert diagnosis.level == "named"
     models = [one.model for one in diagnosis.ranked]
     assert models == ["gradient-missing", "backward-operand-missing"]
@@ -390,17 +355,8 @@ def test_fitted_factor_comes_from_other_problems():
     assert f"{first.parameters['factor']:.2g}" == "5"  # as reports print it
 
 
-class AllNan(Ideal):
-    """Everything is NaN."""
-
-    name = "lost"
-
-    def prepare(self, inputs):
-        right = super().prepare(inputs)
-        return lambda: Outputs(torch.full_like(right().out, torch.nan))
-
-
 def test_output_of_nan_everywhere_is_explained_by_no_model():
-    diagnosis = diagnose(AllNan(), PLAIN)
+    all_nan = spoiled(lambda _, right: Outputs(torch.full_like(right.out, torch.nan)))
+    diagnosis = diagnose(all_nan, PLAIN)
     assert (diagnosis.level, diagnosis.ranked) == ("family", ())
     assert diagnosis.facts[0].startswith("every element of out is NaN on finite inputs: look for")

@@ -28,6 +28,16 @@ def observe(monkeypatch, call, problem=PLAIN):
     return diagnose(stepping(prepare=prepare), problem)
 
 
+def observe_out(monkeypatch, change, problem=PLAIN):
+    """Diagnose without models a right kernel whose out is replaced by ``change(out)``."""
+
+    def call(run, inputs):
+        outputs = run(inputs)
+        return Outputs(change(outputs.out.float()).to(outputs.out.dtype), outputs.lse)
+
+    return observe(monkeypatch, call, problem)
+
+
 def _first(tensor):
     return tensor[:1, :1].expand(tensor.shape).contiguous()
 
@@ -67,55 +77,45 @@ def test_misread_inputs_are_mapping_family(name, monkeypatch):
 def test_unknown_fault_is_observed_in_every_dtype(dtype, monkeypatch):
     """Planted: a fault of no family, so that every further question is asked; none may raise."""
 
-    def call(run, inputs):
-        outputs = run(inputs)
-        waves = torch.arange(outputs.out.numel()).view(outputs.out.shape).sin()
-        return Outputs((outputs.out.float() + waves).to(outputs.out.dtype), outputs.lse)
+    def add_wave(out):
+        return out + torch.arange(out.numel()).view(out.shape).sin()
 
-    diagnosis = observe(monkeypatch, call, PLAIN.replace(dtype=dtype))
+    diagnosis = observe_out(monkeypatch, add_wave, PLAIN.replace(dtype=dtype))
     assert (diagnosis.level, diagnosis.family) == ("unknown", "")
 
 
 def test_outputs_written_to_other_heads_are_mapping_family(monkeypatch):
-    def call(run, inputs):
-        outputs = run(inputs)
-        return Outputs(outputs.out.roll(1, 1), outputs.lse)
-
-    diagnosis = observe(monkeypatch, call)
+    diagnosis = observe_out(monkeypatch, lambda out: out.roll(1, 1))
     assert diagnosis.family == FAMILIES["mapping"]
 
 
 @pytest.mark.parametrize("each", [True, False], ids=["each row its own", "one for all"])
 def test_output_factor_is_recognised_for_all_rows_or_each(each, monkeypatch):
-    def call(run, inputs):
-        outputs = run(inputs)
-        row = torch.arange(1.0, outputs.out.shape[2] + 1)[:, None] if each else 1.5
-        return Outputs((outputs.out.float() * row).to(outputs.out.dtype), outputs.lse)
+    def scale(out):
+        return out * (torch.arange(1.0, out.shape[2] + 1)[:, None] if each else 1.5)
 
-    diagnosis = observe(monkeypatch, call, PLAIN.replace(kv=128))
+    diagnosis = observe_out(monkeypatch, scale, PLAIN.replace(kv=128))
     assert diagnosis.family == FAMILIES["rescaling" if each else "factor"]
 
 
 def test_rows_of_zeros_are_not_taken_for_factor(monkeypatch):
     """Planted: the sums of half of the rows are lost."""
 
-    def call(run, inputs):
-        outputs = run(inputs)
-        late = torch.arange(outputs.out.shape[2]) >= outputs.out.shape[2] // 2
-        return Outputs(outputs.out.masked_fill(late[:, None], 0.0), outputs.lse)
+    def clear_late_rows(out):
+        late = torch.arange(out.shape[2]) >= out.shape[2] // 2
+        return out.masked_fill(late[:, None], 0.0)
 
-    assert observe(monkeypatch, call, PLAIN.replace(kv=128)).family == ""
+    assert observe_out(monkeypatch, clear_late_rows, PLAIN.replace(kv=128)).family == ""
 
 
 def test_factor_of_later_sequence_alone_is_mapping_family(monkeypatch):
     """Planted: the second sequence's output has a factor, as if it read another one's."""
 
-    def call(run, inputs):
-        outputs = run(inputs)
-        factors = 1.0 + 0.5 * torch.arange(inputs.problem.batch).view(-1, 1, 1, 1)
-        return Outputs((outputs.out.float() * factors).to(outputs.out.dtype), outputs.lse)
+    def scale_later_sequences(out):
+        return out * (1.0 + 0.5 * torch.arange(len(out)).view(-1, 1, 1, 1))
 
-    assert observe(monkeypatch, call, PLAIN.replace(kv=128)).family == FAMILIES["mapping"]
+    diagnosis = observe_out(monkeypatch, scale_later_sequences, PLAIN.replace(kv=128))
+    assert diagnosis.family == FAMILIES["mapping"]
 
 
 def test_keys_lost_by_one_sequence_are_not_taken_for_tile(monkeypatch):

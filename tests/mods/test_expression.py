@@ -192,7 +192,7 @@ def test_malformed_captured_tensor_is_refused_in_one_line(tensor):
 
 
 def test_valid_captured_tensor_is_accepted():
-    """The refusals above are not of any appended tensor."""
+    """Appending a tensor is not itself why the expressions above are refused."""
     data = json_round_trip(EXPRESSIONS[0])
     data["captured"].append(TENSOR)
     assert expression_from_json(data).structure == EXPRESSIONS[0].structure

@@ -51,7 +51,7 @@ window = Window(3)
 
 @pytest.fixture(autouse=True)
 def _library_as_before(library_as_before):
-    """Remove the loaded mods from the library after every test."""
+    """Restore the library after every test."""
 
 
 @pytest.fixture

@@ -233,7 +233,7 @@ def test_continuous_mod_does_not_jump(name):
     scores = torch.linspace(-4, 4, 8193)
     bound, _, jump = analyse(MODS[name], scores, radius)
     assert not jump.any()
-    # The slope, and at a kink that of either side: two such terms, and one with both sides.
+    # The slope, at a kink that of either side: two such terms, and one with both sides.
     assert float(bound.max()) <= 3 * radius * (1 + 2.0**-10)
 
 

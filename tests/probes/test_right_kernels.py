@@ -77,10 +77,7 @@ def test_exact_rule_passes_with_unusual_head_dims(small, sizes):
 @pytest.mark.parametrize("name", ["decode", "mean"])
 def test_triton_kernel_passes_probes(small, name):
     problem = small("causal", heads=2, batch=1, head_dim=16, dtype="bf16")
-    evidence = EvidenceBuilder(probes.case(name, problem), "cpu")
-    record = run_case(
-        Flash2(), evidence.case, device=evidence.device, evidence=evidence, variant=name
-    )
+    record = run_case(Flash2(), probes.case(name, problem), device="cpu", variant=name)
     assert record.status == "pass"
 
 
@@ -103,8 +100,7 @@ def test_filled_empty_rows_fail(small):
 
             return filled
 
-    evidence = EvidenceBuilder(probes.case("decode", small("padding")), "cpu")
-    record = run_case(FillsEmptyRows(), evidence.case, device=evidence.device, evidence=evidence)
+    record = run_case(FillsEmptyRows(), probes.case("decode", small("padding")), device="cpu")
     assert (record.status, record.judgement.rule) == ("fail", "empty rows")
 
 
@@ -113,14 +109,10 @@ def test_truncated_operands_pass_only_if_declared(turn):
     # A weight one bit below 1 loses 2^-11 of itself.
     problem = Problem(heads=8, query=125, kv=250, dtype="tf32")
     case = probes.case("isolated", problem, {"turn": turn})
-    kernel, evidence = Ideal(tf32="truncate"), EvidenceBuilder(case, "cpu")
-    record = run_case(
-        kernel, evidence.case, device=evidence.device, evidence=evidence, variant="isolated"
-    )
+    kernel, inputs = Ideal(tf32="truncate"), probes.inputs(case)
+    record = run_case(kernel, case, device="cpu", variant="isolated")
     assert (record.status, record.judgement.reason) == ("pass", "")
-    undeclared = probes.check_tied_keys(
-        evidence.inputs, kernel.run(evidence.inputs), mask_rows(problem)
-    )
+    undeclared = probes.check_tied_keys(inputs, kernel.run(inputs), mask_rows(problem))
     assert undeclared is not None
 
 
@@ -170,7 +162,7 @@ def test_every_right_design_passes_every_probe(name, design):
     """A user's right kernel once failed: P of a tile was 1/96, although there were 128 keys."""
     kernel, dtypes = DesignedKernel(design), ("fp16", "bf16", "fp32", "e4m3", "e5m2")
     first = [*DESIGNS.values()].index(design) + list(probes.PROBES).index(name)
-    # fp16's range is no other dtype's; of the others each probe and each design has every one.
+    # Short sums need fp16's range. Otherwise each probe and each design meets every dtype.
     for turn in (0,) if design.short else (first % 5, (first + 2) % 5):
         dtype = dtypes[turn]
         kv, mask = ((128, "causal"), (77, "full"), (131, "causal"))[turn % 3]

@@ -104,7 +104,7 @@ def test_every_other_relation_ignores_gradients(small):
     assert not silent & concerned
 
 
-def test_key_shift_keeps_loss_and_changes_keys_only(small):
+def test_key_shift_changes_keys_and_keeps_loss(small):
     relation = relation_named("key_shift")
     problem = small(dtype="fp32", backward=True, dlse=True)
     before, after = relation.runs(input_tensors.draw_inputs(problem), {"nats": 1})

@@ -256,7 +256,7 @@ def test_split_merge_gives_sink_to_first_part_only(small):
 def test_strides_relation_keeps_numbers_and_changes_layout(question, dtype, small):
     backward = {"backward": True} if dtype == "fp32" else {}
     problem = small(dtype=dtype, **backward)
-    parameters = dict.fromkeys(relation_named(question).allowed(problem), 1)  # of tensors k
+    parameters = dict.fromkeys(relation_named(question).allowed(problem), 1)  # tensor 1 is k
     plain, strided = (x.clone() for x in runs(question, problem, **parameters))
     for name in ("q", "k", "v", "dout") if backward else "qkv":
         before, after = getattr(plain, name), getattr(strided, name)

@@ -21,6 +21,11 @@ def assert_triton_mask_matches(grid, mask_mod):
     assert torch.equal(grid.seen(mask_mod)[grid.existing], grid.inside(mask_mod).to(torch.int32))
 
 
+def assert_triton_score_matches(grid, score_mod):
+    result = grid.scored(score_mod, grid.start())[grid.existing]
+    assert torch.equal(result, grid.inside(score_mod, grid.start()))
+
+
 @pytest.mark.parametrize("spec", LIBRARY_MASKS, ids=str)
 def test_library_mask_in_triton_matches_callable(spec, grid):
     assert_triton_mask_matches(grid, build_mask(spec, grid.dimensions))
@@ -28,10 +33,7 @@ def test_library_mask_in_triton_matches_callable(spec, grid):
 
 @pytest.mark.parametrize("spec", EXACT_SCORES, ids=str)
 def test_library_score_has_bits_of_fp32_torch(spec, grid):
-    mod = build_score(spec, grid.dimensions)
-    assert torch.equal(
-        grid.scored(mod, grid.start())[grid.existing], grid.inside(mod, grid.start())
-    )
+    assert_triton_score_matches(grid, build_score(spec, grid.dimensions))
 
 
 @given(spec=any_mask)
@@ -43,10 +45,7 @@ def test_drawn_mask_in_triton_matches_callable(spec, grid):
 @given(spec=exact_chain)
 @settings(max_examples=10, deadline=None)
 def test_drawn_chain_of_scores_has_bits_of_fp32_torch(spec, grid):
-    mod = build_score(spec, grid.dimensions)
-    assert torch.equal(
-        grid.scored(mod, grid.start())[grid.existing], grid.inside(mod, grid.start())
-    )
+    assert_triton_score_matches(grid, build_score(spec, grid.dimensions))
 
 
 def test_wrong_mask_is_detected(grid):
