@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.diagnose.helpers import WAVY, diagnose, exclude_models
+from tests.diagnose.helpers import diagnose, exclude_models
 from tests.planted_kernels.other_steps import stepping
 from tests.planted_kernels.outputs_given import spoiled
 
@@ -101,12 +101,6 @@ def test_tile_that_holds_all_keys_is_not_named():
     assert (diagnosis.level, diagnosis.ranked[0].model) == ("named", "every-row-empty")
     best = diagnosis.ranked[: diagnosis.tied]
     assert "tile" not in [FAULT_MODELS[cause.model].family for cause in best]
-
-
-def test_unexplained_fault_reports_only_observations():
-    diagnosis = diagnose(WAVY, CAUSAL)
-    assert (diagnosis.level, diagnosis.ranked, diagnosis.family) == ("unknown", (), "")
-    assert any("wrong as well without the mask" in fact for fact in diagnosis.facts)
 
 
 def test_model_contradicted_by_passed_question_is_not_named():

@@ -8,7 +8,7 @@ import torch
 
 from attncheck.core.errors import ProblemError, UnknownName, UsageError
 from attncheck.core.formats import fp32
-from attncheck.core.mod_spec import FULL, NONE, Dimensions, Spec
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods import library
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
@@ -151,11 +151,6 @@ def test_invalid_spec_is_refused_with_exact_message(kind, spec, message):
             function(spec, DIMENSIONS)
         assert str(error.value) == message
         assert isinstance(error.value, UnknownName if "not known" in message else ProblemError)
-
-
-def test_default_mask_and_score_are_accepted():
-    library.check_mask(FULL, DIMENSIONS)
-    library.check_score(NONE, DIMENSIONS)
 
 
 def test_integer_argument_is_rounded_to_fp32():
