@@ -1,12 +1,13 @@
-"""What is named, what is a family, what nobody knows: faults planted in the ideal kernel."""
+"""Diagnoses of faults planted in the ideal kernel: named causes, families, and unknown ones."""
 
 import itertools
 from dataclasses import replace
 
 import pytest
 import torch
-from tests.diagnose.told import WAVY, left_out, told
+from tests.diagnose.helpers import diagnose, exclude_models
 from tests.planted_kernels.other_steps import stepping
+from tests.planted_kernels.outputs_given import spoiled
 
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.core.outputs import Outputs
@@ -34,7 +35,11 @@ def with_fault(model, number=0):
     return stepping(steps=FAULT_MODELS[model].steps[number])
 
 
-def test_every_model_is_of_a_family():
+def models_of(family):
+    return [name for name, model in FAULT_MODELS.items() if model.family == family]
+
+
+def test_every_model_belongs_to_a_known_family():
     assert {model.family for model in FAULT_MODELS.values()} == set(FAMILIES)
 
 
@@ -52,14 +57,14 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize(("model", "problem", "family"), PLANTED, ids=[one[0] for one in PLANTED])
-def test_a_fault_is_named_and_without_its_model_never_another(model, problem, family, monkeypatch):
+@pytest.mark.parametrize(("model", "problem", "family"), PLANTED, ids=[case[0] for case in PLANTED])
+def test_fault_is_named_and_without_its_model_never_misnamed(model, problem, family, monkeypatch):
     kernel = with_fault(model)
-    named = told(kernel, problem)
-    assert (named.level, named.ranked[0].model) == ("named", model)
-    left_out(monkeypatch, model)
-    other = told(kernel, problem)
-    # What is proven by asking again is so whatever was planted.
+    diagnosis = diagnose(kernel, problem)
+    assert (diagnosis.level, diagnosis.ranked[0].model) == ("named", model)
+    exclude_models(monkeypatch, model)
+    other = diagnose(kernel, problem)
+    # A sign is proven by asking again, whatever was planted.
     proven = bool(other.ranked) and other.ranked[0].model in SIGNS
     assert other.level != "named" or proven or FAULT_MODELS[other.ranked[0].model].family == family
     assert other.family in {FAMILIES[family], ""}
@@ -71,135 +76,119 @@ def test_a_fault_is_named_and_without_its_model_never_another(model, problem, fa
     [PLANTED[0], PLANTED[3], PLANTED[4], PLANTED[7]],
     ids=["mask", "rescaling", "lse", "gradient"],
 )
-def test_what_is_seen_tells_the_family(model, problem, family, monkeypatch):
-    left_out(monkeypatch, *(name for name, one in FAULT_MODELS.items() if one.family == family))
-    found = told(with_fault(model), problem)
-    assert (found.level, found.family) == ("family", FAMILIES[family])
-    assert found.ranked == ()
+def test_family_is_recognised_without_its_models(model, problem, family, monkeypatch):
+    exclude_models(monkeypatch, *models_of(family))
+    diagnosis = diagnose(with_fault(model), problem)
+    assert (diagnosis.level, diagnosis.family) == ("family", FAMILIES[family])
+    assert diagnosis.ranked == ()
 
 
-def test_keys_that_count_and_must_not_are_told(monkeypatch):
-    left_out(monkeypatch)
-    found = told(with_fault("mask-one-key-wider"), CAUSAL)
-    (counted,) = (fact for fact in found.facts if "count although they are hidden" in fact)
-    assert counted.startswith("keys 1–")
+def test_hidden_keys_that_count_are_listed(monkeypatch):
+    exclude_models(monkeypatch)
+    diagnosis = diagnose(with_fault("mask-one-key-wider"), CAUSAL)
+    (fact,) = (fact for fact in diagnosis.facts if "count although they are hidden" in fact)
+    assert fact.startswith("keys 1–")
 
 
-class Nothing(Ideal):
-    """Nothing is kept of any tile: short problems alone look like a tile that is dropped."""
-
-    name = "nothing"
-
-    def prepare(self, inputs):
-        right = super().prepare(inputs)
-
-        def call():
-            outputs = right()
-            gone = torch.full_like(outputs.lse, -torch.inf)
-            return Outputs(torch.zeros_like(outputs.out), gone)
-
-        return call
+def leave_every_row_empty(_, right):
+    """What a kernel without keys gives; in short problems it looks like one dropped tile."""
+    return Outputs(torch.zeros_like(right.out), torch.full_like(right.lse, -torch.inf))
 
 
-def test_a_tile_that_holds_all_keys_is_no_cause():
+def test_tile_that_holds_all_keys_is_not_named():
     short = PLAIN.replace(query=20, kv=20, mask=Spec.of("padding", lengths=[20]))
-    found = told(Nothing(), short)
-    assert (found.level, found.ranked[0].model) == ("named", "every-row-empty")
-    assert "tile" not in [FAULT_MODELS[one.model].family for one in found.ranked[: found.tied]]
+    diagnosis = diagnose(spoiled(leave_every_row_empty), short)
+    assert (diagnosis.level, diagnosis.ranked[0].model) == ("named", "every-row-empty")
+    best = diagnosis.ranked[: diagnosis.tied]
+    assert "tile" not in [FAULT_MODELS[cause.model].family for cause in best]
 
 
-def test_of_what_no_model_fits_only_what_was_seen_is_told():
-    found = told(WAVY, CAUSAL)
-    assert (found.level, found.ranked, found.family) == ("unknown", (), "")
-    assert any("wrong as well without the mask" in fact for fact in found.facts)
-
-
-def test_a_model_that_a_question_which_passed_contradicts_is_not_named():
-    """The mask alone is wrong: of a run in which causal questions passed that cannot be so."""
+def test_model_contradicted_by_passed_question_is_not_named():
+    """The mask alone is wrong, which cannot be if causal questions passed in the same run."""
     kernel = with_fault("mask-one-key-wider")
     passed = [Case(problem=CAUSAL.replace(seed=seed)) for seed in (3, 4)]
-    assert told(kernel, CAUSAL).level == "named"
-    contradicted = told(kernel, CAUSAL, passed=passed)
+    assert diagnose(kernel, CAUSAL).level == "named"
+    contradicted = diagnose(kernel, CAUSAL, passed=passed)
     assert contradicted.level != "named"
     assert "mask-one-key-wider" not in [one.model for one in contradicted.ranked]
 
 
-def test_a_search_remembers_what_passed():
+def test_cause_search_remembers_passed_records():
     search, kernel = CauseSearch(), with_fault("mask-one-key-wider")
-    right = run_case(Ideal(), Case(problem=CAUSAL.replace(seed=3)), device="cpu")
-    assert right.status == "pass"
-    search.note(right)
-    wrong = run_case(kernel, Case(problem=CAUSAL), device="cpu")
-    assert search.diagnose(wrong, kernel, device="cpu").diagnosis.level != "named"
+    passed = run_case(Ideal(), Case(problem=CAUSAL.replace(seed=3)), device="cpu")
+    assert passed.status == "pass"
+    search.note(passed)
+    failed = run_case(kernel, Case(problem=CAUSAL), device="cpu")
+    assert search.diagnose(failed, kernel, device="cpu").diagnosis.level != "named"
 
 
 def test_rows_that_memory_does_not_change_are_not_unwritten(monkeypatch):
-    left_out(monkeypatch, *(n for n, one in FAULT_MODELS.items() if one.family == "empty rows"))
-    found = told(with_fault("lse-plus-infinity-of-empty"), EMPTY)
-    assert "rows-unwritten" not in [one.model for one in found.ranked]
-    assert found.family != FAMILIES["memory"]
+    exclude_models(monkeypatch, *models_of("empty rows"))
+    diagnosis = diagnose(with_fault("lse-plus-infinity-of-empty"), EMPTY)
+    assert "rows-unwritten" not in [one.model for one in diagnosis.ranked]
+    assert diagnosis.family != FAMILIES["memory"]
 
 
 @pytest.mark.parametrize("problem", [PLAIN, CAUSAL, EMPTY])
-def test_independent_problems_are_others(problem):
+def test_independent_cases_are_distinct_and_keep_the_mask(problem):
     case = Case(problem=problem)
-    asked = list(independent_cases(case))
-    assert case.id not in {one.id for one in asked}
-    assert len({one.id for one in asked}) == len(asked) > 4
-    assert len({(one.question, one.problem) for one in asked}) == len(asked)
-    # A second fault in what the problem has not would refute the cause of this one.
-    assert {one.problem.mask.name for one in asked} == {problem.mask.name}
+    cases = list(independent_cases(case))
+    assert case.id not in {one.id for one in cases}
+    assert len({one.id for one in cases}) == len(cases) > 4
+    assert len({(one.question, one.problem) for one in cases}) == len(cases)
+    # A second fault, in a feature that the problem lacks, would refute the cause of this one.
+    assert {one.problem.mask.name for one in cases} == {problem.mask.name}
 
 
-def takes_whole_tiles(problem):
+def supports_whole_tiles(problem):
     return problem.query == problem.kv and problem.kv % 16 == 0
 
 
-def test_independent_problems_are_those_that_the_kernel_takes():
+def test_independent_cases_are_supported_by_kernel():
     case = Case(problem=CAUSAL.replace(query=48, kv=48))
-    asked = [one.problem for one in independent_cases(case, takes_whole_tiles)]
-    assert len(asked) > 4
-    assert all(map(takes_whole_tiles, asked))
-    assert len({one.kv for one in asked}) > 2
+    problems = [one.problem for one in independent_cases(case, supports_whole_tiles)]
+    assert len(problems) > 4
+    assert all(map(supports_whole_tiles, problems))
+    assert len({one.kv for one in problems}) > 2
 
 
-def failing(kernel, case, answers=None):
-    """A kernel that has failed a Case; its responses are changed by ``answers``."""
+def failing_kernel(kernel, case, change_responses=None):
+    """A FailingKernel of a failed Case; ``change_responses`` may change what it answers."""
 
     class Failing(FailingKernel):
         def ask(self, one):
             responses = FailingKernel.ask(self, one)
-            return responses if answers is None else answers(responses)
+            return responses if change_responses is None else change_responses(responses)
 
     record = run_case(kernel, case, device="cpu")
     return Failing(record, kernel, "cpu", executor_of(kernel))
 
 
-def test_few_answers_confirm_nothing():
+def test_too_few_responses_confirm_nothing():
     kernel, case = with_fault("mask-one-key-wider"), Case(problem=CAUSAL)
-    every = confirm(["mask-one-key-wider"], failing(kernel, case), seconds=0.0)
+    every = confirm(["mask-one-key-wider"], failing_kernel(kernel, case), seconds=0.0)
     assert (every.confirmed, every.left) == (True, ("mask-one-key-wider",))
     number = itertools.count()
-    two = failing(kernel, case, lambda responses: responses if next(number) < 2 else [])
+    two = failing_kernel(kernel, case, lambda responses: responses if next(number) < 2 else [])
     few = confirm(["mask-one-key-wider"], two, seconds=0.0)
     assert few.problems == 2
     assert not few.confirmed
 
 
-def test_a_tile_is_no_other_one_each_time():
-    """Planted: of keys that are all lost a first tile that is dropped says the same."""
+def test_tile_model_must_keep_its_tile_in_every_problem():
+    """Planted: all keys are lost, as if a dropped first tile had a new size in each problem."""
     case = Case(problem=Problem(query=1, head_dim=16, dtype="bf16", distribution="negative_logits"))
 
-    def without_tiles(responses):  # as of a kernel that declares none
+    def without_tiles(responses):  # as from a kernel that declares no tiles
         return [replace(run, call=ExactAttention(run.call.inputs)) for run in responses]
 
-    kernel = failing(with_fault("maximum-from-zero"), case, without_tiles)
-    told = confirm(["maximum-from-zero", "first-tile-dropped"], kernel, seconds=0.0)
-    assert (told.confirmed, told.left) == (True, ("maximum-from-zero",))
+    kernel = failing_kernel(with_fault("maximum-from-zero"), case, without_tiles)
+    confirmation = confirm(["maximum-from-zero", "first-tile-dropped"], kernel, seconds=0.0)
+    assert (confirmation.confirmed, confirmation.left) == (True, ("maximum-from-zero",))
 
 
 @pytest.mark.parametrize("mean", [False, True], ids=["nan", "mean"])
-def test_rows_that_have_lost_all_their_keys_may_be_anything_usual(mean):
+def test_rows_that_lost_all_keys_may_be_nan_or_mean(mean):
     class Divided(Ideal):
         name = "divided"
         steps = FAULT_MODELS["mask-one-key-narrower"].steps[0]
@@ -215,28 +204,13 @@ def test_rows_that_have_lost_all_their_keys_may_be_anything_usual(mean):
 
             return call
 
-    found = told(Divided(), CAUSAL)
-    assert (found.level, found.ranked[0].model) == ("named", "mask-one-key-narrower")
+    diagnosis = diagnose(Divided(), CAUSAL)
+    assert (diagnosis.level, diagnosis.ranked[0].model) == ("named", "mask-one-key-narrower")
 
 
-def test_what_fails_beyond_what_a_kernel_takes_is_asked_beyond_it():
-    """Planted: on whole tiles, which it is said to take alone, it is right."""
-
-    class Padded(Ideal):
-        name = "padded"
-
-        def inside(self, keys, kv):
-            return torch.ones_like(keys, dtype=torch.bool)
-
-    record = run_case(Padded(), Case(problem=PLAIN), device="cpu")
-    assert record.status == "fail"
-    Padded.unsupported = lambda _, problem, device: "too ragged" if problem.kv % 128 else None
-    found = diagnose_failure(record, Padded(), device="cpu").diagnosis
-    assert (found.level, found.ranked[0].model) == ("named", "tail-unmasked")
-
-
-def test_a_problem_that_is_taken_by_itself_is_asked_with_other_numbers():
-    """Planted: of ragged lengths only the numbers of the failure are taken."""
+@pytest.mark.parametrize("ragged_seeds", [(), (0,)], ids=["whole tiles", "the failing seed too"])
+def test_failure_is_confirmed_beyond_the_problems_that_kernel_supports(ragged_seeds):
+    """Planted: of ragged lengths, where it is wrong, the kernel supports no more than one seed."""
 
     class Padded(Ideal):
         name = "padded"
@@ -244,17 +218,18 @@ def test_a_problem_that_is_taken_by_itself_is_asked_with_other_numbers():
         def inside(self, keys, kv):
             return torch.ones_like(keys, dtype=torch.bool)
 
-        def unsupported(self, problem, device):
-            return "too ragged" if problem.kv % 128 and problem.seed else None
+    def unsupported(_, problem, device):
+        return "too ragged" if problem.kv % 128 and problem.seed not in ragged_seeds else None
 
     record = run_case(Padded(), Case(problem=PLAIN.replace(seed=0)), device="cpu")
     assert record.status == "fail"
-    found = diagnose_failure(record, Padded(), device="cpu").diagnosis
-    assert (found.level, found.ranked[0].model) == ("named", "tail-unmasked")
+    Padded.unsupported = unsupported
+    diagnosis = diagnose_failure(record, Padded(), device="cpu").diagnosis
+    assert (diagnosis.level, diagnosis.ranked[0].model) == ("named", "tail-unmasked")
 
 
-def test_a_loop_that_is_wrong_under_a_mask_alone_is_right_without_one():
-    """Planted: what passed without a mask must not contradict it."""
+def test_passes_without_mask_do_not_refute_fault_of_masked_loop():
+    """Planted: key 0 is dropped only where there is a mask."""
 
     def without_key_0(problem, device):
         mask = problem.mask_mod(device)
@@ -263,71 +238,61 @@ def test_a_loop_that_is_wrong_under_a_mask_alone_is_right_without_one():
 
     kernel = stepping(steps=Steps(mask=without_key_0))
     passed = [Case(problem=CAUSAL.replace(mask=FULL, seed=seed)) for seed in (3, 4)]
-    assert told(kernel, CAUSAL, passed=passed).ranked[0].model == "edge-key-dropped"
+    assert diagnose(kernel, CAUSAL, passed=passed).ranked[0].model == "edge-key-dropped"
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "e4m3"])
-def test_nan_of_finite_numbers_is_told(dtype, monkeypatch):
+def test_nan_on_finite_inputs_is_overflow_family(dtype, monkeypatch):
     class Nan(Ideal):
         name = "nan"
 
         def normalised(self, out, total):
             return super().normalised(out, total) * torch.nan
 
-    left_out(monkeypatch)
-    found = told(Nan(), PLAIN.replace(dtype=dtype))
-    assert (found.level, found.family) == ("family", FAMILIES["overflow"])
+    exclude_models(monkeypatch)
+    diagnosis = diagnose(Nan(), PLAIN.replace(dtype=dtype))
+    assert (diagnosis.level, diagnosis.family) == ("family", FAMILIES["overflow"])
 
 
 @pytest.mark.parametrize("distribution", ["normal", "negative_logits", "large_logits"])
-def test_weights_of_another_base_are_no_mask_and_no_tile(distribution, monkeypatch):
-    """What is much smaller than it must be looks like keys that do not count."""
-    left_out(monkeypatch)
+def test_weights_of_other_base_are_not_taken_for_mask_or_tile(distribution, monkeypatch):
+    """Weights that are much too small look like keys that do not count."""
+    exclude_models(monkeypatch)
     steps = Steps(scale=lambda problem: problem.scale / LOG2E)
     kernel = stepping(steps=steps)
     problem = PLAIN.replace(query=80, kv=80, distribution=distribution, dtype="bf16")
-    assert told(kernel, problem).family not in {FAMILIES["mask"], FAMILIES["tile"]}
+    assert diagnose(kernel, problem).family not in {FAMILIES["mask"], FAMILIES["tile"]}
 
 
 @pytest.mark.parametrize("first", [16, 48])
-def test_a_tile_that_is_gone_is_not_one_that_is_rescaled(first, monkeypatch):
-    """Planted: keys of low weight are in doubt, and their tile counts 0 times or once."""
+def test_missing_tile_is_not_taken_for_rescaled_one(first, monkeypatch):
+    """Planted: keys of low weight are in doubt, so that their tile may count 0 times or once."""
 
     def without_tile(problem, device):
         mask = problem.mask_mod(device)
         return lambda b, h, i, j: mask(b, h, i, j) & ((j < first) | (j >= first + 16))
 
-    left_out(monkeypatch)
+    exclude_models(monkeypatch)
     kernel = stepping(steps=Steps(mask=without_tile))
-    found = told(kernel, PLAIN.replace(dtype="bf16"))
-    assert (found.level, found.family) == ("family", FAMILIES["tile"])
+    diagnosis = diagnose(kernel, PLAIN.replace(dtype="bf16"))
+    assert (diagnosis.level, diagnosis.family) == ("family", FAMILIES["tile"])
 
 
-class NoDq(Ideal):
-    """Nothing is added to dQ."""
-
-    name = "no-dq"
-
-    def prepare(self, inputs):
-        right = super().prepare(inputs)
-
-        def call():
-            outputs = right()
-            return replace(outputs, dq=None if outputs.dq is None else torch.zeros_like(outputs.dq))
-
-        return call
+def clear_dq(_, right):
+    return replace(right, dq=None if right.dq is None else torch.zeros_like(right.dq))
 
 
-def test_one_fault_in_several_words_is_named_in_each():
+def test_models_that_predict_the_same_are_all_named():
     """Planted: dQ is 0, as it is where its kernel reads the keys as 0."""
-    found = told(NoDq(), PLAIN.replace(backward=True))
-    assert found.level == "named"
-    assert [one.model for one in found.ranked] == ["gradient-missing", "backward-operand-missing"]
-    assert found.tied == 2
+    diagnosis = diagnose(spoiled(clear_dq), PLAIN.replace(backward=True))
+    assert diagnosis.level == "named"
+    models = [one.model for one in diagnosis.ranked]
+    assert models == ["gradient-missing", "backward-operand-missing"]
+    assert diagnosis.tied == 2
 
 
 class LastRow(Ideal):
-    """The last of many rows has a query of 0: beside what all others round it is little."""
+    """The last of many rows has a query of 0: a small error beside the rounding of all others."""
 
     name = "last-row"
 
@@ -337,15 +302,15 @@ class LastRow(Ideal):
         return super().prepare(inputs.replace(q=q))
 
 
-def test_what_is_little_beside_rounding_is_named_by_other_problems():
+def test_error_hidden_by_rounding_is_named_with_other_problems():
     many = Problem(query=320, kv=320, head_dim=64, dtype="bf16", distribution="uniform")
-    found = told(LastRow(), many)
-    assert (found.level, found.ranked[0].model) == ("named", "last-row-as-zero")
-    assert found.ranked[0].share > 0.5
+    diagnosis = diagnose(LastRow(), many)
+    assert (diagnosis.level, diagnosis.ranked[0].model) == ("named", "last-row-as-zero")
+    assert diagnosis.ranked[0].share > 0.5
 
 
-def test_a_fault_of_one_kernel_of_a_backward_is_not_refuted_where_it_shows_nothing():
-    """Planted: dK's rows from the seventeenth on are lost, of which there are none in one case."""
+def test_backward_fault_is_not_refuted_where_it_shows_nothing():
+    """Planted: dK loses its rows from the seventeenth on, of which one problem has none."""
     problem = PLAIN.replace(backward=True, query=12)
     call = ExactAttention(draw_inputs(problem))
     forms = FAULT_MODELS["backward-loop-too-short"].predictions(call)
@@ -369,32 +334,23 @@ class WithoutScale(OutAlone):
     scale = staticmethod(lambda _problem: 1.0)
 
 
-def test_what_passed_says_nothing_of_a_tensor_that_the_kernel_does_not_return():
-    """With values of 1 out is right at any scale: the exact LSE must not refute the right model."""
+def test_passed_question_refutes_nothing_about_missing_lse():
+    """With values of 1, out is right at any scale: an LSE that is not returned must not refute."""
     passed = [Case(problem=PLAIN, question="ones")]
-    named = told(WithoutScale(), PLAIN, passed=passed)
-    assert (named.level, named.ranked[0].model) == ("named", "scale-missing")
+    diagnosis = diagnose(WithoutScale(), PLAIN, passed=passed)
+    assert (diagnosis.level, diagnosis.ranked[0].model) == ("named", "scale-missing")
 
 
-def test_a_fitted_factor_is_the_one_that_other_problems_tell():
-    """A ramp's weights are 0 and 1 at any scale that is large enough."""
+def test_fitted_factor_comes_from_other_problems():
+    """A ramp's weights are 0 and 1 at any large scale: it alone cannot tell the factor."""
     ragged = PLAIN.replace(query=77, kv=93, dtype="bf16")
     ramp = Case(problem=ragged, question="ramp", parameters={"rise": 32})
-    (first,) = [o for o in told(OutAlone(), ramp).ranked if o.model == "scale-off"]
-    assert f"{first.parameters['factor']:.2g}" == "5"  # as it is shown
+    (first,) = [cause for cause in diagnose(OutAlone(), ramp).ranked if cause.model == "scale-off"]
+    assert f"{first.parameters['factor']:.2g}" == "5"  # as reports print it
 
 
-class Lost(Ideal):
-    """Everything is NaN."""
-
-    name = "lost"
-
-    def prepare(self, inputs):
-        right = super().prepare(inputs)
-        return lambda: Outputs(torch.full_like(right().out, torch.nan))
-
-
-def test_what_is_nan_everywhere_is_explained_by_no_model():
-    lost = told(Lost(), PLAIN)
-    assert (lost.level, lost.ranked) == ("family", ())
-    assert lost.facts[0].startswith("every element of out is NaN on finite inputs: look for")
+def test_output_of_nan_everywhere_is_explained_by_no_model():
+    all_nan = spoiled(lambda _, right: Outputs(torch.full_like(right.out, torch.nan)))
+    diagnosis = diagnose(all_nan, PLAIN)
+    assert (diagnosis.level, diagnosis.ranked) == ("family", ())
+    assert diagnosis.facts[0].startswith("every element of out is NaN on finite inputs: look for")

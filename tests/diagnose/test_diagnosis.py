@@ -1,4 +1,4 @@
-"""What a Record says may be wrong: of comparisons, probes and relations; of nothing else."""
+"""Diagnoses of failed Records, and the search for causes over the failures of a run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import dataclasses
 import msgspec
 import pytest
 import torch
-from tests.diagnose.told import WAVY, told_record
+from tests.diagnose.helpers import WAVY, diagnose_record
 from tests.planted_kernels.outputs_given import spoiled
 
 from attncheck.core.mod_spec import Spec
-from attncheck.diagnose import diagnosis
+from attncheck.diagnose import diagnosis as diagnosis_module
 from attncheck.diagnose.diagnosis import (
     CauseSearch,
     _as_diagnosis,
@@ -43,8 +43,8 @@ class OneKeyWider(Ideal):
         return super().visible(mask, later)
 
 
-def test_a_comparison_is_diagnosed():
-    record = told_record(OneKeyWider(), Case(problem=CAUSAL))
+def test_failed_comparison_is_diagnosed():
+    record = diagnose_record(OneKeyWider(), CAUSAL)
     assert isinstance(record.diagnosis, Diagnosis)
     first = record.diagnosis.ranked[0]
     assert first.model == "mask-one-key-wider"
@@ -54,37 +54,38 @@ def test_a_comparison_is_diagnosed():
     assert "likely     the causal mask is one key too wide: row i sees key i + 1 (explains" in text
 
 
-def test_the_tiles_of_the_diagonal_are_shown():
-    record = told_record(OneKeyWider(), Case(problem=CAUSAL.replace(query=64, kv=64, head_dim=64)))
+def test_error_tiles_lie_along_the_diagonal():
+    record = diagnose_record(OneKeyWider(), CAUSAL.replace(query=64, kv=64, head_dim=64))
     tiles = record.diagnosis.tiles
     for row, line in enumerate(tiles.values):
         largest = max(range(len(line)), key=line.__getitem__)
-        # Of the last row there is no next key: nothing is wrong with it.
+        # The last row has no next key, so that nothing is wrong with it.
         assert line[largest] == 0 or abs(largest * tiles.keys - row * tiles.rows) <= tiles.keys
     assert "tiles" in diagnosis_text(record, kernel="mine")
 
 
 @pytest.mark.parametrize("question", ["decode", "future_keys"])
-def test_probes_and_relations_are(question):
-    chosen = {name: values[0] for name, values in allowed_parameters(question, CAUSAL).items()}
-    record = told_record(OneKeyWider(), Case(problem=CAUSAL, question=question, parameters=chosen))
-    assert record.status == "fail"
+def test_failed_probe_or_relation_is_diagnosed(question):
+    parameters = {name: values[0] for name, values in allowed_parameters(question, CAUSAL).items()}
+    case = Case(problem=CAUSAL, question=question, parameters=parameters)
+    record = diagnose_record(OneKeyWider(), case)
     assert "mask-one-key-wider" in [one.model for one in record.diagnosis.ranked]
 
 
-def test_a_right_answer_is_not():
+def test_passed_record_is_not_diagnosed():
     record = run_case(Ideal(), Case(problem=CAUSAL), device="cpu")
     assert record.status == "pass"
     record = diagnose_failure(record, Ideal(), device="cpu")
     assert record.diagnosis is msgspec.UNSET
 
 
-def test_what_no_model_explains_is_said_so():
-    record = told_record(WAVY, Case(problem=CAUSAL))
-    assert record.status == "fail"
-    assert record.diagnosis.ranked == ()
+def test_unexplained_failure_is_reported_as_unknown():
+    record = diagnose_record(WAVY, CAUSAL)
+    diagnosis = record.diagnosis
+    assert (diagnosis.level, diagnosis.ranked, diagnosis.family) == ("unknown", (), "")
+    assert any("wrong as well without the mask" in fact for fact in diagnosis.facts)
     text = diagnosis_text(record, kernel="mine")
-    assert f"unknown: none of {record.diagnosis.tried} fault models fits" in text
+    assert f"unknown: none of {diagnosis.tried} fault models fits" in text
 
 
 @pytest.mark.parametrize(
@@ -92,34 +93,34 @@ def test_what_no_model_explains_is_said_so():
     [CAUSAL.replace(query=2048, kv=2048, heads=2), CAUSAL.replace(query=1, kv=2, batch=4097)],
     ids=["pairs", "heads"],
 )
-def test_large_problems_are_left_out(large):
+def test_large_problem_is_not_explained(large):
     pairs = large.batch * large.heads * large.query * large.kv
     assert pairs > LARGEST_DIAGNOSED or large.batch > large.query * large.kv
     record = run_case(OneKeyWider(), Case(problem=CAUSAL), device="cpu")
-    asked = msgspec.structs.replace(record, case=Case(problem=large).to_json())
-    assert explain_failure(asked, OneKeyWider(), device="cpu") is None
+    failed = msgspec.structs.replace(record, case=Case(problem=large).to_json())
+    assert explain_failure(failed, OneKeyWider(), device="cpu") is None
 
 
-def test_of_a_longer_problem_some_rows_are_predicted():
+def test_longer_problem_is_diagnosed_from_some_rows():
     longer = CAUSAL.replace(query=500, kv=500)
-    record = told_record(OneKeyWider(), Case(problem=longer))
+    record = diagnose_record(OneKeyWider(), longer)
     assert record.diagnosis.ranked[0].model == "mask-one-key-wider"
 
 
 def test_two_failures_are_explained_together():
     small = Case(problem=CAUSAL.replace(query=1, kv=2, heads=1, kv_heads=1))
     kernel = OneKeyWider()
-    alone = told_record(kernel, small)
+    alone = diagnose_record(kernel, small)
     larger = explain_failure(
         run_case(kernel, Case(problem=CAUSAL), device="cpu"), kernel, device="cpu"
     )
     together = diagnose_failure(alone, kernel, device="cpu", before=larger)
-    assert together.diagnosis.problems > 2  # both, and what is asked to confirm it
+    assert together.diagnosis.problems > 2  # both failures, and the problems that confirm the cause
     assert together.diagnosis.ranked[0].model == "mask-one-key-wider"
 
 
-def test_nobody_is_told_of_what_the_problem_does_not_have():
-    """Of any model, where it explains a larger problem and not the one that is shown."""
+def test_models_of_absent_features_are_not_reported():
+    """Even where such a model explains a larger problem, and not the one that is reported."""
     plain = Problem(query=3, kv=3, head_dim=16, dtype="fp16")
     record = run_case(WAVY, Case(problem=plain), device="cpu")
     absent = [name for name, model in FAULT_MODELS.items() if not model.applies(plain)]
@@ -134,31 +135,31 @@ def test_nobody_is_told_of_what_the_problem_does_not_have():
         )
 
 
-def test_what_explains_one_failure_is_tried_alone_on_the_next():
+def test_known_cause_is_the_only_one_tried_on_next_failure():
     search = CauseSearch(most=1)
-    explained = [
+    failures = [
         search.diagnose(
             run_case(OneKeyWider(), Case(problem=one), device="cpu"), OneKeyWider(), device="cpu"
         )
         for one in (CAUSAL, CAUSAL.replace(seed=1), CAUSAL.replace(query=17, kv=33))
     ]
-    assert [one.diagnosis.ranked[0].model for one in explained] == ["mask-one-key-wider"] * 3
-    assert [one.diagnosis.tried for one in explained[1:]] == [1, 1]
-    # Of what it does not explain nothing is said, and no more than so many are looked into.
+    assert [one.diagnosis.ranked[0].model for one in failures] == ["mask-one-key-wider"] * 3
+    assert [one.diagnosis.tried for one in failures[1:]] == [1, 1]
+    # A failure that it does not explain stays undiagnosed after ``most`` searches.
     other = run_case(WAVY, Case(problem=CAUSAL), device="cpu")
     assert search.diagnose(other, WAVY, device="cpu").diagnosis is msgspec.UNSET
     known = ["mask-one-key-wider", "mask-ignored"]
     assert explained_by(other, known, WAVY, device="cpu") is None
 
 
-def test_all_models_are_tried_once_on_a_kind_of_failure_that_none_explains(monkeypatch):
+def test_unexplained_kind_of_failure_is_searched_only_once(monkeypatch):
     tried = []
 
     def count(record, *_, **__):
         tried.append(record.case_id)
         return diagnose_failure(record, WAVY, device="cpu")
 
-    monkeypatch.setattr(diagnosis, "diagnose_failure", count)
+    monkeypatch.setattr(diagnosis_module, "diagnose_failure", count)
     search = CauseSearch()
     for problem in (CAUSAL, CAUSAL.replace(seed=1), CAUSAL.replace(dtype="bf16")):
         record = run_case(WAVY, Case(problem=problem), device="cpu")
@@ -166,47 +167,48 @@ def test_all_models_are_tried_once_on_a_kind_of_failure_that_none_explains(monke
     assert len(tried) == 2
 
 
-def test_a_cause_that_is_found_late_is_tried_on_the_failures_before_it(monkeypatch):
+def test_cause_found_late_is_tried_on_earlier_failures(monkeypatch):
     def find_nothing_at_first(record, *rest, **where):
         return record if record is records[0] else diagnose_failure(record, *rest, **where)
 
-    monkeypatch.setattr(diagnosis, "diagnose_failure", find_nothing_at_first)
+    monkeypatch.setattr(diagnosis_module, "diagnose_failure", find_nothing_at_first)
     cases = [Case(problem=CAUSAL.replace(dtype=dtype)) for dtype in ("fp16", "bf16")]
     records = [run_case(OneKeyWider(), case, device="cpu") for case in cases]
-    found = CauseSearch().diagnose_all(records, OneKeyWider(), device="cpu", first=records[0])
-    assert [one.diagnosis.ranked[0].model for one in found] == ["mask-one-key-wider"] * 2
-    assert found[0].diagnosis.tried == 1
+    diagnosed = CauseSearch().diagnose_all(records, OneKeyWider(), device="cpu", first=records[0])
+    assert [one.diagnosis.ranked[0].model for one in diagnosed] == ["mask-one-key-wider"] * 2
+    assert diagnosed[0].diagnosis.tried == 1
 
 
-def test_what_one_row_cannot_tell_apart_a_larger_problem_does():
+def test_larger_problem_breaks_tie_of_models():
     two_keys = Case(problem=CAUSAL.replace(query=1, kv=2, heads=1, kv_heads=1))
     small = explain_failure(
         run_case(OneKeyWider(), two_keys, device="cpu"), OneKeyWider(), device="cpu"
     )
     tied = [one.name for one in small.ranking[: count_ties(small.ranking)]]
     assert {"mask-one-key-wider", "mask-ignored"} <= set(tied)
-    found = told_record(OneKeyWider(), two_keys).diagnosis
-    assert [one.model for one in found.ranked[: found.tied]] == ["mask-one-key-wider"]
-    assert found.problems > 1
+    diagnosis = diagnose_record(OneKeyWider(), two_keys).diagnosis
+    assert [one.model for one in diagnosis.ranked[: diagnosis.tied]] == ["mask-one-key-wider"]
+    assert diagnosis.problems > 1
 
 
-def unwritten(_, right):
-    """Rows that see no key are what the memory held."""
+def leave_empty_rows_unwritten(_, right):
+    """Rows that see no key keep what the memory held."""
     dead = right.lse == -torch.inf
     out = torch.where(dead[..., None], torch.empty_like(right.out), right.out)
     return dataclasses.replace(right, out=out, lse=right.lse.where(~dead, torch.empty(())))
 
 
-def test_what_is_never_written_is_told_from_nan():
+def test_unwritten_rows_are_distinguished_from_nan():
     late = CAUSAL.replace(query=45, kv=20, mask=Spec.of("causal_bottom_right"))
-    record = run_case(spoiled(unwritten), Case(problem=late), device="cpu")
-    failed = msgspec.structs.replace(record, status="fail")  # what lay there may have been right
-    found = explain_failure(failed, spoiled(unwritten), device="cpu").ranking
-    assert [one.name for one in found[: count_ties(found)]] == ["rows-unwritten"]
+    record = run_case(spoiled(leave_empty_rows_unwritten), Case(problem=late), device="cpu")
+    # The memory may have held the right numbers.
+    failed = msgspec.structs.replace(record, status="fail")
+    ranking = explain_failure(failed, spoiled(leave_empty_rows_unwritten), device="cpu").ranking
+    assert [one.name for one in ranking[: count_ties(ranking)]] == ["rows-unwritten"]
 
 
-class NowAndThen(OneKeyWider):
-    """Every third call."""
+class EveryThirdCall(OneKeyWider):
+    """Wrong in every third call."""
 
     name = "now-and-then"
     calls = 0
@@ -220,15 +222,15 @@ class NowAndThen(OneKeyWider):
         return super().prepare(inputs)
 
 
-def test_a_kernel_that_is_wrong_now_and_then_is_called_until_it_is():
-    kernel = NowAndThen()
+def test_intermittent_kernel_is_called_until_it_fails():
+    kernel = EveryThirdCall()
     record = run_case(kernel, Case(problem=CAUSAL), device="cpu")
     assert record.status == "pass"
     kernel.calls = 0
-    found = explain_failure(msgspec.structs.replace(record, status="fail"), kernel, device="cpu")
-    assert found.ranking[0].name == "mask-one-key-wider"
+    findings = explain_failure(msgspec.structs.replace(record, status="fail"), kernel, device="cpu")
+    assert findings.ranking[0].name == "mask-one-key-wider"
 
 
-def test_a_record_with_a_diagnosis_is_read_as_it_was_written():
-    record = told_record(OneKeyWider(), Case(problem=CAUSAL))
+def test_record_with_diagnosis_survives_json():
+    record = diagnose_record(OneKeyWider(), CAUSAL)
     assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record

@@ -1,8 +1,8 @@
-"""What is seen of a failure of which no model is tried: faults planted around the ideal kernel."""
+"""Facts and families in a diagnosis that tries no model, of faults planted in the ideal kernel."""
 
 import pytest
 import torch
-from tests.diagnose.told import left_out, told
+from tests.diagnose.helpers import diagnose, exclude_models
 from tests.planted_kernels.other_steps import stepping
 
 from attncheck.core.mod_spec import Spec
@@ -18,14 +18,24 @@ ROWS = "rows change with the queries of others, and not with their own"
 HEADS = "other sequences or heads change with the keys and values of sequence 0, key head 0"
 
 
-def seen(monkeypatch, call, problem=PLAIN):
-    """What a diagnosis without models tells of ``call``, which is given the right kernel's own."""
+def observe(monkeypatch, call, problem=PLAIN):
+    """Diagnose ``call(run, inputs)`` without models; ``run(inputs)`` is the right result."""
 
     def prepare(self, inputs):
         return lambda: call(lambda read: Ideal.prepare(self, read)(), inputs)
 
-    left_out(monkeypatch)
-    return told(stepping(prepare=prepare), problem)
+    exclude_models(monkeypatch)
+    return diagnose(stepping(prepare=prepare), problem)
+
+
+def observe_out(monkeypatch, change, problem=PLAIN):
+    """Diagnose without models a right kernel whose out is replaced by ``change(out)``."""
+
+    def call(run, inputs):
+        outputs = run(inputs)
+        return Outputs(change(outputs.out.float()).to(outputs.out.dtype), outputs.lse)
+
+    return observe(monkeypatch, call, problem)
 
 
 def _first(tensor):
@@ -36,7 +46,7 @@ def _values_of_keys(x):
     return x.replace(k=x.v.clone()) if x.v.shape == x.k.shape else x
 
 
-ELSEWHERE = {
+MISREAD_INPUTS = {
     "the row before": (lambda x: x.replace(q=x.q.roll(1, 2)), ROWS),
     "the first key head": (lambda x: x.replace(k=_first(x.k)), HEADS),
     "values for keys": (_values_of_keys, "LSE changes with the values"),
@@ -55,71 +65,61 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_numbers_that_are_read_elsewhere_are_told(name, monkeypatch):
-    change, fact = ELSEWHERE[name]
-    found = seen(monkeypatch, lambda run, inputs: run(change(inputs)))
-    assert (found.level, found.family) == ("family", FAMILIES["mapping"])
-    assert any(fact in one for one in found.facts)
+@pytest.mark.parametrize("name", MISREAD_INPUTS)
+def test_misread_inputs_are_mapping_family(name, monkeypatch):
+    change, fact = MISREAD_INPUTS[name]
+    diagnosis = observe(monkeypatch, lambda run, inputs: run(change(inputs)))
+    assert (diagnosis.level, diagnosis.family) == ("family", FAMILIES["mapping"])
+    assert any(fact in each for each in diagnosis.facts)
 
 
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2", "fp16", "fp32"])
-def test_in_any_dtype_nothing_that_is_asked_again_raises(dtype, monkeypatch):
-    """Planted: what no family is of, so that all is asked."""
+def test_unknown_fault_is_observed_in_every_dtype(dtype, monkeypatch):
+    """Planted: a fault of no family, so that every further question is asked; none may raise."""
 
-    def call(run, inputs):
-        outputs = run(inputs)
-        waves = torch.arange(outputs.out.numel()).view(outputs.out.shape).sin()
-        return Outputs((outputs.out.float() + waves).to(outputs.out.dtype), outputs.lse)
+    def add_wave(out):
+        return out + torch.arange(out.numel()).view(out.shape).sin()
 
-    found = seen(monkeypatch, call, PLAIN.replace(dtype=dtype))
-    assert (found.level, found.family) == ("unknown", "")
+    diagnosis = observe_out(monkeypatch, add_wave, PLAIN.replace(dtype=dtype))
+    assert (diagnosis.level, diagnosis.family) == ("unknown", "")
 
 
-def test_rows_that_are_written_elsewhere_are_told(monkeypatch):
-    def call(run, inputs):
-        outputs = run(inputs)
-        return Outputs(outputs.out.roll(1, 1), outputs.lse)
-
-    found = seen(monkeypatch, call)
-    assert found.family == FAMILIES["mapping"]
+def test_outputs_written_to_other_heads_are_mapping_family(monkeypatch):
+    diagnosis = observe_out(monkeypatch, lambda out: out.roll(1, 1))
+    assert diagnosis.family == FAMILIES["mapping"]
 
 
 @pytest.mark.parametrize("each", [True, False], ids=["each row its own", "one for all"])
-def test_an_output_off_by_a_factor_is_told(each, monkeypatch):
-    def call(run, inputs):
-        outputs = run(inputs)
-        row = torch.arange(1.0, outputs.out.shape[2] + 1)[:, None] if each else 1.5
-        return Outputs((outputs.out.float() * row).to(outputs.out.dtype), outputs.lse)
+def test_output_factor_is_recognised_for_all_rows_or_each(each, monkeypatch):
+    def scale(out):
+        return out * (torch.arange(1.0, out.shape[2] + 1)[:, None] if each else 1.5)
 
-    found = seen(monkeypatch, call, PLAIN.replace(kv=128))
-    assert found.family == FAMILIES["rescaling" if each else "factor"]
+    diagnosis = observe_out(monkeypatch, scale, PLAIN.replace(kv=128))
+    assert diagnosis.family == FAMILIES["rescaling" if each else "factor"]
 
 
-def test_rows_of_zeros_are_off_by_no_factor(monkeypatch):
-    """Planted: all that a half of the rows summed is gone."""
+def test_rows_of_zeros_are_not_taken_for_factor(monkeypatch):
+    """Planted: the sums of half of the rows are lost."""
 
-    def call(run, inputs):
-        outputs = run(inputs)
-        late = torch.arange(outputs.out.shape[2]) >= outputs.out.shape[2] // 2
-        return Outputs(outputs.out.masked_fill(late[:, None], 0.0), outputs.lse)
+    def clear_late_rows(out):
+        late = torch.arange(out.shape[2]) >= out.shape[2] // 2
+        return out.masked_fill(late[:, None], 0.0)
 
-    assert seen(monkeypatch, call, PLAIN.replace(kv=128)).family == ""
-
-
-def test_what_the_first_sequence_has_right_is_no_factor(monkeypatch):
-    """Planted: the second one's output is off by a factor, as one is that reads another's."""
-
-    def call(run, inputs):
-        outputs = run(inputs)
-        factors = 1.0 + 0.5 * torch.arange(inputs.problem.batch).view(-1, 1, 1, 1)
-        return Outputs((outputs.out.float() * factors).to(outputs.out.dtype), outputs.lse)
-
-    assert seen(monkeypatch, call, PLAIN.replace(kv=128)).family == FAMILIES["mapping"]
+    assert observe_out(monkeypatch, clear_late_rows, PLAIN.replace(kv=128)).family == ""
 
 
-def test_keys_that_one_sequence_has_lost_may_be_of_its_length(monkeypatch):
-    """Planted: the second of two sequences is taken for as short as its first tile."""
+def test_factor_of_later_sequence_alone_is_mapping_family(monkeypatch):
+    """Planted: the second sequence's output has a factor, as if it read another one's."""
+
+    def scale_later_sequences(out):
+        return out * (1.0 + 0.5 * torch.arange(len(out)).view(-1, 1, 1, 1))
+
+    diagnosis = observe_out(monkeypatch, scale_later_sequences, PLAIN.replace(kv=128))
+    assert diagnosis.family == FAMILIES["mapping"]
+
+
+def test_keys_lost_by_one_sequence_are_not_taken_for_tile(monkeypatch):
+    """Planted: the second of two sequences is taken to be as short as its first tile."""
     spec = Spec.of("padding", lengths=[30, 64])
     problem = PLAIN.replace(kv=64, mask=spec)
 
@@ -129,13 +129,13 @@ def test_keys_that_one_sequence_has_lost_may_be_of_its_length(monkeypatch):
             return run(inputs)
         return run(inputs.replace(problem=own.replace(mask=Spec.of("padding", lengths=[30, 32]))))
 
-    found = seen(monkeypatch, call, problem)
-    assert found.family != FAMILIES["tile"]
-    assert any("keys 32–63 do not count" in fact for fact in found.facts)
+    diagnosis = observe(monkeypatch, call, problem)
+    assert diagnosis.family != FAMILIES["tile"]
+    assert any("keys 32–63 do not count" in fact for fact in diagnosis.facts)
 
 
-def test_a_first_tile_that_is_gone_may_have_been_rescaled_by_0(monkeypatch):
-    """Planted: of two tiles the last alone counts, in the output and in LSE."""
+def test_lost_first_tile_may_have_been_rescaled_by_zero(monkeypatch):
+    """Planted: only the last of two tiles counts, in the output and in LSE."""
 
     def call(run, inputs):
         late = inputs.problem.kv // 2 // 16 * 16
@@ -146,21 +146,21 @@ def test_a_first_tile_that_is_gone_may_have_been_rescaled_by_0(monkeypatch):
         )
         return run(kept)
 
-    found = seen(monkeypatch, call, PLAIN.replace(kv=64))
-    assert found.family != FAMILIES["tile"]
-    assert any("do not count" in fact for fact in found.facts)
+    diagnosis = observe(monkeypatch, call, PLAIN.replace(kv=64))
+    assert diagnosis.family != FAMILIES["tile"]
+    assert any("do not count" in fact for fact in diagnosis.facts)
 
 
-def test_scores_off_by_a_factor_are_told(monkeypatch):
+def test_score_factor_is_factor_family(monkeypatch):
     def call(run, inputs):
         problem = inputs.problem
         return run(inputs.replace(problem=problem.replace(scale=problem.scale / 3)))
 
-    assert seen(monkeypatch, call).family == FAMILIES["factor"]
+    assert observe(monkeypatch, call).family == FAMILIES["factor"]
 
 
 @pytest.mark.parametrize("kv", [70, 150])
-def test_keys_of_any_length_are_counted(kv, monkeypatch):
+def test_hidden_keys_that_count_are_found_at_any_length(kv, monkeypatch):
     """Planted: a window that is wider by two."""
 
     def call(run, inputs):
@@ -168,13 +168,13 @@ def test_keys_of_any_length_are_counted(kv, monkeypatch):
         return run(inputs.replace(problem=wider))
 
     mask = Spec.of("sliding_window", window=7)
-    found = seen(monkeypatch, call, PLAIN.replace(batch=1, query=kv, kv=kv, mask=mask))
-    assert found.family == FAMILIES["mask"]
-    assert any("count although they are hidden" in fact for fact in found.facts)
+    diagnosis = observe(monkeypatch, call, PLAIN.replace(batch=1, query=kv, kv=kv, mask=mask))
+    assert diagnosis.family == FAMILIES["mask"]
+    assert any("count although they are hidden" in fact for fact in diagnosis.facts)
 
 
-def test_rows_in_which_no_key_counts_are_told(monkeypatch):
-    """Planted: a loop that ends before it begins, for the first rows."""
+def test_rows_in_which_no_key_counts_are_reported(monkeypatch):
+    """Planted: for the first rows the loop ends before it begins."""
 
     def call(run, inputs):
         outputs = run(inputs)
@@ -184,13 +184,13 @@ def test_rows_in_which_no_key_counts_are_told(monkeypatch):
             outputs.lse.masked_fill(early, -torch.inf),
         )
 
-    found = seen(monkeypatch, call, PLAIN.replace(batch=1, mask=Spec.of("causal"), kv=40))
-    assert found.family == FAMILIES["tile"]
-    assert any("do not count in rows 0–15" in fact for fact in found.facts)
+    diagnosis = observe(monkeypatch, call, PLAIN.replace(batch=1, mask=Spec.of("causal"), kv=40))
+    assert diagnosis.family == FAMILIES["tile"]
+    assert any("do not count in rows 0–15" in fact for fact in diagnosis.facts)
 
 
 class Capped(Ideal):
-    """A cap that is made of something else than tanh."""
+    """A softcap made of another function than tanh."""
 
     name = "capped"
 
@@ -219,12 +219,12 @@ class Capped(Ideal):
     [(lambda x: x / (1 + x.abs()), True), (lambda x: x.tanh().to(torch.float16).double(), False)],
     ids=["another", "rounded"],
 )
-def test_a_cap_is_another_function_or_a_rounded_one(function, sign, monkeypatch):
-    left_out(monkeypatch)
+def test_softcap_of_other_function_is_distinguished_from_rounded_tanh(function, sign, monkeypatch):
+    exclude_models(monkeypatch)
     problem = PLAIN.replace(score=Spec.of("softcap", cap=20.0), dtype="fp32")
-    found = told(Capped(function), problem)
+    diagnosis = diagnose(Capped(function), problem)
     if sign:
-        assert (found.level, found.tried) == ("named", 0)
-        assert [one.model for one in found.ranked] == ["softcap-of-another-function"]
+        assert (diagnosis.level, diagnosis.tried) == ("named", 0)
+        assert [one.model for one in diagnosis.ranked] == ["softcap-of-another-function"]
     else:
-        assert (found.level, found.family) == ("family", FAMILIES["precision"])
+        assert (diagnosis.level, diagnosis.family) == ("family", FAMILIES["precision"])

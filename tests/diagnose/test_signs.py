@@ -1,4 +1,4 @@
-"""What a failure says by itself: of calls that differ, and of batches that matter."""
+"""Signs, found without a fault model: calls that differ, and batches that change the result."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import itertools
 import msgspec
 import pytest
 import torch
-from tests.diagnose.told import told_record
+from tests.diagnose.helpers import diagnose_record
 
 from attncheck.core.mod_spec import Spec
-from attncheck.diagnose import diagnosis as signs
+from attncheck.diagnose import diagnosis as diagnosis_module
 from attncheck.fault_models.fault_model import SIGNS
 from attncheck.inputs.problem import Case, Problem
 from attncheck.reporting.diagnosis_text import diagnosis_text
@@ -22,7 +22,7 @@ BATCH = Problem(batch=2, query=1, kv=129, dtype="bf16")
 
 
 class Wavy(Ideal):
-    """Wrong as no model is, in some of its calls."""
+    """An error that no model predicts, in the calls whose number is ``wrong``."""
 
     name = "wavy"
     calls: itertools.count
@@ -37,56 +37,57 @@ class Wavy(Ideal):
 
 
 class Sharing(Ideal):
-    """Its tiles are those of the batch."""
+    """Its tiles depend on the batch size."""
 
     name = "sharing"
 
     def tiling(self, problem, device):
-        found = super().tiling(problem, device)
+        tiling = super().tiling(problem, device)
         if problem.batch == 1:
-            return found
-        return Tiling(block_query=found.block_query, block_kv=found.block_kv // 2)
+            return tiling
+        return Tiling(block_query=tiling.block_query, block_kv=tiling.block_kv // 2)
 
 
-def test_a_first_call_that_is_wrong():
-    record = told_record(Wavy(), Case(problem=SMALL))
+def test_wrong_first_call_is_reported_as_not_the_same_again():
+    record = diagnose_record(Wavy(), SMALL)
     assert [one.model for one in record.diagnosis.ranked] == ["not-the-same-again"]
     text = diagnosis_text(record, kernel="mine")
     assert f"likely     {SIGNS['not-the-same-again'][:30]}" in text
     assert "% of the error" not in text
 
 
-def test_what_is_wrong_each_time_is_not():
-    record = told_record(Wavy(lambda _: True), Case(problem=SMALL))
-    assert record.diagnosis.ranked == ()
+@pytest.mark.parametrize(
+    ("wrong", "promises", "models"),
+    [
+        (lambda _: True, Ideal.promises, []),
+        (lambda number: 1 + number, Ideal.promises, ["not-the-same-again"]),
+        (lambda number: 1 + number, frozenset(), []),
+    ],
+    ids=["equally wrong", "differently wrong", "without the promise to repeat"],
+)
+def test_calls_that_differ_are_a_sign_if_the_kernel_promises_to_repeat(wrong, promises, models):
+    subject = Wavy(wrong)
+    subject.promises = promises
+    record = diagnose_record(subject, SMALL)
+    assert [cause.model for cause in record.diagnosis.ranked] == models
 
 
-def test_what_is_wrong_otherwise_each_time():
-    record = told_record(Wavy(lambda number: 1 + number), Case(problem=SMALL))
-    assert [one.model for one in record.diagnosis.ranked] == ["not-the-same-again"]
-
-
-def test_what_does_not_promise_to_repeat_itself_may_be_wrong_otherwise():
-    subject = Wavy(lambda number: 1 + number)
-    subject.promises = frozenset()
-    assert told_record(subject, Case(problem=SMALL)).diagnosis.ranked == ()
-
-
-def test_a_batch_that_decides_the_tiles():
-    record = told_record(Sharing(), Case(problem=BATCH, question="neighbours"))
+def test_tiles_that_depend_on_the_batch_are_a_sign():
+    record = diagnose_record(Sharing(), Case(problem=BATCH, question="neighbours"))
     assert [one.model for one in record.diagnosis.ranked] == ["depends-on-the-batch"]
 
 
-def test_a_wrong_sequence_is_not_the_batch_s():
-    class Both(Sharing, Wavy):
-        """Wrong in every batch, too."""
+def test_sequence_wrong_in_every_batch_is_no_sign_of_the_batch():
+    class SharingAndWavy(Sharing, Wavy):
+        """Also wrong in every batch."""
 
-    record = told_record(Both(lambda _: True), Case(problem=BATCH, question="neighbours"))
+    case = Case(problem=BATCH, question="neighbours")
+    record = diagnose_record(SharingAndWavy(lambda _: True), case)
     assert record.diagnosis is msgspec.UNSET
 
 
-class Unlaunched(Ideal):
-    """Gives what is in its memory where there are more sequences and heads than it has room for."""
+class ExceedsGrid(Ideal):
+    """Writes nothing if there are more sequences and heads than ``places`` on its grid axis."""
 
     name = "unlaunched"
 
@@ -99,16 +100,16 @@ class Unlaunched(Ideal):
         return super().normalised(out, total) if fits else torch.full_like(out, 3.0)
 
 
-@pytest.mark.parametrize(("places", "told_so"), [(6, ["grid-axis-exceeded"]), (5, [])])
-def test_more_sequences_than_an_axis_has_places(monkeypatch, places, told_so):
-    monkeypatch.setattr(signs, "MOST_GRID_PLACES", 6)
+@pytest.mark.parametrize(("places", "models"), [(6, ["grid-axis-exceeded"]), (5, [])])
+def test_grid_axis_that_is_exceeded_is_a_sign(monkeypatch, places, models):
+    monkeypatch.setattr(diagnosis_module, "MOST_GRID_PLACES", 6)
     monkeypatch.setattr("attncheck.diagnose.failing_kernel._MOST_HEADS", 3)
     problem = Problem(batch=4, heads=2, query=1, kv=2, dtype="bf16", mask=Spec.of("causal"))
-    record = told_record(Unlaunched(places), Case(problem=problem, question="first_row"))
+    record = diagnose_record(ExceedsGrid(places), Case(problem=problem, question="first_row"))
     ranked = [] if record.diagnosis is msgspec.UNSET else record.diagnosis.ranked
-    assert [one.model for one in ranked] == told_so
+    assert [one.model for one in ranked] == models
 
 
 @pytest.mark.parametrize("name", SIGNS)
-def test_a_sign_is_a_sentence(name):
+def test_sign_text_has_no_full_stop(name):
     assert not SIGNS[name].endswith(".")

@@ -1,4 +1,4 @@
-"""Kernels that have exactly one fault: what a fault model predicts, rounded as a kernel rounds."""
+"""Kernels with exactly one fault: what a fault model predicts, rounded as a kernel rounds."""
 
 import math
 from functools import cache
@@ -57,7 +57,7 @@ PROBLEMS = (
 )  # fmt: skip
 
 
-# Words of models' names, and which of PROBLEMS shows such a fault: to ask all in turn is slow.
+# Part of a model's id → number of a problem that shows such a fault: to try all is slow.
 FIRST = {
     "weights-rounded": 18,
     "backward-tail": 26,
@@ -75,7 +75,7 @@ FIRST |= {"gradient-rounded": 28}
 
 
 def problems_showing(model):
-    """Numbers of PROBLEMS, a likely one first."""
+    """Numbers of all PROBLEMS, beginning with a likely one."""
     word = next((word for word in FIRST if word in model.id), "")
     first = max(FIRST.get(word, 0), 22 if model.of == "backward" else 0)
     return [*range(first, len(PROBLEMS)), *range(first)]
@@ -86,8 +86,8 @@ def evidence_of(number):
     return EvidenceBuilder(Case(problem=Problem(**PROBLEMS[number])), "cpu")
 
 
-def execution(problem, outputs, tiling=None):
-    """What a kernel gave that computed this exactly and rounded it once."""
+def execute(problem, outputs, tiling=None):
+    """The Execution of a kernel that computes ``outputs`` exactly and rounds them once."""
     formats = problem.formats
     dtypes = {"out": formats.output, "dq": formats.storage, "dk": formats.storage}
     dtypes["dv"] = formats.storage
@@ -105,25 +105,22 @@ def execution(problem, outputs, tiling=None):
     )
 
 
-def faulty(model, number):
-    """Executions of the model's forms on one of PROBLEMS."""
+def faulty_executions(model, number):
+    """Each form of the model's fault on one of PROBLEMS, with its Execution."""
     evidence = evidence_of(number)
     problem = evidence.case.problem
     if not model.applies(problem) or problem.backward != (model.of == "backward"):
         return
     for variant in model.predictions(ExactAttention(evidence.inputs)):
-        yield variant, evidence, execution(problem, variant.outputs)
+        yield variant, evidence, execute(problem, variant.outputs)
 
 
-def exact(number):
-    evidence = evidence_of(number)
-    return explain(execution(evidence.case.problem, evidence.truth), evidence)
-
-
-def named(result, evidence):
-    """Models that explain what a kernel gave equally well and better than all others."""
-    found = explain(result, evidence)
-    return [one.name for one in found.ranking[: count_ties(found.ranking)]] if found else []
+def best_models(result, evidence):
+    """The models that explain what a kernel gave equally well, and better than the others."""
+    findings = explain(result, evidence)
+    if findings is None:
+        return []
+    return [one.name for one in findings.ranking[: count_ties(findings.ranking)]]
 
 
 TILES = Tiling(block_query=16, block_kv=32)
@@ -171,12 +168,12 @@ SPECIALS = {
         "delta-missing",
     ),
 }  # fmt: skip
-"""By the model's name: fields of a Problem, and a model of what is no such fault."""
+"""Model → fields of a Problem that shows its fault, and another model not to be taken for it."""
 
 
 @cache
 def special_evidence(name):
-    """The exact result, of inputs that the fault needs to be seen."""
+    """The exact result, of inputs on which the fault shows."""
     problem = Problem(**SPECIALS[name][0])
     inputs = draw_inputs(problem)
     if name == "offsets-of-32-bits":
@@ -193,8 +190,8 @@ def special_evidence(name):
     return EvidenceBuilder(Case(problem=problem), "cpu", inputs)
 
 
-def planted_special(name, evidence):
-    """Executions of the forms of model ``name``, in declared tiles: else four are tried."""
+def special_executions(name, evidence):
+    """Executions of each form of model ``name``, in declared tiles: undeclared, four are tried."""
     tile = TILES.block_query, TILES.block_kv
     for variant in FAULT_MODELS[name].predictions(ExactAttention(evidence.inputs, tile=tile)):
-        yield execution(evidence.case.problem, variant.outputs, TILES)
+        yield execute(evidence.case.problem, variant.outputs, TILES)

@@ -1,4 +1,4 @@
-"""Each fault model names the kernel that has its fault; a right one is named by none."""
+"""Every fault model is named for a kernel that has its fault, and none for a right kernel."""
 
 from itertools import islice
 
@@ -10,14 +10,13 @@ from tests.fault_models.planted import (
     RAGGED,
     SPECIALS,
     TILES,
+    best_models,
     evidence_of,
-    exact,
-    execution,
-    faulty,
-    named,
-    planted_special,
+    execute,
+    faulty_executions,
     problems_showing,
     special_evidence,
+    special_executions,
 )
 
 from attncheck import oracles
@@ -35,74 +34,74 @@ from attncheck.judge.fault_explanation import count_ties
 from attncheck.relations import relation_named
 from attncheck.verify.evidence_builder import EvidenceBuilder
 
-# Of these none of the problems shows anything: they need memory that is laid out otherwise, values
-# that are not finite, or rows so long that fp16 overflows.
-NOT_DRAWN = {"contiguous-assumed", "hidden-values-leak", "out-overflows", "weights-underflow"}
-NOT_DRAWN |= {"values-behind-keys", "half-unwritten", *SPECIALS}
+# Faults that no problem of PROBLEMS shows: they need another layout of memory, values that are not
+# finite, or rows so long that fp16 overflows.
+NOT_SHOWN = {"contiguous-assumed", "hidden-values-leak", "out-overflows", "weights-underflow"}
+NOT_SHOWN |= {"values-behind-keys", "half-unwritten", *SPECIALS}
 
 
 @pytest.mark.parametrize("number", range(0, len(PROBLEMS), 3))
-def test_without_a_fault_it_is_the_exact_result(number):
+def test_exact_attention_and_gradients_match_oracle(number):
     evidence = evidence_of(number)
-    given, truth = ExactAttention(evidence.inputs), evidence.truth
-    torch.testing.assert_close(given.parts.out, truth.out)
-    torch.testing.assert_close(given.parts.lse, truth.lse)
+    attention, truth = ExactAttention(evidence.inputs), evidence.truth
+    torch.testing.assert_close(attention.parts.out, truth.out)
+    torch.testing.assert_close(attention.parts.lse, truth.lse)
     if evidence.case.problem.backward:
-        found = ExactGradients(given).gradients()
+        gradients = ExactGradients(attention).gradients()
         for name in ("dq", "dk", "dv"):
-            torch.testing.assert_close(getattr(found, name), getattr(truth, name))
+            torch.testing.assert_close(getattr(gradients, name), getattr(truth, name))
 
 
-def test_some_rows_are_those_of_all():
+def test_exact_attention_of_some_rows_matches_oracle():
     problem = Problem(query=40, kv=33, heads=2, dtype="fp16")
     inputs, rows = draw_inputs(problem), torch.tensor([3, 17, 39])
     truth = oracles.truth(inputs)
     torch.testing.assert_close(ExactAttention(inputs, rows=rows).parts.out, truth.out[:, :, rows])
 
 
-@pytest.mark.parametrize("name", [name for name in FAULT_MODELS if name not in NOT_DRAWN])
-def test_a_kernel_with_the_fault_is_named(name):
-    """First, or among those that explain it as well: some faults are the same on some problems."""
+@pytest.mark.parametrize("name", [name for name in FAULT_MODELS if name not in NOT_SHOWN])
+def test_model_of_planted_fault_is_named(name):
+    """First, or tied with others: on some problems some faults are the same."""
     model = FAULT_MODELS[name]
     for number in problems_showing(model):
-        # A form that shows nothing is there for each kernel of a backward, too.
-        for _, evidence, result in islice(faulty(model, number), 8):
-            # Where it explains nothing by itself this form shows nothing.
+        # Forms that show nothing on this problem are predicted too, as for each backward kernel.
+        for _, evidence, result in islice(faulty_executions(model, number), 8):
+            # If it explains nothing by itself, this form shows nothing.
             alone = explain(result, evidence, among=[name])
             if alone is None or not alone.ranking or not alone.ranking[0].all:
                 continue
-            assert name in named(result, evidence)
+            assert name in best_models(result, evidence)
             return
     raise AssertionError("no problem shows it")
 
 
 @pytest.mark.parametrize("size", TRIED_TILES)
-def test_padding_of_a_tile_that_holds_all_keys_is_named_with_its_size(size):
-    """As many keys of score 0 and value 0 as the tile has room for."""
+def test_unmasked_tail_is_named_with_tile_size(size):
+    """The tile has padding keys of score 0 and value 0 behind the five keys."""
     evidence = EvidenceBuilder(Case(problem=Problem(query=3, kv=5, head_dim=16)), "cpu")
     evidence.establish(reference_errors=False)
     total = evidence.truth.lse.exp()
     padded = total + size - 5
     outputs = Outputs(evidence.truth.out * (total / padded)[..., None], padded.log())
-    found = explain(execution(evidence.case.problem, outputs), evidence)
-    first = found.ranking[0]
+    findings = explain(execute(evidence.case.problem, outputs), evidence)
+    first = findings.ranking[0]
     assert (first.name, first.all, first.parameters["tile"]) == ("tail-unmasked", True, size)
 
 
 @pytest.mark.parametrize("size", TRIED_TILES[:3])
-def test_a_mask_one_key_too_wide_is_named_where_the_loop_ends_with_its_block(size):
-    """As tutorials write it: the last row of a block is right, for its next key is not visited."""
+def test_wider_mask_is_named_when_loop_stops_at_its_block(size):
+    """As in tutorials: the last row of a block is right, since its next key is never visited."""
     problem = Problem(query=77, kv=77, head_dim=16, mask=Spec.of("causal"))
     evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     evidence.establish(reference_errors=False)
     call = ExactAttention(evidence.inputs)
     seen = (call.j <= call.i + 1) & (call.j < (call.i // size + 1) * size)
-    result = execution(problem, call.attend(seen=seen.expand(call.shape)))
+    result = execute(problem, call.attend(seen=seen.expand(call.shape)))
     first = explain(result, evidence).ranking[0]
     assert (first.name, first.all) == ("mask-one-key-wider", True)
 
 
-def test_without_a_slip_splits_are_merged_to_the_exact_result():
+def test_splits_without_fault_merge_to_exact_result():
     call = ExactAttention(draw_inputs(Problem(query=9, kv=150, head_dim=16, dtype="bf16")))
     forms = list(call.by_tile(RIGHT))
     assert {parameters.get("splits") for _, parameters in forms} == {None, 2, 3, 4}
@@ -111,75 +110,80 @@ def test_without_a_slip_splits_are_merged_to_the_exact_result():
         torch.testing.assert_close(outputs.lse, call.exact.lse)
 
 
-def test_rows_of_zeros_are_no_bias_and_not_certainly_unwritten():
-    """Planted: values are not there for rows of all blocks but the first; or for none."""
+def test_rows_of_zeros_are_missing_values_and_no_bias():
+    """Planted: values are lost in all blocks of rows but the first, or in every block."""
     problem = Problem(query=77, kv=40, head_dim=16, dtype="bf16")
     evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     evidence.establish(reference_errors=False)
     call = ExactAttention(evidence.inputs)
     for first in (0, 64):
-        gone = (call.i[..., 0] >= first).expand(call.shape[:3])
-        equals = named(execution(problem, call.with_out(gone, 0.0)), evidence)
-        assert "values-missing" in equals
-        assert "normaliser-biased" not in equals
+        lost = (call.i[..., 0] >= first).expand(call.shape[:3])
+        models = best_models(execute(problem, call.with_out(lost, 0.0)), evidence)
+        assert "values-missing" in models
+        assert "normaliser-biased" not in models
 
 
 @pytest.mark.parametrize("number", range(0, len(PROBLEMS), 2))
-def test_a_right_kernel_has_none(number):
-    found = exact(number)
-    assert found is None or not any(one.all for one in found.ranking)
+def test_right_kernel_is_explained_by_no_model(number):
+    evidence = evidence_of(number)
+    findings = explain(execute(evidence.case.problem, evidence.truth), evidence)
+    assert findings is None or not any(one.all for one in findings.ranking)
 
 
 @pytest.mark.parametrize("number", [1, 7, 22])
-def test_a_fault_of_no_model_fits_none(number):
+def test_noise_is_explained_by_no_model(number):
     evidence = evidence_of(number)
     noise = torch.Generator().manual_seed(1)
     outputs = evidence.truth
     wrong = torch.randn(outputs.out.shape, generator=noise, dtype=torch.float64)
-    result = execution(evidence.case.problem, outputs)
+    result = execute(evidence.case.problem, outputs)
     result.outputs.out.copy_((outputs.out + wrong).to(result.outputs.out.dtype))
-    found = explain(result, evidence)
-    assert found is not None
-    assert not any(one.all or one.share > 0.5 for one in found.ranking)
+    findings = explain(result, evidence)
+    assert findings is not None
+    assert not any(one.all or one.share > 0.5 for one in findings.ranking)
 
 
 PLAIN = Problem(query=40, kv=40, head_dim=32, dtype="fp16")
-# Words of a sentence that speak of what PLAIN lacks.
+# Words in a model's sentence that name a feature which PLAIN lacks.
 FEATURES = (
     "mask", "causal", "window", "prefix", "document", "sequence", "sink", "score mod", "softcap",
     "ALiBi", "bias is", "key head", "heads", "page", "descale", "gradient", "backward", "delta",
     "dQ", "dK", "hidden", "chunk",
 )  # fmt: skip
-# What nobody asked for, or what masks the end of a tile or the tiles' first maximum.
-NOT_OF_THE_PROBLEM = {"causal-always", "mask-times-infinity", "scale-of-zero-after-mask"}
-NOT_OF_THE_PROBLEM |= {"tail-unmasked", "only-padding-counts"}
+# Masks that the problem does not request, and masks of a tile's end or of its first maximum.
+WITHOUT_FEATURE = {"causal-always", "mask-times-infinity", "scale-of-zero-after-mask"}
+WITHOUT_FEATURE |= {"tail-unmasked", "only-padding-counts"}
 
 
-@pytest.mark.parametrize("name", FAULT_MODELS)
-def test_a_model_is_asked_only_where_there_is_what_it_speaks_of(name):
-    model = FAULT_MODELS[name]
-    if any(word in model.sentence for word in FEATURES) and name not in NOT_OF_THE_PROBLEM:
-        assert not model.applies(PLAIN)
-    if model.of == "backward":
-        assert not model.applies(PLAIN)
+OF_ABSENT_FEATURES = [
+    name
+    for name, model in FAULT_MODELS.items()
+    if model.of == "backward"
+    or (name not in WITHOUT_FEATURE and any(word in model.sentence for word in FEATURES))
+]
 
 
-def test_every_model_says_what_it_is():
+@pytest.mark.parametrize("name", OF_ABSENT_FEATURES)
+def test_model_of_absent_feature_does_not_apply(name):
+    assert not FAULT_MODELS[name].applies(PLAIN)
+
+
+def test_every_model_has_id_and_sentence_without_full_stop():
     for name, model in FAULT_MODELS.items():
         assert name == model.id
         assert model.sentence
         assert not model.sentence.endswith(".")
 
 
-def test_the_catalogue_names_models_that_there_are():
+def test_fault_catalogue_names_existing_models():
     named = {name: fault.id for fault in FAULTS.values() for name in fault.named}
     unknown = {name: fault for name, fault in named.items() if name not in {*FAULT_MODELS, *SIGNS}}
     assert not unknown
 
 
-# ------------------------------------------------------------------ where it may be asked
+# ------------------------------------------------------------------ where models apply
 
-# A diagnosis leaves out a model that raises, so a slip in one would be silence: here it is not.
+# A diagnosis skips a model that raises, so that only this test shows a bug in one.
 EVERY_KIND = {
     "full": {},
     "one key": {"query": 1, "kv": 1},
@@ -210,54 +214,55 @@ EVERY_KIND = {
 }
 
 
-@pytest.mark.parametrize("of", EVERY_KIND)
-def test_none_raises_where_it_applies(of):
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_applicable_models_predict_without_raising(kind):
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 33, "kv": 33, "head_dim": 16}
-    problem = Problem(**sizes | {"dtype": "bf16"} | EVERY_KIND[of])
-    some = None if problem.backward else torch.arange(0, problem.query, 2)
-    given = ExactAttention(draw_inputs(problem), rows=some, tile=None)
+    problem = Problem(**sizes | {"dtype": "bf16"} | EVERY_KIND[kind])
+    rows = None if problem.backward else torch.arange(0, problem.query, 2)
+    attention = ExactAttention(draw_inputs(problem), rows=rows, tile=None)
     models = [model for model in FAULT_MODELS.values() if model.applies(problem)]
-    forms = {model.id: len(list(model.predictions(given))) for model in models}
+    forms = {model.id: len(list(model.predictions(attention))) for model in models}
     assert sum(forms.values()) > len(FAULT_MODELS) // 4
 
 
-# ------------------------------------------------------------------ what few problems show
+# ------------------------------------------------------------------ faults that few problems show
 
 
 @pytest.mark.parametrize("name", SPECIALS)
-def test_a_special_fault_is_named(name):
+def test_special_fault_is_named(name):
     evidence = special_evidence(name)
-    few = islice(planted_special(name, evidence), 9)  # some of them show nothing on this problem
-    assert any(name in named(result, evidence) for result in few)
+    few = islice(special_executions(name, evidence), 9)  # some of them show nothing on this problem
+    assert any(name in best_models(result, evidence) for result in few)
 
 
 @pytest.mark.parametrize("name", SPECIALS)
-def test_another_fault_is_not_taken_for_it(name):
+def test_other_fault_is_not_taken_for_special_one(name):
     evidence, other = special_evidence(name), SPECIALS[name][1]
-    result = next(planted_special(other, evidence))
-    found = named(result, evidence)
-    assert other in found
-    assert name not in found
+    result = next(special_executions(other, evidence))
+    models = best_models(result, evidence)
+    assert other in models
+    assert name not in models
 
 
-def unwritten(problem, rows):
-    """The exact result, but for rows that hold anything."""
+def with_unwritten_rows(problem, rows):
+    """The exact result, but ``rows`` hold arbitrary numbers."""
     evidence = EvidenceBuilder(Case(problem=problem), "cpu")
-    result = execution(problem, evidence.truth, TILES)
+    result = execute(problem, evidence.truth, TILES)
     noise = torch.Generator().manual_seed(1)
     out = result.outputs.out
     out[:, :, rows] += 3 * torch.randn(out[:, :, rows].shape, generator=noise).to(out.dtype)
     return result, evidence
 
 
-def test_rows_of_another_configuration():
-    result, evidence = unwritten(Problem(**RAGGED), slice(0, RAGGED["query"] // 2))
-    assert named(result, evidence) == ["half-unwritten"]
+def test_unwritten_half_of_rows_is_named():
+    result, evidence = with_unwritten_rows(Problem(**RAGGED), slice(0, RAGGED["query"] // 2))
+    assert best_models(result, evidence) == ["half-unwritten"]
 
 
-def test_a_row_too_few_is_no_half():
-    result, evidence = unwritten(Problem(**RAGGED | {"mask": OF("causal")}), slice(0, 4))
-    assert "half-unwritten" not in named(result, evidence)
+def test_few_unwritten_rows_are_not_named_half():
+    causal = Problem(**RAGGED | {"mask": OF("causal")})
+    result, evidence = with_unwritten_rows(causal, slice(0, 4))
+    assert "half-unwritten" not in best_models(result, evidence)
 
 
 # ------------------------------------------------------------------ strides and gaps
@@ -281,34 +286,35 @@ def laid_out_evidence(problem, question):
         ("dout-strides", EXPANDED, "strides_expanded"),
     ],
 )
-def test_a_fault_of_layouts_is_named(name, problem, question):
+def test_layout_fault_is_named(name, problem, question):
     evidence = laid_out_evidence(problem, question)
     results = [
-        explain(execution(problem, variant.outputs), evidence, proven=True)
+        explain(execute(problem, variant.outputs), evidence, proven=True)
         for variant in FAULT_MODELS[name].predictions(ExactAttention(evidence.inputs))
     ]
-    wrong = [found for found in results if found is not None]  # some read what they should
-    assert wrong
-    for found in wrong:
-        assert name in [one.name for one in found.ranking[: count_ties(found.ranking)]]
+    # Some forms read the right numbers.
+    failures = [findings for findings in results if findings is not None]
+    assert failures
+    for findings in failures:
+        assert name in [one.name for one in findings.ranking[: count_ties(findings.ranking)]]
 
 
-def test_where_nothing_lies_behind_the_keys_nothing_is_wrong():
+def test_values_behind_keys_is_neither_shown_nor_refuted_without_gaps():
     evidence = EvidenceBuilder(Case(problem=GAPPED), "cpu")
     evidence.establish(reference_errors=False)
     assert not list(FAULT_MODELS["values-behind-keys"].predictions(ExactAttention(evidence.inputs)))
-    right = execution(GAPPED, evidence.truth)
-    among = ["values-behind-keys", "scale-twice"]
-    asked = observed_error(right, evidence)
-    refuted = {name for name in among if fitting_predictions(asked, FAULT_MODELS[name]) == []}
-    assert set(among) - refuted == {"values-behind-keys"}
+    right = execute(GAPPED, evidence.truth)
+    models = ["values-behind-keys", "scale-twice"]
+    error = observed_error(right, evidence)
+    refuted = {name for name in models if fitting_predictions(error, FAULT_MODELS[name]) == []}
+    assert set(models) - refuted == {"values-behind-keys"}
 
 
-def test_beyond_its_memory_the_last_number_is_read_or_none():
+def test_read_beyond_memory_gives_last_number_or_zero():
     tensor = torch.arange(6.0).view(2, 3)
     assert [x.tolist() for x in read_with_strides(tensor, (3, 1))] == [tensor.tolist()]
-    last, none = read_with_strides(tensor, (5, 1))
+    last, zero = read_with_strides(tensor, (5, 1))
     assert last.tolist() == [[0, 1, 2], [5, 5, 5]]
-    assert none.tolist() == [[0, 1, 2], [5, 0, 0]]
+    assert zero.tolist() == [[0, 1, 2], [5, 0, 0]]
     assert next(wider(tensor, 1, 4)).tolist() == [[0, 1, 2, 3], [3, 4, 5, 5]]
     assert contiguous(torch.Size((4, 3, 2))) == (6, 2, 1)

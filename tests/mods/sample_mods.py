@@ -1,4 +1,4 @@
-"""Mods that several tests go through, and an operation planted in a trace."""
+"""Sample masks and score mods of the mod tests, and a fault planted in a trace."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from attncheck.mods.expression import Expression, Structure
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
 
-# Of up to 80 rows and keys, at least 21 keys, 2 sequences; beyond a canvas of 5 · 8 there are some.
+# Valid with 2 sequences, up to 80 rows and 21 to 80 keys; rows and keys beyond a canvas are hidden.
 LIBRARY_MASKS = [
     Spec.of("full"),
     Spec.of("causal"),
@@ -30,7 +30,7 @@ LIBRARY_MASKS = [
     Spec.of("offset", Spec.of("neighborhood_morton", canvas=[4, 4], kernel=[3, 3]), rows=5),
     Spec.of("expression", text="(minimum(q_idx, 9) % 4 <= kv_idx // 2) | ~(h * 3 - b != 3)"),
 ]
-# In fp32 each gives the same bits whoever computes it.
+# In fp32 torch and Triton compute the same bits of each of these.
 EXACT_SCORES = [
     Spec.of("none"),
     Spec.of("alibi"),
@@ -57,28 +57,28 @@ assert {spec.name for spec in LIBRARY_MASKS} | {"and", "or", "not"} == set(MASKS
 assert {spec.name for spec in LIBRARY_SCORES} | {"chain"} == set(SCORES)
 
 
-def _several(name, parts):
-    return st.lists(parts, min_size=1, max_size=3).map(lambda of: Spec.of(name, *of))
+def _compositions(name, parts):
+    return st.lists(parts, min_size=1, max_size=3).map(lambda drawn: Spec.of(name, *drawn))
 
 
 any_mask = st.recursive(
     st.sampled_from(LIBRARY_MASKS),
     lambda parts: st.one_of(
-        _several("and", parts),
-        _several("or", parts),
-        parts.map(lambda of: Spec.of("not", of)),
-        parts.map(lambda of: Spec.of("offset", of, rows=2)),
+        _compositions("and", parts),
+        _compositions("or", parts),
+        parts.map(lambda part: Spec.of("not", part)),
+        parts.map(lambda part: Spec.of("offset", part, rows=2)),
     ),
     max_leaves=6,
 )
 any_score = st.recursive(
-    st.sampled_from(LIBRARY_SCORES), lambda parts: _several("chain", parts), max_leaves=6
+    st.sampled_from(LIBRARY_SCORES), lambda parts: _compositions("chain", parts), max_leaves=6
 )
-exact_chain = _several("chain", st.sampled_from(EXACT_SCORES))
+exact_chain = _compositions("chain", st.sampled_from(EXACT_SCORES))
 
 
-def planted(expression, op, other):
-    """``expression`` with one operation in place of another."""
+def replace_operation(expression, op, other):
+    """Plant a fault: replace one operation of ``expression`` by another."""
     nodes = expression.structure.nodes
     changed = tuple(dataclasses.replace(n, op=other) if n.op == op else n for n in nodes)
     return Expression(Structure(expression.structure.inputs, changed), expression.captured)

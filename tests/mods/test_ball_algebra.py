@@ -1,4 +1,4 @@
-"""On Arb's balls a mod encloses what it says on mpmath numbers, for every number in the balls."""
+"""Score mods on Arb's balls: results enclose the exact (mpmath) value of every number in a ball."""
 
 import math
 
@@ -43,8 +43,8 @@ MODS = {
 }
 
 
-def number(context, ball):
-    """The interval of a ball as two exact mpmath numbers."""
+def interval(context, ball):
+    """The ends of a ball as two exact mpmath numbers."""
     ends = []
     for end in (ball.lower(), ball.upper()):
         if not end.is_finite():
@@ -55,10 +55,10 @@ def number(context, ball):
     return ends
 
 
-def holds(context, ball, exact):
+def encloses(context, ball, exact):
     if not is_known(ball):
         return True
-    low, high = number(context, ball)
+    low, high = interval(context, ball)
     # mpmath's own last bits: its value is rounded to 400 bits, and 128 bits decide nothing finer.
     slack = abs(exact) * context.ldexp(1, -390) if context.isfinite(exact) else 0
     return low - slack <= exact <= high + slack
@@ -72,74 +72,76 @@ def context():
 
 
 @pytest.mark.parametrize("function", MODS.values(), ids=MODS)
-def test_numbers_that_are_known_are_enclosed(function, context):
-    expression = trace_score(lambda score, b, h, q, k: function(score))
-    found = to_ball(expression, BITS)(balls_of(np.array(SPECIAL)), *ZERO)
+def test_ball_encloses_exact_value(function, context):
+    expression = trace_score(lambda s, b, h, q, k: function(s))
+    balls = to_ball(expression, BITS)(balls_of(np.array(SPECIAL)), *ZERO)
     exact = to_mpmath(expression, context)(np.array(SPECIAL), *ZERO)
-    for given, ball, value in zip(SPECIAL, found, exact, strict=True):
+    for score, ball, value in zip(SPECIAL, balls, exact, strict=True):
         if context.isnan(value):
-            assert not is_known(ball), given
+            assert not is_known(ball), score
         else:
-            assert holds(context, ball, value), (given, ball, value)
-        if math.isfinite(given) and context.isfinite(value):
-            assert is_known(ball), (given, ball)
+            assert encloses(context, ball, value), (score, ball, value)
+        if math.isfinite(score) and context.isfinite(value):
+            assert is_known(ball), (score, ball)
 
 
 @pytest.mark.parametrize("function", MODS.values(), ids=MODS)
 @pytest.mark.parametrize("radius", [2.0**-40, 0.3125, 1.5])
-def test_every_number_of_a_ball_is_enclosed(function, radius, context):
-    expression = trace_score(lambda score, b, h, q, k: function(score))
+def test_wide_ball_encloses_values_across_it(function, radius, context):
+    expression = trace_score(lambda s, b, h, q, k: function(s))
     mids = [-7.5, -2.0, -0.3125, 0.0, 0.3125, 1.0, 2.5, 7.0]
     wide = np.array([flint.arb(mid, radius) for mid in mids], dtype=object)
-    found = to_ball(expression, BITS)(wide, *ZERO)
+    balls = to_ball(expression, BITS)(wide, *ZERO)
     for part in (-1.0, -0.5, 0.0, 0.25, 1.0):
         inside = np.array(mids) + part * radius
         exact = to_mpmath(expression, context)(inside, *ZERO)
-        for given, ball, value in zip(inside, found, exact, strict=True):
-            said = not is_known(ball) if context.isnan(value) else holds(context, ball, value)
-            assert said, (given, ball, value)
+        for score, ball, value in zip(inside, balls, exact, strict=True):
+            enclosed = (
+                not is_known(ball) if context.isnan(value) else encloses(context, ball, value)
+            )
+            assert enclosed, (score, ball, value)
 
 
-def test_a_comparison_that_is_open_gives_both_branches():
+def test_undecided_comparison_encloses_both_branches():
     expression = trace_score(lambda s, b, h, q, k: torch.where(s > 1.0, 5.0, -2.0).to(s.dtype))
     wide = np.array([flint.arb(1.0, 2.0**-60), flint.arb(1.5, 0.25)], dtype=object)
-    open_, decided = to_ball(expression, BITS)(wide, *ZERO)
-    assert open_.contains(flint.arb(5)) and open_.contains(flint.arb(-2))  # noqa: PT018  (one fact)
+    undecided, decided = to_ball(expression, BITS)(wide, *ZERO)
+    assert undecided.contains(flint.arb(5)) and undecided.contains(flint.arb(-2))  # noqa: PT018  (one fact)
     assert decided == flint.arb(5)
 
 
-def test_a_key_that_may_be_hidden_is_a_score_of_which_nothing_is_known():
+def test_score_that_may_be_hidden_is_unknown():
     expression = trace_score(lambda s, b, h, q, k: torch.where(s > 1.0, s, -math.inf))
     wide = np.array([flint.arb(1.0, 2.0**-60), flint.arb(0.5)], dtype=object)
-    open_, hidden = to_ball(expression, BITS)(wide, *ZERO)
-    assert not is_known(open_)
+    undecided, hidden = to_ball(expression, BITS)(wide, *ZERO)
+    assert not is_known(undecided)
     assert is_known(hidden)
     assert hidden == flint.arb.neg_inf()
 
 
-def test_what_cannot_be_bounded_says_nothing():
-    many = torch.arange(1000.0)
-    expression = trace_score(lambda s, b, h, q, k: many[torch.clamp(s, 0, 999).to(torch.int64)])
+def test_read_at_too_many_possible_indices_is_unknown():
+    table = torch.arange(1000.0)
+    expression = trace_score(lambda s, b, h, q, k: table[torch.clamp(s, 0, 999).to(torch.int64)])
     wide = np.array([flint.arb(500.0, 400.0), flint.arb(3)], dtype=object)
-    found = to_ball(expression, BITS)(wide, *ZERO)
-    assert not any(is_known(ball) for ball in found)
+    balls = to_ball(expression, BITS)(wide, *ZERO)
+    assert not any(is_known(ball) for ball in balls)
 
 
-def test_it_broadcasts_and_reads_its_tables_by_indices():
+def test_evaluator_broadcasts_and_indexes_captured_tensors():
     slopes = torch.tensor([0.5, 0.25], dtype=torch.float32)
     axes = [
         np.arange(n).reshape([n if i == a else 1 for i in range(4)])
         for a, n in enumerate((1, 2, 3, 4))
     ]
     expression = trace_score(lambda s, b, h, q, k: s + slopes[h] * (k - q))
-    found = to_ball(expression, BITS)(balls_of(np.zeros((1, 2, 3, 4))), *axes)
+    balls = to_ball(expression, BITS)(balls_of(np.zeros((1, 2, 3, 4))), *axes)
     expected = slopes.double().numpy().reshape(1, 2, 1, 1) * (axes[3] - axes[2])
-    assert np.array_equal(np.vectorize(float, otypes=[float])(found), expected)
+    assert np.array_equal(np.vectorize(float, otypes=[float])(balls), expected)
     with pytest.raises(IndexError):
         to_ball(expression, BITS)(balls_of(np.zeros(())), *ZERO[:1], np.array(2), *ZERO[:2])
 
 
-def test_flints_own_precision_is_left_alone():
+def test_global_flint_precision_is_unchanged():
     before = flint.ctx.prec
     third = BALLS.score(lambda s, b, h, q, k: s / 3.0, 300)(balls_of(np.array(1.0)), *ZERO).item()
     assert flint.ctx.prec == before

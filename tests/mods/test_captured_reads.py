@@ -1,4 +1,4 @@
-"""What a score mod reads of captured tensors: the trace and torch's autograd say the same."""
+"""Gradients of the tensors that a score mod captures: its trace agrees with torch's autograd."""
 
 import functools
 from pathlib import Path
@@ -20,7 +20,7 @@ from attncheck.mods.running_error import RunningError
 from attncheck.mods.to_triton import to_triton
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=5, kv=7)
-UNITS = 8  # roundings: of no mod here do formula and autograd have more between them
+UNITS = 8  # roundings by which formula and autograd may differ, for every mod here
 SOFTCAP = Spec.of("softcap", cap=2.0)
 LIBRARY = [
     Spec.of("alibi"),
@@ -45,7 +45,7 @@ PARAMETER = torch.nn.Parameter(torch.tensor([0.1, 0.2, 0.3]))
 
 
 def cast(score, b, h, q_idx, kv_idx):
-    """The number on its way is cast to fp32; a gradient through that would be rounded."""
+    """The captured number is cast to fp32: a gradient taken through that cast would be rounded."""
     return score + (NARROW[h, q_idx % 5].float() * 0.1).to(score.dtype) * score
 
 
@@ -69,57 +69,62 @@ def twice(score, b, h, q_idx, kv_idx):
 
 OWN = [cast, from_the_end, by_bucket, of_one_number, twice]
 EXAMPLES = Path(__file__).parents[2] / "examples" / "mods.py"
-# Of examples/mods.py all score mods that read float tensors; the others have none, or no gradient.
-WRITTEN = {
+# All score mods of examples/mods.py that read float tensors; the others have no gradient to test.
+EXAMPLE_MODS = {
     name: load_member(f"{EXAMPLES}::{name}", name)
     for name in ("alibi", "relative_bias", "log_buckets", "temperature", "swin_bias")
 }
-MODS = [*(build_score(spec, DIMENSIONS) for spec in LIBRARY), *OWN, *WRITTEN.values()]
-NAMES = [*map(str, LIBRARY), *(mod.__name__ for mod in OWN), *(f"examples {n}" for n in WRITTEN)]
+MODS = [*(build_score(spec, DIMENSIONS) for spec in LIBRARY), *OWN, *EXAMPLE_MODS.values()]
+NAMES = [
+    *map(str, LIBRARY),
+    *(mod.__name__ for mod in OWN),
+    *(f"examples {n}" for n in EXAMPLE_MODS),
+]
 
 
-reads_of = functools.cache(trace_reads)  # a trace costs more than what is done with it
+reads_of = functools.cache(trace_reads)  # tracing costs more than the tests do
 
 
-def places():
-    """Every index, each with a drawn score, flat."""
+def all_points():
+    """Every index with a drawn score, flattened."""
     sizes = (DIMENSIONS.batch, DIMENSIONS.heads, DIMENSIONS.query, DIMENSIONS.kv)
     axes = torch.meshgrid(*(torch.arange(size) for size in sizes), indexing="ij")
     scores = torch.from_numpy(2.0 * Draws(0).normal("score", sizes))
-    return [given.reshape(1, 1, 1, -1) for given in (scores, *axes)]
+    return [values.reshape(1, 1, 1, -1) for values in (scores, *axes)]
 
 
-def by_number(read, count, at, slope):
-    """Sums of a read's slopes by the number that it reads."""
+def sum_by_number(read, count, at, slope):
+    """Sum a read's slopes over all points that read the same number."""
     place = read.start + read.place.evaluate(*at).expand(at[0].shape)
-    found = torch.zeros(count, dtype=torch.float64)
-    return found.index_add_(0, place.flatten(), slope.double().expand(at[0].shape).flatten())
+    sums = torch.zeros(count, dtype=torch.float64)
+    return sums.index_add_(0, place.flatten(), slope.double().expand(at[0].shape).flatten())
 
 
 @pytest.mark.parametrize("mod", MODS, ids=NAMES)
-def test_the_trace_and_autograd_agree_on_every_number(mod):
-    """Tensor by tensor, in the same order."""
-    reads, at = reads_of(mod), places()
+def test_trace_gradients_match_autograd(mod):
+    """Same tensors in the same order, and the same gradient of each of their numbers."""
+    reads, at = reads_of(mod), all_points()
     assert list(map(id, read_tensors(reads))) == list(map(id, captured_tensors(mod)))
     count = sum(tensor.numel() for tensor in read_tensors(reads))
     traced = torch.zeros(count, dtype=torch.float64)
     size = torch.zeros_like(traced)
     for read in reads:
         slope = read.slope.evaluate(*at)
-        traced += by_number(read, count, at, slope)
-        size += by_number(read, count, at, slope.abs() + 1.0)  # 1 − tanh²
-    order = {id(tensor): at for at, tensor in enumerate(read_tensors(reads))}
-    run = [torch.zeros(tensor.shape, dtype=torch.float64) for tensor in read_tensors(reads)]
+        traced += sum_by_number(read, count, at, slope)
+        size += sum_by_number(read, count, at, slope.abs() + 1.0)  # 1 − tanh²
+    order = {id(tensor): i for i, tensor in enumerate(read_tensors(reads))}
+    gradients = [torch.zeros(tensor.shape, dtype=torch.float64) for tensor in read_tensors(reads)]
     for leaf, slope in leaf_gradients(mod, *at):
         if slope is not None:
-            leaf.add(slope, run[order[id(leaf.tensor)]])
-    said = torch.cat([part.flatten() for part in run])
-    off = (traced - said).abs() - UNITS * 2.0**-53 * at[0].numel() * size
-    assert said.any()
-    assert off.max() <= 0
+            leaf.add(slope, gradients[order[id(leaf.tensor)]])
+    expected = torch.cat([part.flatten() for part in gradients])
+    excess = (traced - expected).abs() - UNITS * 2.0**-53 * at[0].numel() * size
+    assert expected.any()
+    assert excess.max() <= 0
 
 
-def test_starts_follow_on_each_other():
+def test_reads_are_numbered_tensor_after_tensor():
+    """Each tensor starts where the previous one ends; a tensor that is read twice counts once."""
     mod = build_score(LIBRARY[7], DIMENSIONS)
     assert [(read.start, read.tensor.shape) for read in trace_reads(mod)] == [
         (0, (3, 5, 7)),
@@ -130,7 +135,7 @@ def test_starts_follow_on_each_other():
 
 
 @pytest.mark.parametrize("spec", [Spec.of("none"), SOFTCAP], ids=str)
-def test_a_mod_without_tensors_reads_none(spec):
+def test_mod_without_captured_tensors_has_no_reads(spec):
     mod = build_score(spec, DIMENSIONS)
     assert trace_reads(mod) == ()
     assert count_read_numbers(mod) == 0
@@ -138,22 +143,23 @@ def test_a_mod_without_tensors_reads_none(spec):
 
 
 @pytest.mark.parametrize("mod", MODS, ids=NAMES)
-def test_expressions_are_of_the_vocabulary_of_every_reader(mod):
+def test_every_backend_evaluates_read_expressions(mod):
+    """Triton, mpmath, Arb and the error analysis all take the place and slope of a read."""
     for read in reads_of(mod):
         for expression in (read.place, read.slope):
             assert "def score_mod(" in to_triton(expression).source
-        axes = [axis[..., :3].numpy() for axis in places()]
-        given = [torch.from_numpy(axis) for axis in axes]
-        meant = read.slope.evaluate(*given).double().expand(given[0].shape)
+        axes = [axis[..., :3].numpy() for axis in all_points()]
+        tensors = [torch.from_numpy(axis) for axis in axes]
+        expected = read.slope.evaluate(*tensors).double().expand(tensors[0].shape)
         context = mpmath.MPContext()
         context.dps = 50
         digits = to_mpmath(read.slope, context)(*axes)
-        near = torch.tensor([float(x) for x in digits.flat], dtype=torch.float64)
-        assert torch.allclose(near.expand(3), meant.flatten(), rtol=1e-6, atol=1e-6)
-        flat = to_mpmath(read.place, context)(*axes)
-        assert flat.flatten().tolist() == read.place.evaluate(*given).flatten().tolist()
+        rounded = torch.tensor([float(x) for x in digits.flat], dtype=torch.float64)
+        assert torch.allclose(rounded.expand(3), expected.flatten(), rtol=1e-6, atol=1e-6)
+        places = to_mpmath(read.place, context)(*axes)
+        assert places.flatten().tolist() == read.place.evaluate(*tensors).flatten().tolist()
         assert to_ball(read.slope, 100)(*axes) is not None
-        scores, *indices = (tensor[0] for tensor in given)
+        scores, *indices = (tensor[0] for tensor in tensors)
         error = RunningError(read.slope).at(scores, torch.zeros_like(scores), *indices)
         assert error.radius.isfinite().all()
 
@@ -162,7 +168,7 @@ def computed(score, b, h, q_idx, kv_idx):
     return score + (-SLOPES)[h].to(score.dtype)
 
 
-def test_a_tensor_computed_from_a_captured_one_is_refused():
+def test_tensor_computed_from_captured_one_is_refused():
     with pytest.raises(
         TraceError, match=r"'computed' has no derivative to what it captures .* neg"
     ):
@@ -171,7 +177,7 @@ def test_a_tensor_computed_from_a_captured_one_is_refused():
         captured_tensors(computed)
 
 
-def test_a_tensor_that_is_compared_alone_has_no_gradient():
+def test_tensor_used_only_in_comparison_has_no_gradient():
     def step(score, b, h, q_idx, kv_idx):
         return torch.where(score > SLOPES[h], score, 0.5 * score)
 
@@ -180,44 +186,44 @@ def test_a_tensor_that_is_compared_alone_has_no_gradient():
 
 
 TABLE = torch.tensor([[0.5, 1.0], [2.0, -1.0], [0.25, 3.0]])
-LEARNT = torch.nn.Parameter(torch.tensor(0.5))
+SCALAR = torch.nn.Parameter(torch.tensor(0.5))
 
 
-def test_a_parameter_of_one_number_may_be_cast():
+def test_scalar_parameter_may_be_cast():
     def mod(score, b, h, q_idx, kv_idx):
-        return score * LEARNT.to(score.dtype) + SLOPES[h].to(score.dtype)
+        return score * SCALAR.to(score.dtype) + SLOPES[h].to(score.dtype)
 
-    assert [id(tensor) for tensor in captured_tensors(mod)] == [id(LEARNT), id(SLOPES)]
-    assert [id(tensor) for tensor in read_tensors(trace_reads(mod))] == [id(LEARNT), id(SLOPES)]
+    assert [id(tensor) for tensor in captured_tensors(mod)] == [id(SCALAR), id(SLOPES)]
+    assert [id(tensor) for tensor in read_tensors(trace_reads(mod))] == [id(SCALAR), id(SLOPES)]
 
 
-def test_an_index_may_be_a_number_or_a_slice_where_nothing_is_traced():
+def test_constant_index_works_in_autograd_but_not_in_trace():
     def mod(score, b, h, q_idx, kv_idx):
         return score + TABLE[h, 1].to(score.dtype) * kv_idx
 
-    at = places()
+    at = all_points()
     ((leaf, slope),) = leaf_gradients(mod, *at)
-    found = torch.zeros(TABLE.shape, dtype=torch.float64)
-    leaf.add(slope, found)
-    of_heads = [float(at[4][at[2] == head].sum()) for head in range(DIMENSIONS.heads)]
-    assert found.tolist() == [[0.0, total] for total in of_heads]
+    gradient = torch.zeros(TABLE.shape, dtype=torch.float64)
+    leaf.add(slope, gradient)
+    sums_by_head = [float(at[4][at[2] == head].sum()) for head in range(DIMENSIONS.heads)]
+    assert gradient.tolist() == [[0.0, total] for total in sums_by_head]
     with pytest.raises(TraceError, match="select"):
         trace_reads(mod)
 
 
-def test_who_asks_for_no_gradients_is_refused():
-    """The trace forgets where they are not asked for."""
+def test_mod_using_no_grad_is_refused():
+    """The trace does not record that gradients were switched off, so its own would be wrong."""
 
     def mod(score, b, h, q_idx, kv_idx):
         with torch.no_grad():
-            held = SLOPES[h] * 2
-        return score * held + SLOPES[h] * kv_idx
+            factor = SLOPES[h] * 2
+        return score * factor + SLOPES[h] * kv_idx
 
     with pytest.raises(ProblemError, match=r"under torch\.no_grad"):
         captured_tensors(mod)
 
 
-def test_another_order_than_the_traces_is_refused():
+def test_tensors_in_other_order_than_trace_are_refused():
     def mod(score, b, h, q_idx, kv_idx):
         return score + torch.mul(other=ONE, input=NUMBER) * SLOPES[h] * kv_idx
 
@@ -225,11 +231,11 @@ def test_another_order_than_the_traces_is_refused():
         trace_reads(mod)
 
 
-def test_a_mod_that_writes_in_place_writes_once():
+def test_in_place_mod_is_applied_once():
     def mod(score, b, h, q_idx, kv_idx):
         score *= ONE
         return score
 
-    at = places()
+    at = all_points()
     ((_, slope),) = leaf_gradients(mod, *at)
     assert torch.equal(slope, at[0])

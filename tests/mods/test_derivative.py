@@ -1,6 +1,4 @@
-"""The derivative of a score mod is torch's autograd of its callable, at kinks too."""
-
-# every mod has FlexAttention's whole signature
+"""Traced derivatives of score mods match torch's autograd of the callable, at kinks too."""
 
 import math
 from pathlib import Path
@@ -12,14 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from tests.messages import one_line
-from tests.mods.sample_mods import LIBRARY_SCORES, any_score, planted
+from tests.mods.sample_mods import LIBRARY_SCORES, any_score, replace_operation
 
 from attncheck.core.balls import balls_of
 from attncheck.core.draws import Draws
 from attncheck.core.errors import TraceError
 from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods import torch_tracer
-from attncheck.mods import trace as derivative_room
+from attncheck.mods import trace as trace_module
 from attncheck.mods.ball_algebra import to_ball
 from attncheck.mods.expression import expression_from_json, expression_to_json
 from attncheck.mods.library import build_score
@@ -31,54 +29,52 @@ from attncheck.mods.trace import trace_derivative, trace_score
 DIMENSIONS = Dimensions(batch=2, heads=3, query=37, kv=50)
 KINKS = (-2.5, -2.0, -1.0, -0.5, -0.0, 0.0, 0.3, 0.5, 1.0, 2.0, 2.5)
 FAR = (-math.inf, -30.0, -1e-300, 1e-300, 30.0, math.inf, math.nan)
-UNITS = 8  # roundings: of no mod here do formula and autograd have more between them
+UNITS = 8  # roundings by which formula and autograd may differ, for every mod here
 
 
 def points(values=KINKS + FAR):
-    """Those scores and a hundred drawn ones, each at a few indices."""
+    """``values`` and a hundred drawn scores, each at a few indices."""
     draws = Draws(0)
-    scores = torch.cat([torch.tensor(values).double(), torch.from_numpy(_normal(draws))])
+    scores = torch.cat(
+        [torch.tensor(values).double(), torch.from_numpy(3.0 * draws.normal("score", (100,)))]
+    )
     sizes = (DIMENSIONS.batch, DIMENSIONS.heads, DIMENSIONS.query, DIMENSIONS.kv)
     axes = [
         torch.from_numpy(draws.integers(f"axis{i}", (5, 1), size)) for i, size in enumerate(sizes)
     ]
-    return [given.reshape(-1) for given in torch.broadcast_tensors(scores, *axes)]
-
-
-def _normal(draws):
-    return 3.0 * draws.normal("score", (100,))
+    return [x.reshape(-1) for x in torch.broadcast_tensors(scores, *axes)]
 
 
 def autograd(mod, score, *indices):
     variable = score.clone().requires_grad_()
-    given = mod(variable, *indices).expand(score.shape)
-    if not given.requires_grad:
+    values = mod(variable, *indices).expand(score.shape)
+    if not values.requires_grad:
         return torch.zeros_like(score)
-    ones = torch.ones_like(given)
-    return torch.autograd.grad(given, variable, ones, allow_unused=True, materialize_grads=True)[0]
+    ones = torch.ones_like(values)
+    return torch.autograd.grad(values, variable, ones, allow_unused=True, materialize_grads=True)[0]
 
 
-def differing(expression, mod, where):
-    """The scores at which they differ by more than rounding."""
-    meant = autograd(mod, *where)
-    said = expression.evaluate(*where).expand(meant.shape)
-    same = (said == meant) | (said.isnan() & meant.isnan())
+def mismatches(expression, mod, at):
+    """The scores at which ``expression`` and autograd differ by more than rounding."""
+    expected = autograd(mod, *at)
+    actual = expression.evaluate(*at).expand(expected.shape)
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
     # 1 − tanh² of the callable: relative to 1, not to what is left of it.
-    near = (said - meant).abs() <= UNITS * 2.0**-53 * meant.abs().clamp(min=1.0)
-    return where[0][~(same | near)]
+    near = (actual - expected).abs() <= UNITS * 2.0**-53 * expected.abs().clamp(min=1.0)
+    return at[0][~(same | near)]
 
 
 @pytest.mark.parametrize("spec", LIBRARY_SCORES, ids=str)
-def test_of_the_library(spec):
+def test_library_score_mod_matches_autograd(spec):
     mod = build_score(spec, DIMENSIONS)
-    assert not differing(trace_derivative(mod), mod, points()).numel()
+    assert not mismatches(trace_derivative(mod), mod, points()).numel()
 
 
 @given(spec=any_score)
 @settings(max_examples=15, deadline=None)
-def test_of_compositions(spec):
+def test_drawn_composition_matches_autograd(spec):
     mod = build_score(spec, DIMENSIONS)
-    assert not differing(trace_derivative(mod), mod, points(KINKS)).numel()
+    assert not mismatches(trace_derivative(mod), mod, points(KINKS)).numel()
 
 
 PARAMETER = torch.nn.Parameter(torch.arange(4.0))
@@ -86,7 +82,7 @@ TABLE = torch.arange(40.0) / 7
 
 
 class TwiceForThrice(torch.autograd.Function):
-    """Its backward is its own."""
+    """Its backward is custom and disagrees with its forward."""
 
     @staticmethod
     def forward(_context, score):
@@ -103,7 +99,7 @@ def constant_inside(s, b, h, q, k):
     return s * largest
 
 
-WRITTEN = {
+HANDWRITTEN = {
     "relu": lambda s, b, h, q, k: torch.relu(s),
     "abs": lambda s, b, h, q, k: s.abs(),
     "clamp": lambda s, b, h, q, k: s.clamp(-1, 1),
@@ -153,13 +149,13 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("mod", WRITTEN.values(), ids=WRITTEN)
-def test_of_what_is_written_by_hand(mod):
-    assert not differing(trace_derivative(mod), mod, points()).numel()
+@pytest.mark.parametrize("mod", HANDWRITTEN.values(), ids=HANDWRITTEN)
+def test_handwritten_score_mod_matches_autograd(mod):
+    assert not mismatches(trace_derivative(mod), mod, points()).numel()
 
 
-def test_it_can_be_read():
-    relu, softcap = WRITTEN["relu"], build_score(Spec.of("softcap", cap=30.0), DIMENSIONS)
+def test_derivative_prints_as_readable_formula():
+    relu, softcap = HANDWRITTEN["relu"], build_score(Spec.of("softcap", cap=30.0), DIMENSIONS)
     assert str(trace_derivative(relu)) == "where(maximum(score, 0) <= 0, 0.0, 1.0)"
     capped = "30.0 * (1 - (tanh(score / 30.0) * tanh(score / 30.0)))"
     assert str(trace_derivative(softcap)) == f"({capped}) / 30.0"
@@ -171,9 +167,9 @@ def test_it_can_be_read():
     ("name", "op", "other"),
     [("relu", "le", "lt"), ("clamp", "ge", "gt"), ("maximum", "gt", "ge"), ("cos", "sin", "cos")],
 )
-def test_a_planted_operation_is_noticed(name, op, other):
-    mod = WRITTEN[name]
-    assert differing(planted(trace_derivative(mod), op, other), mod, points()).numel()
+def test_wrong_operation_is_detected(name, op, other):
+    mod = HANDWRITTEN[name]
+    assert mismatches(replace_operation(trace_derivative(mod), op, other), mod, points()).numel()
 
 
 @pytest.mark.parametrize(
@@ -185,15 +181,15 @@ def test_a_planted_operation_is_noticed(name, op, other):
         ("detached", "return self.env[other]", "return super().run_node(n) * 2"),
     ],
 )
-def test_a_fault_in_the_translation_is_noticed(name, right, wrong, monkeypatch):
+def test_fault_planted_in_tracer_is_detected(name, right, wrong, monkeypatch):
     source = Path(torch_tracer.__file__).read_text(encoding="utf-8")
     assert source.count(right) == 1, right
-    room = ModuleType(torch_tracer.__name__)
-    room.__file__ = torch_tracer.__file__
-    exec(compile(source.replace(right, wrong), "planted", "exec"), room.__dict__)  # noqa: S102  # our own source
-    monkeypatch.setattr(derivative_room, "VocabularyInterpreter", room.VocabularyInterpreter)
-    mod = WRITTEN[name]
-    assert differing(trace_derivative(mod), mod, points()).numel()
+    faulty = ModuleType(torch_tracer.__name__)
+    faulty.__file__ = torch_tracer.__file__
+    exec(compile(source.replace(right, wrong), "planted", "exec"), faulty.__dict__)  # noqa: S102  # our own source
+    monkeypatch.setattr(trace_module, "VocabularyInterpreter", faulty.VocabularyInterpreter)
+    mod = HANDWRITTEN[name]
+    assert mismatches(trace_derivative(mod), mod, points()).numel()
 
 
 # Not exp2 and log2: the ln 2 of their derivatives is a float64 number.
@@ -201,9 +197,9 @@ SMOOTH = ["tanh", "sigmoid", "exp", "sin", "cos", "square", "cube", "power -2", 
 
 
 @pytest.mark.parametrize("name", SMOOTH)
-def test_in_many_digits_it_is_a_difference_quotient(name):
-    """Of the score mod's own expression: no autograd has a part in this."""
-    mod, context = WRITTEN[name], mpmath.MPContext()
+def test_derivative_matches_difference_quotient_in_50_digits(name):
+    """The quotient is of the score mod's own expression, without any autograd."""
+    mod, context = HANDWRITTEN[name], mpmath.MPContext()
     context.dps = 50
     function, slope = (to_mpmath(e, context) for e in (trace_score(mod), trace_derivative(mod)))
     indices = [np.full((), i) for i in (1, 2, 3, 4)]
@@ -215,30 +211,30 @@ def test_in_many_digits_it_is_a_difference_quotient(name):
             for sign in (1, -1)
         ]
         quotient = (ends[0] - ends[1]) / (2 * step)
-        found = slope(np.array(here, dtype=object), *indices).item()
+        derivative = slope(np.array(here, dtype=object), *indices).item()
         # Off by h²/6 of the third derivative, and by 2·10^-50 / 2h.
-        assert abs(found - quotient) <= context.mpf(10) ** -27 * max(1, abs(quotient))
+        assert abs(derivative - quotient) <= context.mpf(10) ** -27 * max(1, abs(quotient))
 
 
-@pytest.mark.parametrize("mod", WRITTEN.values(), ids=WRITTEN)
-def test_everything_that_takes_a_score_mods_expression_takes_it(mod):
+@pytest.mark.parametrize("mod", HANDWRITTEN.values(), ids=HANDWRITTEN)
+def test_derivative_works_in_triton_json_and_error_analysis(mod):
     expression = trace_derivative(mod)
     assert to_triton(expression).function is not None
-    again = expression_from_json(expression_to_json(expression))
-    assert again.structure == expression.structure
+    read_back = expression_from_json(expression_to_json(expression))
+    assert read_back.structure == expression.structure
     score, *indices = points(KINKS)
-    known = RunningError(expression).at(
+    error = RunningError(expression).at(
         score[None, :, None],
         torch.zeros_like(score)[None, :, None],
         *(i[None, :, None] for i in indices),
     )
-    assert known.radius.shape == (1, len(score), 1)
+    assert error.radius.shape == (1, len(score), 1)
 
 
-def test_balls_enclose_it():
+def test_ball_midpoint_is_close_to_mpmath():
     pytest.importorskip("flint")
     for name in SMOOTH:
-        mod = WRITTEN[name]
+        mod = HANDWRITTEN[name]
         expression = trace_derivative(mod)
         score, *indices = points((0.3, -1.75))
         balls = to_ball(expression, 128)(balls_of(score.numpy()), *(i.numpy() for i in indices))
@@ -260,7 +256,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("mod", "why"), REFUSED.values(), ids=REFUSED)
-def test_what_has_none_is_refused_in_one_line(mod, why):
-    with one_line(TraceError, "'<lambda>'", match=why):
+@pytest.mark.parametrize(("mod", "reason"), REFUSED.values(), ids=REFUSED)
+def test_unsupported_derivative_is_refused_with_reason(mod, reason):
+    with one_line(TraceError, "'<lambda>'", match=reason):
         trace_derivative(mod)

@@ -1,4 +1,4 @@
-"""An expression comes back from JSON as it was, and nothing else comes in."""
+"""Expressions survive JSON unchanged, and malformed JSON is refused."""
 
 import copy
 import json
@@ -45,34 +45,34 @@ def indices():
     return [axis.view([-1 if i == j else 1 for j in range(4)]) for i, axis in enumerate(axes)]
 
 
-def through_text(expression):
+def json_round_trip(expression):
     return json.loads(json.dumps(expression_to_json(expression), allow_nan=False))
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS, ids=["relative", "odd", "documents"])
-def test_round_trip(expression):
-    back = expression_from_json(through_text(expression))
-    assert back.structure == expression.structure
-    assert str(back) == str(expression)
-    assert expression_digest(back) == expression_digest(expression)
-    for mine, its in zip(back.captured, expression.captured, strict=True):
-        assert type(mine) is type(its)
-        if isinstance(its, torch.Tensor):
-            assert mine.dtype == its.dtype
-            assert mine.shape == its.shape
-            same = (x.reshape(-1).contiguous().view(torch.uint8) for x in (mine, its))
-            assert torch.equal(*same)
+def test_expression_survives_json_round_trip(expression):
+    restored = expression_from_json(json_round_trip(expression))
+    assert restored.structure == expression.structure
+    assert str(restored) == str(expression)
+    assert expression_digest(restored) == expression_digest(expression)
+    for actual, expected in zip(restored.captured, expression.captured, strict=True):
+        assert type(actual) is type(expected)
+        if isinstance(expected, torch.Tensor):
+            assert actual.dtype == expected.dtype
+            assert actual.shape == expected.shape
+            as_bytes = (x.reshape(-1).contiguous().view(torch.uint8) for x in (actual, expected))
+            assert torch.equal(*as_bytes)
         else:
-            assert repr(mine) == repr(its)
+            assert repr(actual) == repr(expected)
     inputs = indices()
     if expression.structure.inputs[0] == "score":
         inputs.insert(0, torch.linspace(-3, 3, 20, dtype=torch.float64))
     torch.testing.assert_close(
-        back.evaluate(*inputs), expression.evaluate(*inputs), rtol=0, atol=0, equal_nan=True
+        restored.evaluate(*inputs), expression.evaluate(*inputs), rtol=0, atol=0, equal_nan=True
     )
 
 
-def test_small_tensors_can_be_read_and_large_ones_are_bytes():
+def test_json_lists_small_tensors_and_encodes_large_ones():
     pairs = torch.tensor([[3, 5], [7, 1]])
     small = expression_to_json(trace_mask(lambda b, h, q, k: pairs[b, h % 2] > k))["captured"]
     assert {"dtype": "int64", "shape": [2, 2], "values": [3, 5, 7, 1]} in small
@@ -80,24 +80,29 @@ def test_small_tensors_can_be_read_and_large_ones_are_bytes():
     assert any("base64" in value for value in large if isinstance(value, dict))
 
 
-def test_the_digest_tells_everything_apart():
-    def of(window, table, shift=0):
+def test_digest_depends_on_structure_numbers_and_tensors():
+    def digest(window, table, shift=0):
         return expression_digest(
             trace_mask(lambda b, h, q, k: (table[q] - k < window) | (k == q + shift))
         )
 
-    plain = of(8, DOCUMENTS)
-    assert plain == of(8, DOCUMENTS.clone())
-    other = DOCUMENTS.clone()
-    other[63] += 1
-    different = [of(9, DOCUMENTS), of(8, other), of(8, DOCUMENTS.long()), of(8, DOCUMENTS, 1)]
+    plain = digest(8, DOCUMENTS)
+    assert plain == digest(8, DOCUMENTS.clone())
+    changed = DOCUMENTS.clone()
+    changed[63] += 1
+    different = [
+        digest(9, DOCUMENTS),
+        digest(8, changed),
+        digest(8, DOCUMENTS.long()),
+        digest(8, DOCUMENTS, 1),
+    ]
     assert len({plain, *different}) == 5
 
 
 def change(path, value):
-    """JSON of the first expression with one thing changed."""
+    """A function that changes (or deletes) one entry of an expression's JSON."""
 
-    def changed(data):
+    def edit(data):
         place = data
         for step in path[:-1]:
             place = place[step]
@@ -107,10 +112,11 @@ def change(path, value):
             place[path[-1]] = value
         return data
 
-    return changed
+    return edit
 
 
-def where_is(data, op):
+def index_of(data, op):
+    """The index of the first node with this operation."""
     return next(i for i, node in enumerate(data["nodes"]) if node["op"] == op)
 
 
@@ -135,23 +141,23 @@ BAD = {
     "mask as condition": change(["nodes", -1, "operands"], [0, 0, 0]),
     "name is a list": change(["nodes", 0, "name"], []),
     "no such input": change(["nodes", 0, "name"], "row"),
-    "no such slot": lambda d: change(["nodes", where_is(d, "number"), "slot"], 99)(d),
+    "no such slot": lambda d: change(["nodes", index_of(d, "number"), "slot"], 99)(d),
     "slot of a tensor": lambda d: (
-        change(["nodes", where_is(d, "number"), "slot"], 3)(d)
+        change(["nodes", index_of(d, "number"), "slot"], 3)(d)
         if isinstance(d["captured"][3], dict)
-        else change(["nodes", where_is(d, "tensor"), "slot"], 0)(d)
+        else change(["nodes", index_of(d, "tensor"), "slot"], 0)(d)
     ),
-    "rank": lambda d: change(["nodes", where_is(d, "tensor"), "rank"], 1)(d),
-    "indices": lambda d: change(["nodes", where_is(d, "index"), "operands"], [0])(d),
+    "rank": lambda d: change(["nodes", index_of(d, "tensor"), "rank"], 1)(d),
+    "indices": lambda d: change(["nodes", index_of(d, "index"), "operands"], [0])(d),
     "captured is text": change(["captured", 0], "many"),
     "captured is true": change(["captured", 0], True),
-    "result is a truth value": lambda d: change(["nodes"], d["nodes"][: where_is(d, "ge") + 1])(d),
+    "result is a truth value": lambda d: change(["nodes"], d["nodes"][: index_of(d, "ge") + 1])(d),
 }
 
 
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
-def test_anything_else_is_one_line(spoil):
-    data = spoil(copy.deepcopy(through_text(EXPRESSIONS[0])))
+def test_malformed_expression_is_refused_in_one_line(spoil):
+    data = spoil(copy.deepcopy(json_round_trip(EXPRESSIONS[0])))
     with one_line(ProblemError):
         expression_from_json(data)
 
@@ -178,37 +184,40 @@ BAD_TENSORS = {
 
 
 @pytest.mark.parametrize("tensor", BAD_TENSORS.values(), ids=BAD_TENSORS)
-def test_a_bad_tensor_is_one_line(tensor):
-    data = through_text(EXPRESSIONS[0])
+def test_malformed_captured_tensor_is_refused_in_one_line(tensor):
+    data = json_round_trip(EXPRESSIONS[0])
     data["captured"].append(tensor)
     with one_line(ProblemError, match=r"captured\[\d+\]"):
         expression_from_json(data)
 
 
-def test_a_good_tensor_among_them_passes():
-    data = through_text(EXPRESSIONS[0])
+def test_valid_captured_tensor_is_accepted():
+    """Appending a tensor is not itself why the expressions above are refused."""
+    data = json_round_trip(EXPRESSIONS[0])
     data["captured"].append(TENSOR)
     assert expression_from_json(data).structure == EXPRESSIONS[0].structure
 
 
-class Held:
-    """A value of an algebra that counts how many there are."""
+class CountedValue:
+    """A value of an algebra; the class counts how many exist at once."""
 
     alive = most = 0
 
     def __init__(self, *_):
-        Held.alive += 1
-        Held.most = max(Held.most, Held.alive)
+        CountedValue.alive += 1
+        CountedValue.most = max(CountedValue.most, CountedValue.alive)
 
     def __del__(self):
-        Held.alive -= 1
+        CountedValue.alive -= 1
 
 
-def test_a_value_is_let_go_of_after_its_last_use():
+def test_evaluate_frees_values_after_last_use():
+    """A chain of 60 operations keeps at most 3 values; keeping all would exhaust the memory."""
+
     def long(score, b, h, q, k):
         for _ in range(30):
             score = score.abs().neg()
         return score
 
-    evaluate(trace_score(long), Algebra.of(Held, Held, {}), *range(5))
-    assert Held.most <= 3
+    evaluate(trace_score(long), Algebra.of(CountedValue, CountedValue, {}), *range(5))
+    assert CountedValue.most <= 3

@@ -1,4 +1,4 @@
-"""Masks and score mods as text: they compute what the text says, and nothing else is taken."""
+"""Masks and score mods as text: they compute what the text says; bad text is refused."""
 
 import ast
 import operator
@@ -29,7 +29,7 @@ AXES = [
 SHAPE = (2, 3, 5, 7)
 SCORES = torch.linspace(-30.0, 30.0, 210, dtype=torch.float64).reshape(SHAPE)
 
-# Each written again by hand, in Python on whole numbers.
+# Each text, and the same mask by hand in Python on whole numbers.
 MASKS = {
     "q_idx >= kv_idx": lambda b, h, i, j: i >= j,
     "q_idx < kv_idx": lambda b, h, i, j: i < j,
@@ -47,20 +47,20 @@ MASKS = {
 }
 
 
-def sees(text):
-    """What the mask ``text`` shows, at all indices."""
+def visible(text):
+    """Whether the mask ``text`` shows each key to each row, at all indices."""
     mask = library.build_mask(Spec.of("expression", text=text), DIMENSIONS)
     return mask(*AXES).expand(SHAPE)
 
 
-def is_as_by_hand(text):
+def matches_hand_version(text):
     expected = [MASKS[text](*place) for place in np.ndindex(*SHAPE)]
-    return sees(text).flatten().tolist() == expected
+    return visible(text).flatten().tolist() == expected
 
 
 @pytest.mark.parametrize("text", MASKS)
-def test_a_mask_is_what_was_written_by_hand(text):
-    assert is_as_by_hand(text)
+def test_mask_text_matches_hand_written_function(text):
+    assert matches_hand_version(text)
 
 
 PLANTED = [
@@ -75,27 +75,27 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize(("table", "of", "other"), PLANTED, ids=lambda v: str(v)[:30])
-def test_a_planted_operator_is_seen(monkeypatch, forgotten, table, of, other):
-    monkeypatch.setitem(getattr(formula, table), of, other)
-    assert not all(map(is_as_by_hand, MASKS))
+@pytest.mark.parametrize(("table", "node", "other"), PLANTED, ids=lambda v: str(v)[:30])
+def test_wrong_operator_is_detected(monkeypatch, empty_cache, table, node, other):
+    monkeypatch.setitem(getattr(formula, table), node, other)
+    assert not all(map(matches_hand_version, MASKS))
 
 
 @pytest.fixture
-def forgotten():
-    """What was read before is read again, and so is what was read with a fault."""
+def empty_cache():
+    """Forget parsed formulas, so that none hides a planted fault or outlives it."""
     formula.mask_formula_code.cache_clear()
     yield
     formula.mask_formula_code.cache_clear()
 
 
-# The same operations on arrays of another library: another reading of the same text.
-OTHER = {
+# The functions in NumPy: Python's own ``eval`` on arrays is a second reading of the same text.
+NUMPY_FUNCTIONS = {
     "minimum": np.minimum,
     "maximum": np.maximum,
     "where": np.where,
     "abs": np.abs,
-    # The same bits of tanh: what is compared is what it is given.
+    # torch's tanh, for the same bits: the test compares its argument.
     "tanh": lambda x: torch.tanh(torch.from_numpy(np.ascontiguousarray(x))).numpy(),
 }
 ARRAYS = dict(zip(("b", "h", "q_idx", "kv_idx"), (axis.numpy() for axis in AXES), strict=True))
@@ -103,10 +103,10 @@ ARRAYS = dict(zip(("b", "h", "q_idx", "kv_idx"), (axis.numpy() for axis in AXES)
 
 @given(spec=strategies.expressions(dimensions=DIMENSIONS))
 @settings(max_examples=25, deadline=None, database=None)
-def test_a_random_mask_is_what_numpy_makes_of_it(spec):
+def test_drawn_mask_matches_numpy_evaluation(spec):
     text = str(spec.values["text"])
-    expected = eval(text, OTHER, ARRAYS)  # noqa: S307  (drawn by our own grammar)
-    assert np.array_equal(sees(text), np.broadcast_to(expected, SHAPE))
+    expected = eval(text, NUMPY_FUNCTIONS, ARRAYS)  # noqa: S307  (drawn by our own grammar)
+    assert np.array_equal(visible(text), np.broadcast_to(expected, SHAPE))
     traced = trace_mask(library.build_mask(spec, DIMENSIONS))
     assert np.array_equal(traced.evaluate(*AXES).expand(SHAPE), np.broadcast_to(expected, SHAPE))
     check_index_ranges(traced, DIMENSIONS)
@@ -114,9 +114,9 @@ def test_a_random_mask_is_what_numpy_makes_of_it(spec):
 
 @given(spec=strategies.score_expressions())
 @settings(max_examples=25, deadline=None, database=None)
-def test_a_random_score_mod_is_what_numpy_makes_of_it(spec):
+def test_drawn_score_mod_matches_numpy_evaluation(spec):
     text = str(spec.values["text"])
-    expected = eval(text, OTHER, ARRAYS | {"score": SCORES.numpy()})  # noqa: S307  (as above)
+    expected = eval(text, NUMPY_FUNCTIONS, ARRAYS | {"score": SCORES.numpy()})  # noqa: S307  (as above)
     mod = library.build_score(spec, DIMENSIONS)
     assert np.array_equal(mod(SCORES, *AXES).numpy(), expected)
     traced = trace_score(mod)
@@ -137,18 +137,18 @@ def test_a_random_score_mod_is_what_numpy_makes_of_it(spec):
         ("score + 16777217 * 1.0", 2**24),  # a real number, of fp32
     ],
 )
-def test_arithmetic_is_in_the_dtype_of_the_score(text, value):
-    """In float64 no index is rounded to fp32, and constants are the kernel's."""
+def test_arithmetic_is_in_score_dtype(text, value):
+    """In float64 no index is rounded to fp32, but constants are the fp32 numbers of a kernel."""
     mod = formula.formula_score(text, Dimensions(batch=1, heads=1, query=1, kv=2**24 + 2))
     zero = torch.zeros(1, dtype=torch.int64)
-    found = mod(torch.zeros(1, dtype=torch.float64), zero, zero, zero, zero + 2**24 + 1)
-    assert found.dtype is torch.float64
-    assert found.item() == value
+    result = mod(torch.zeros(1, dtype=torch.float64), zero, zero, zero, zero + 2**24 + 1)
+    assert result.dtype is torch.float64
+    assert result.item() == value
 
 
 @pytest.mark.parametrize("width", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_score_mod_keeps_the_dtype_of_the_score(width, dtype):
+def test_score_mod_keeps_score_dtype(width, dtype):
     mod = formula.formula_score("where(h == 1, 2, 0.5) * kv_idx / 3 + score", DIMENSIONS)
     assert mod(SCORES.to(dtype), *(axis.to(width) for axis in AXES)).dtype is dtype
 
@@ -215,19 +215,19 @@ BAD_SCORES = {
 
 
 @pytest.mark.parametrize("text", BAD_MASKS | BAD_SCORES)
-def test_what_is_no_mod_is_refused_in_a_line(text):
+def test_invalid_text_is_refused_with_exact_message(text):
     check = library.check_mask if text in BAD_MASKS else library.check_score
-    says = (BAD_MASKS | BAD_SCORES)[text]
-    with one_line(ProblemError, whole=f"expression.text={text!r}: {says}"):
+    message = (BAD_MASKS | BAD_SCORES)[text]
+    with one_line(ProblemError, whole=f"expression.text={text!r}: {message}"):
         check(Spec.of("expression", text=text), DIMENSIONS)
 
 
 @pytest.mark.parametrize("text", [3, "", " b < h", "b < h ", "b <\nh", "b < é", "b" * 201, (1,)])
-def test_a_text_is_one_short_line(text):
-    with pytest.raises(ProblemError, match="must be one line of at most 200 ASCII") as caught:
+def test_text_must_be_one_short_ascii_line(text):
+    with pytest.raises(ProblemError, match="must be one line of at most 200 ASCII") as error:
         library.check_mask(Spec.of("expression", text=text), DIMENSIONS)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 350
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 350
 
 
 @pytest.mark.parametrize(
@@ -240,11 +240,11 @@ def test_a_text_is_one_short_line(text):
         "where(score > 0, 3, kv_idx) % 2",
     ],
 )
-def test_the_score_may_be_read_in_a_condition_alone(text):
+def test_score_read_only_in_condition_is_accepted(text):
     library.check_score(Spec.of("expression", text=text), DIMENSIONS)
 
 
-def test_what_fits_depends_on_the_lengths():
+def test_32_bit_range_depends_on_problem_lengths():
     cubed = Spec.of("expression", text="q_idx * q_idx * q_idx >= kv_idx")
     library.check_mask(cubed, Dimensions(batch=1, heads=1, query=1291, kv=9))
     with pytest.raises(ProblemError, match="may be 2151685171: whole numbers are of 32 bits"):
@@ -254,15 +254,15 @@ def test_what_fits_depends_on_the_lengths():
 @pytest.mark.parametrize(
     "text", ["abs(q_idx - kv_idx) * 536870911 >= 0", "(q_idx - 4) * (kv_idx - 6) * 89478485 > 0"]
 )
-def test_ranges_are_those_of_every_corner(text):
-    """Just within 32 bits at the corners of (5, 5), and beyond at those of (11, 11)."""
+def test_32_bit_range_covers_every_corner(text):
+    """The texts fit in 32 bits at the corners of (5, 5), and exceed them at those of (11, 11)."""
     spec = Spec.of("expression", text=text)
     library.check_mask(spec, Dimensions(batch=1, heads=1, query=5, kv=5))
     with pytest.raises(ProblemError, match="32 bits"):
         library.check_mask(spec, Dimensions(batch=1, heads=1, query=11, kv=11))
 
 
-def test_json_and_words():
+def test_expression_spec_in_json_and_problem_summary():
     mask = Spec.of("expression", text="q_idx % 3 <= kv_idx")
     halved = Spec.of("chain", Spec.of("alibi"), Spec.of("expression", text="score * 0.5"))
     problem = Problem(query=5, head_dim=4, mask=mask, score=halved)
@@ -271,9 +271,9 @@ def test_json_and_words():
         "B1 H1 Q5 K5 D4 normal seed 0"
     )
     assert mask.to_json() == {"name": "expression", "text": "q_idx % 3 <= kv_idx"}
-    again = Problem.from_json(problem.to_json())
-    assert again == problem
-    assert again.id == problem.id
+    read_back = Problem.from_json(problem.to_json())
+    assert read_back == problem
+    assert read_back.id == problem.id
 
 
 @pytest.mark.parametrize(
@@ -285,8 +285,8 @@ def test_json_and_words():
         "minimum(score, kv_idx / 3) - abs(score) * 0.25",
     ],
 )
-def test_a_score_mod_is_tested_not_waved_through(text):
-    """The judge knows every operation: nothing is allowed to be infinitely wrong."""
+def test_allowed_error_of_expression_score_is_finite(text):
+    """An operation unknown to the error analysis allows an infinite error: no kernel could fail."""
     problem = Problem(
         query=9,
         kv=17,
@@ -295,9 +295,9 @@ def test_a_score_mod_is_tested_not_waved_through(text):
         score=Spec.of("expression", text=text),
     )
     subject = named_kernels.subject_named("triton-flash2")
-    allowed = EvidenceBuilder(Case(problem=problem), "cpu").allowance(
+    allowance = EvidenceBuilder(Case(problem=problem), "cpu").allowance(
         subject.arithmetic(problem, "cpu")
     )
-    assert bool(torch.isfinite(allowed.out).all())
-    assert bool(torch.isfinite(allowed.lse).all())
-    assert allowed.jumps == 0
+    assert bool(torch.isfinite(allowance.out).all())
+    assert bool(torch.isfinite(allowance.lse).all())
+    assert allowance.jumps == 0

@@ -1,4 +1,4 @@
-"""An index outside its captured tensor is found wherever it is, and nothing else is."""
+"""``check_index_ranges`` refuses indices outside tensors, 32-bit overflow and division by 0."""
 
 import math
 import re
@@ -20,7 +20,7 @@ TABLE = torch.arange(21)
 PLANE = torch.zeros(3, 23)
 
 
-def test_dimensions_decide():
+def test_index_range_depends_on_problem_dimensions():
     expression = trace_mask(lambda b, h, q, k: TABLE[q + k] > 2)
     check_index_ranges(expression, Dimensions(batch=1, heads=1, query=11, kv=11))
     with pytest.raises(ProblemError, match="with 21 at"):
@@ -29,8 +29,8 @@ def test_dimensions_decide():
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 12), st.data())
 @settings(deadline=None, max_examples=50)
-def test_it_is_exact(at_a_time, query, kv, data):
-    """In strips of any size, and whatever the ranges say: torch's own index is the judge."""
+def test_check_agrees_with_torch_indexing(chunk, query, kv, data):
+    """Torch's own IndexError decides, for strips of any size: no false alarms, nothing missed."""
     a, c, m = (data.draw(st.integers(-3, 3), label=name) for name in ("a", "c", "m"))
     dimensions = Dimensions(batch=1, heads=2, query=query, kv=kv)
 
@@ -45,20 +45,20 @@ def test_it_is_exact(at_a_time, query, kv, data):
     except IndexError:
         inside = False
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_ranges, "_CHUNK", at_a_time)
+        patch.setattr(index_ranges, "_CHUNK", chunk)
         try:
             check_index_ranges(trace_mask(mod), dimensions)
-            said_inside = True
+            accepted = True
         except ProblemError:
-            said_inside = False
-    assert said_inside == inside
+            accepted = False
+    assert accepted == inside
 
 
 WIDE, EVEN = torch.tensor([2**40, -1]), torch.arange(9) * 2
 
 
 def log_buckets(b, h, q, k):
-    """As T5's: the logarithm of 0 is cast, and left out."""
+    """T5's buckets: the logarithm of 0 is cast to a whole number, and then not chosen."""
     distance = (q - k).clamp(min=0)
     far = 8 + (torch.log(distance.float() / 8) / math.log(16) * 8).to(torch.int64)
     return torch.where(distance < 8, distance, torch.minimum(far, torch.tensor(15))) < 12
@@ -73,8 +73,8 @@ def log_buckets(b, h, q, k):
     ],
     ids=["clamped", "least", "log buckets"],
 )
-def test_a_hundred_thousand_keys_cost_what_their_distances_do(mod, monkeypatch):
-    """Ranges alone settle what is clamped into its tensor."""
+def test_ranges_alone_settle_clamped_indices(mod, monkeypatch):
+    """No index is enumerated (``index_parts`` is missing), so that 100,000 keys cost nothing."""
     monkeypatch.setattr(index_ranges, "index_parts", None)
     long = Dimensions(batch=64, heads=128, query=100_000, kv=100_000)
     check_index_ranges(trace_mask(mod), long)
@@ -122,13 +122,13 @@ WITHIN_OF_SCORES = {
     [*map(trace_mask, WITHIN.values()), *map(trace_score, WITHIN_OF_SCORES.values())],
     ids=[*WITHIN, *WITHIN_OF_SCORES],
 )
-def test_what_is_within_passes(traced):
+def test_indices_in_range_are_accepted(traced):
     check_index_ranges(traced, DIMENSIONS)
 
 
 INDEXES = "mask 'mine' indexes axis {} of its tensor of shape ("
 COMPUTES, DIVIDES = "mask 'mine' computes ", "mask 'mine' divides whole numbers, "
-# What is said first, the number, and where it is so.
+# The mod, the axis (or the start of the message), the number, and the first index with it.
 REFUSED = {
     "sum": (lambda b, h, q, k: TABLE[q + k + 2] > 2, 0, 21, (0, 0, 8, 11)),
     "below": (lambda b, h, q, k: TABLE[q - 2 * k] > 2, 0, -22, (0, 0, 0, 11)),
@@ -183,26 +183,30 @@ REFUSED = {
         (0, 0, 0, 3),
     ),
 }
-LATER = {
+HINTS = {
     COMPUTES: "kernels compute whole numbers in 32 bits, −2147483648 … 2147483647.",
     DIVIDES: ": torch refuses that",
 }
 
 
-@pytest.mark.parametrize(("mod", "what", "number", "place"), REFUSED.values(), ids=REFUSED)
-def test_what_is_beyond_is_named_with_its_place(mod, what, number, place):
-    start = INDEXES.format(what) if what not in LATER else what
+@pytest.mark.parametrize(("mod", "axis_or_start", "number", "place"), REFUSED.values(), ids=REFUSED)
+def test_out_of_range_value_is_reported_with_its_index(mod, axis_or_start, number, place):
+    start = INDEXES.format(axis_or_start) if axis_or_start not in HINTS else axis_or_start
     number = "" if number is None else number
-    says = {COMPUTES: f" = {number}", DIVIDES: f" by {number}"}.get(what, f" with {number}")
+    quoted = {COMPUTES: f" = {number}", DIVIDES: f" by {number}"}.get(
+        axis_or_start, f" with {number}"
+    )
     place = f" at (b, h, q_idx, kv_idx) = {'' if place is None else place}"
-    sizes = DIMENSIONS if what != COMPUTES else Dimensions(batch=2, heads=3, query=10, kv=12)
-    with one_line(ProblemError, says, start=start, match=re.escape(place)) as error:
+    sizes = (
+        DIMENSIONS if axis_or_start != COMPUTES else Dimensions(batch=2, heads=3, query=10, kv=12)
+    )
+    with one_line(ProblemError, quoted, start=start, match=re.escape(place)) as error:
         check_index_ranges(trace_mask(mod), sizes, "mask 'mine'")
-    assert LATER.get(what, "") in str(error.value)
+    assert HINTS.get(axis_or_start, "") in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("mod", "says"),
+    ("mod", "message"),
     [
         (
             lambda s, b, h, q, k: s + PLANE[h, (s * 3.0).to(torch.int64)],
@@ -215,6 +219,6 @@ def test_what_is_beyond_is_named_with_its_place(mod, what, number, place):
     ],
     ids=["index", "divisor"],
 )
-def test_what_is_made_of_the_score_must_be_clamped(mod, says):
-    with one_line(ProblemError, says):
+def test_index_or_divisor_from_score_must_be_clamped(mod, message):
+    with one_line(ProblemError, message):
         check_index_ranges(trace_score(mod), DIMENSIONS)

@@ -1,4 +1,4 @@
-"""What the library refuses, and how it says so."""
+"""The library of masks and score mods: argument checks and their messages, defaults and imports."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import torch
 
 from attncheck.core.errors import ProblemError, UnknownName, UsageError
 from attncheck.core.formats import fp32
-from attncheck.core.mod_spec import FULL, NONE, Dimensions, Spec
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods import library
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
@@ -92,7 +92,7 @@ MASK_ERRORS = [
         of("offset", of("offset", CAUSAL, rows=2**31 - 8), rows=3),
         "offset.rows=2147483640 must be a whole number from 0 to 2147483639.",
     ),
-    # Of the long problem: 5 rows behind 3.
+    # The part is checked on the longer problem: 3 rows before the 5.
     (
         of("offset", of("document", lengths=[7]), rows=3),
         "document.lengths cover 7 positions: they must cover max(query, kv)=8.",
@@ -145,26 +145,21 @@ CASES = [*(("mask", *case) for case in MASK_ERRORS), *(("score", *case) for case
 
 
 @pytest.mark.parametrize(("kind", "spec", "message"), CASES, ids=lambda v: str(v)[:40])
-def test_what_is_refused_says_why(kind, spec, message):
-    for refuse in (getattr(library, f"check_{kind}"), getattr(library, f"build_{kind}")):
-        with pytest.raises(UsageError) as caught:
-            refuse(spec, DIMENSIONS)
-        assert str(caught.value) == message
-        assert isinstance(caught.value, UnknownName if "not known" in message else ProblemError)
+def test_invalid_spec_is_refused_with_exact_message(kind, spec, message):
+    for function in (getattr(library, f"check_{kind}"), getattr(library, f"build_{kind}")):
+        with pytest.raises(UsageError) as error:
+            function(spec, DIMENSIONS)
+        assert str(error.value) == message
+        assert isinstance(error.value, UnknownName if "not known" in message else ProblemError)
 
 
-def test_defaults_pass():
-    library.check_mask(FULL, DIMENSIONS)
-    library.check_score(NONE, DIMENSIONS)
-
-
-def test_an_integer_is_a_real_number_rounded_to_fp32():
+def test_integer_argument_is_rounded_to_fp32():
     mod = library.build_score(Spec.of("temperature", temperature=2**24 + 1), DIMENSIONS)
     index = torch.tensor(0)
     assert mod(torch.tensor(2.0**24), index, index, index, index).item() == 1.0
 
 
-def test_the_order_of_arguments_is_no_difference():
+def test_argument_order_does_not_matter():
     one, other = (
         Spec.of("relative_bias", distance=4, seed=1),
         Spec.of("relative_bias", seed=1, distance=4),
@@ -174,7 +169,7 @@ def test_the_order_of_arguments_is_no_difference():
     assert str(one) == str(other)
 
 
-def test_documents_cover_the_longer_of_the_two_lengths():
+def test_document_lengths_must_cover_longer_of_query_and_kv():
     tall = Dimensions(batch=1, heads=1, query=9, kv=7)
     library.check_mask(Spec.of("document", lengths=[4, 5]), tall)
     with pytest.raises(ProblemError, match=r"they must cover max\(query, kv\)=9\.$"):
@@ -182,7 +177,8 @@ def test_documents_cover_the_longer_of_the_two_lengths():
 
 
 @pytest.mark.parametrize("name", ["softcap", "temperature"])
-def test_a_real_number_is_that_of_a_kernel_in_float64_too(name):
+def test_real_argument_is_rounded_to_fp32_for_float64_scores(name):
+    """The oracle in float64 must use the fp32 number that a kernel is given."""
     argument = {"softcap": "cap", "temperature": "temperature"}[name]
     rounded, exact = (
         library.build_score(Spec.of(name, **{argument: number}), DIMENSIONS)
@@ -192,13 +188,13 @@ def test_a_real_number_is_that_of_a_kernel_in_float64_too(name):
     assert rounded(score, *(index,) * 4).item() == exact(score, *(index,) * 4).item()
 
 
-def test_every_entry_is_built_or_composed_and_says_what_it_does():
+def test_every_entry_has_summary_and_either_build_or_compose():
     for entry in (*MASKS.values(), *SCORES.values()):
         assert (entry.build is None) != (entry.compose is None)
         assert entry.summary
 
 
-def test_the_library_imports_neither_torch_nor_triton():
+def test_library_imports_neither_torch_nor_triton():
     code = (
         "import sys, attncheck.mods.library; "
         "sys.exit(bool({'torch', 'triton', 'numpy'} & set(sys.modules)))"

@@ -1,4 +1,4 @@
-"""Every library mask against a matrix typed by hand: words are rows, their characters keys."""
+"""Every library mask against a matrix typed by hand: each word is a row, each character a key."""
 
 import pytest
 import torch
@@ -30,10 +30,10 @@ TALL_BOTTOM_RIGHT = ".... .... 1... 11.. 111. 1111"
 TALL_WINDOW_2 = "1... 11.. .11. ..11 ...1 ...."
 TALL_DOCUMENTS_1_4_1 = "1... .111 .111 .111 .111 ...."
 
-# A canvas of 2 × 3, or 3 × 2, and a key beyond it: a window touches every edge of it.
+# A canvas of 2 × 3 and a key beyond it; windows touch all its edges.
 CELLS_1_BY_2 = "11..... 11..... .11.... ...11.. ...11.."
 CELLS_2_BY_1 = "1..1... .1..1.. ..1..1. 1..1... .1..1.."
-# Rows of the canvas are keys 0 1 2 3, 4 5 6 7 and 8 9 10 11; the last row is beyond it.
+# Rows of the canvas are keys 0 1 2 3, 4 5 6 7 and 8 9 10 11; the last query row is beyond it.
 CANVAS_3_BY_4 = """
 111.111.111..
 111.111.111..
@@ -83,7 +83,7 @@ MORTON_3_BY_4 = """
 .........111.
 .............
 """
-# Even: 2 × 2 has the cells before it, where there are any.
+# An even window of 2 × 2 extends to the cells before, where there are any.
 EVEN_3_BY_3 = """
 11.11....
 11.11....
@@ -168,12 +168,12 @@ TABLES = [
 ]
 
 
-def typed(table):
+def parse_table(table):
     return torch.tensor([[c == "1" for c in row] for row in table.split()])
 
 
 @pytest.mark.parametrize(("dimensions", "spec", "tables"), TABLES, ids=lambda v: str(v)[:60])
-def test_mask_is_the_table_typed_by_hand(dimensions, spec, tables):
+def test_mask_matches_hand_typed_table(dimensions, spec, tables):
     mask = build_mask(spec, dimensions)
     seen = mask(
         torch.arange(dimensions.batch)[:, None, None, None],
@@ -183,7 +183,7 @@ def test_mask_is_the_table_typed_by_hand(dimensions, spec, tables):
     )
     assert seen.dtype is torch.bool
     shape = (dimensions.batch, dimensions.heads, dimensions.query, dimensions.kv)
-    expected = torch.stack([typed(table) for table in tables])[:, None].expand(shape)
+    expected = torch.stack([parse_table(table) for table in tables])[:, None].expand(shape)
     assert torch.equal(seen.expand(shape), expected)
     # On 0-d indices under vmap, as FlexAttention calls it.
     over_keys = torch.vmap(mask, in_dims=(None, None, None, 0))
@@ -193,31 +193,35 @@ def test_mask_is_the_table_typed_by_hand(dimensions, spec, tables):
         assert torch.equal(over_rows(torch.tensor(b), h, rows, keys), expected[b, 0])
 
 
-def test_every_mask_has_a_table():
+def test_every_library_mask_has_a_table():
     assert {part.name for _, spec, _ in TABLES for part in spec.walk()} == set(MASKS)
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_indices_may_be_of_either_width(index_dtype):
+def test_mask_accepts_int32_and_int64_indices(index_dtype):
     indices = [torch.arange(n, dtype=index_dtype) for n in (1, 1, 5, 5)]
     mask = masks.document(torch.tensor([0, 0, 1, 1, 1]))
     assert mask(*indices).all()
 
 
 @pytest.mark.parametrize("sides", [(1, 1), (1, 7), (5, 3), (4, 4), (6, 5)], ids=str)
-def test_every_cell_sees_a_whole_window(sides):
-    """And the rest of the query and the keys nothing, in whichever order."""
+def test_neighborhood_cell_sees_exactly_its_window(sides):
+    """In any layout of cells, and rows and keys beyond the canvas see and show nothing."""
     cells = sides[0] * sides[1]
     longer = Dimensions(batch=1, heads=1, query=cells + 2, kv=cells + 3)
     at = torch.zeros((), dtype=torch.int64)
     indices = (at, at, torch.arange(longer.query)[:, None], torch.arange(longer.kv))
     for tall in range(1, sides[0] + 1):
         for wide in range(1, sides[1] + 1):
-            drawn = {"canvas": list(sides), "kernel": [tall, wide]}
+            canvas_and_kernel = {"canvas": list(sides), "kernel": [tall, wide]}
             for spec in (
-                Spec.of("neighborhood", **drawn),
-                Spec.of("neighborhood_morton", **drawn),
-                Spec.of("neighborhood_tiled", **drawn, tile=[1 + sides[0] // 2, 1 + sides[1] // 3]),
+                Spec.of("neighborhood", **canvas_and_kernel),
+                Spec.of("neighborhood_morton", **canvas_and_kernel),
+                Spec.of(
+                    "neighborhood_tiled",
+                    **canvas_and_kernel,
+                    tile=[1 + sides[0] // 2, 1 + sides[1] // 3],
+                ),
             ):
                 seen = build_mask(spec, longer)(*indices)
                 assert seen[:cells].sum(-1).eq(tall * wide).all()
@@ -225,7 +229,7 @@ def test_every_cell_sees_a_whole_window(sides):
                 assert not seen[:, cells:].any()
 
 
-def test_a_z_curve_leaves_out_what_lies_outside():
+def test_morton_order_skips_cells_outside_canvas():
     assert masks.morton_order((4, 4)).tolist() == [
         0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15
     ]  # fmt: skip
@@ -233,13 +237,13 @@ def test_a_z_curve_leaves_out_what_lies_outside():
     assert masks.morton_order((1, 5)).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_documents_beyond_the_memory_cost_nothing():
-    """Lengths may be as large as numbers are."""
+def test_document_longer_than_problem_allocates_no_memory():
+    """A length may be as large as 2^31 − 1."""
     spec = Spec.of("document", lengths=[2, 2**31 - 1])
     assert build_mask(spec, NINE)(*[torch.arange(9)] * 4).all()
 
 
-def test_compositions_need_a_part():
+def test_composition_without_parts_is_refused():
     for composition in (masks.and_masks, masks.or_masks, scores.chain_scores):
         with pytest.raises(TypeError):
             composition()

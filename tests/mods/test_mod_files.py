@@ -1,4 +1,4 @@
-"""Masks and score mods of a user's file: in the library by name, as they were when traced."""
+"""Mods of a user's file: loading, tracing, digests, and finding the mods of a module."""
 
 import json
 
@@ -51,7 +51,7 @@ window = Window(3)
 
 @pytest.fixture(autouse=True)
 def _library_as_before(library_as_before):
-    """In every test."""
+    """Restore the library after every test."""
 
 
 @pytest.fixture
@@ -61,14 +61,14 @@ def file(tmp_path):
     return path
 
 
-def changed(path, slope):
-    """The file as another process would find it."""
+def change_slope(path, slope):
+    """Rewrite the file and forget its import, as a new process would."""
     path.write_text(FILE.format(slope=slope))
     mod_files._import_mod.cache_clear()
 
 
 @pytest.mark.parametrize(
-    ("text", "is_one"),
+    ("text", "expected"),
     [
         ("mine.py::even", True),
         ("some/where/mine.py::Class", True),
@@ -81,11 +81,11 @@ def changed(path, slope):
         ("", False),
     ],
 )
-def test_what_names_a_file_and_what_the_library(text, is_one):
-    assert is_mod_reference(text) is is_one
+def test_is_mod_reference_recognises_file_and_name(text, expected):
+    assert is_mod_reference(text) is expected
 
 
-def test_a_mask_is_in_the_library_by_its_files_own_name(file):
+def test_loaded_mask_is_registered_as_file_name_and_function(file):
     spec = load_mask(f"{file}::even")
     assert spec.name == "mine.py::even"
     problem = Problem(query=5, kv=6, head_dim=4, mask=spec)
@@ -96,15 +96,15 @@ def test_a_mask_is_in_the_library_by_its_files_own_name(file):
     assert bool(window(0, 0, torch.tensor(5), torch.tensor(3)))
 
 
-def test_a_score_mod_too(file):
+def test_loaded_score_mod_computes_its_formula(file):
     spec = load_score(f"{file}::plus")
     problem = Problem(query=5, kv=8, head_dim=4, score=spec)
-    given = problem.score_mod()(torch.tensor(1.0), 0, 0, 0, torch.arange(8))
-    assert torch.equal(given, 1 + 0.5 * torch.linspace(-1, 1, 8))
+    scores = problem.score_mod()(torch.tensor(1.0), 0, 0, 0, torch.arange(8))
+    assert torch.equal(scores, 1 + 0.5 * torch.linspace(-1, 1, 8))
     assert (problem.mask, problem.score) == (FULL, spec)
 
 
-def test_it_is_composed_like_any(file):
+def test_loaded_mods_can_be_composed(file):
     mask = Spec.of("and", Spec.of("causal"), load_mask(f"{file}::even"))
     problem = Problem(query=6, head_dim=4, mask=mask)
     i, j = torch.arange(6)[:, None], torch.arange(6)
@@ -113,27 +113,27 @@ def test_it_is_composed_like_any(file):
     assert Problem(query=6, score=score).score == score
 
 
-def test_problems_and_ids_survive_json(file):
+def test_problem_with_loaded_mods_survives_json(file):
     problem = Problem(query=8, mask=load_mask(f"{file}::even"), score=load_score(f"{file}::plus"))
-    again = Problem.from_json(json.loads(json.dumps(problem.to_json())))
-    assert (again, again.id) == (problem, problem.id)
+    read_back = Problem.from_json(json.loads(json.dumps(problem.to_json())))
+    assert (read_back, read_back.id) == (problem, problem.id)
     assert load_score(f"{file}::plus") == problem.score
 
 
 @pytest.mark.parametrize("slope", ["0.25", "torch.tensor(0.5)"])
-def test_the_digest_changes_with_what_is_captured(file, slope):
+def test_digest_depends_on_captured_values(file, slope):
     masks, scores = load_mask(f"{file}::even"), load_score(f"{file}::plus")
     before = Problem(query=8, score=scores).id
-    changed(file, slope)
-    assert load_mask(f"{file}::even") == masks  # nothing that it reads
+    change_slope(file, slope)
+    assert load_mask(f"{file}::even") == masks  # it does not read the slope
     after = load_score(f"{file}::plus")
     assert after != scores
     assert Problem(query=8, score=after).id != before
 
 
-def test_a_file_that_has_changed_is_refused(file):
+def test_problem_of_changed_file_is_refused(file):
     old = Problem(query=8, score=load_score(f"{file}::plus"))
-    changed(file, 0.25)
+    change_slope(file, 0.25)
     new = load_score(f"{file}::plus")
     with one_line(
         ProblemError,
@@ -143,7 +143,7 @@ def test_a_file_that_has_changed_is_refused(file):
         Problem.from_json(old.to_json())
 
 
-def test_a_problem_of_a_file_that_was_not_given_says_how_to_give_it():
+def test_problem_of_unloaded_file_names_the_option_to_load_it():
     for kind, option in (("mask", "--mask"), ("score", "--score")):
         with pytest.raises(ProblemError) as error:
             Problem.from_json({"query": 8, kind: {"name": "else.py::f", "digest": 5}})
@@ -152,14 +152,14 @@ def test_a_problem_of_a_file_that_was_not_given_says_how_to_give_it():
         )
 
 
-def test_an_index_outside_a_captured_tensor_is_refused_and_inside_is_not(file):
+def test_problem_refuses_index_outside_captured_tensor(file):
     mask, score = load_mask(f"{file}::shown"), load_score(f"{file}::plus")
     assert Problem(query=9, kv=8, mask=mask, score=score)
-    for fields, what in (({"mask": mask}, "mask"), ({"score": score}, "score mod")):
+    for fields, kind in (({"mask": mask}, "mask"), ({"score": score}, "score mod")):
         with pytest.raises(ProblemError) as error:
             Problem(query=8, kv=9, **fields)
         name = next(iter(fields.values())).name
-        assert str(error.value).startswith(f"{what} {name!r} indexes axis 0 of its tensor of shape")
+        assert str(error.value).startswith(f"{kind} {name!r} indexes axis 0 of its tensor of shape")
         assert "with 8 at (b, h, q_idx, kv_idx) = (0, 0, 0, 8)" in str(error.value)
         assert "\n" not in str(error.value)
 
@@ -187,18 +187,18 @@ ADDITIVE = {
 
 
 @pytest.mark.parametrize(("formula", "additive"), ADDITIVE.values(), ids=ADDITIVE)
-def test_what_only_adds_to_the_score_is_known(tmp_path, formula, additive):
+def test_additive_score_mod_is_recognised(tmp_path, formula, additive):
     path = tmp_path / "mine.py"
     path.write_text(
         FILE.format(slope=1) + f"\ndef mod(score, b, h, q_idx, kv_idx):\n    return {formula}\n"
     )
     spec = load_score(f"{path}::mod")
     assert library.is_additive(spec) is additive
-    _agrees_with_the_callable(spec, additive)
+    _assert_callable_agrees(spec, additive)
 
 
-def _agrees_with_the_callable(spec, additive):
-    """Whole and half scores: sums of them and of the table's sevenths differ by exactly them."""
+def _assert_callable_agrees(spec, additive):
+    """The mod adds one bias to the scores −1, 0, 1 and 4 if and only if it is ``additive``."""
     mod = Problem(query=8, kv=8, head_dim=4, score=spec).score_mod()
     i, j = torch.arange(8)[:, None], torch.arange(8)
     at = [mod(torch.full((8, 8), s).double(), 0, 0, i, j) for s in (-1.0, 0.0, 1.0, 4.0)]
@@ -221,22 +221,22 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("body", "says"), BROKEN.values(), ids=BROKEN)
-def test_a_mask_that_cannot_be_one_is_one_line(tmp_path, body, says):
+@pytest.mark.parametrize(("body", "message"), BROKEN.values(), ids=BROKEN)
+def test_untraceable_mask_is_refused_in_one_line(tmp_path, body, message):
     path = tmp_path / "mine.py"
     path.write_text(f"import torch\ndef mod(b, h, q_idx, kv_idx):\n    {body}\n")
-    with one_line(TraceError, says):
+    with one_line(TraceError, message):
         load_mask(f"{path}::mod")
     assert "mine.py::mod" not in library.MASKS
 
 
-def test_a_score_mod_that_gives_truth_values_is_refused(file):
+def test_mask_loaded_as_score_mod_is_refused(file):
     with pytest.raises(TraceError, match="cannot be traced: it must take"):
         load_score(f"{file}::even")
 
 
 @pytest.mark.parametrize(
-    ("reference", "says"),
+    ("reference", "message"),
     [
         ("{file}::odd", "has no 'odd'."),
         ("{file}::five", "is int: it must be a callable."),
@@ -245,15 +245,15 @@ def test_a_score_mod_that_gives_truth_values_is_refused(file):
         ("causal", "mask 'causal' is not FILE.py::NAME."),
     ],
 )
-def test_what_is_not_there_is_one_line(file, reference, says):
+def test_bad_reference_is_refused_in_one_line(file, reference, message):
     with pytest.raises(UsageError) as error:
         load_mask(reference.format(file=file))
-    assert str(error.value).endswith(says)
+    assert str(error.value).endswith(message)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("line", ["raise RuntimeError('planted')", "import nowhere", "def"])
-def test_a_file_that_cannot_be_imported_is_one_line(tmp_path, line):
+def test_import_error_is_reported_in_one_line(tmp_path, line):
     (tmp_path / "mine.py").write_text(f"x = 1\n{line}\n")
     with one_line(UsageError, match=r"importing .*mine\.py raised \w+: "):
         load_mask(f"{tmp_path}/mine.py::even")
@@ -267,7 +267,7 @@ counted.write_text("x" + (counted.read_text() if counted.exists() else ""))
 """
 
 
-def test_a_file_is_imported_once(file):
+def test_file_is_imported_once(file):
     file.write_text(FILE.format(slope=1) + COUNTED)
     spec = load_mask(f"{file}::even")
     for _ in range(3):
@@ -275,12 +275,12 @@ def test_a_file_is_imported_once(file):
     assert file.with_suffix(".count").read_text() == "x"
 
 
-def test_captured_tensors_are_made_on_the_device_asked_for(file):
+def test_captured_tensors_are_created_on_requested_device(file):
     """``meta`` stands for any other: the file is imported again with it as torch's default."""
     load_score(f"{file}::plus")
     build = library.SCORES["mine.py::plus"].build
-    here, there = (build({}, None, device).__globals__["table"] for device in ("cpu", "meta"))
-    assert (here.device.type, there.device.type) == ("cpu", "meta")
+    cpu, meta = (build({}, None, device).__globals__["table"] for device in ("cpu", "meta"))
+    assert (cpu.device.type, meta.device.type) == ("cpu", "meta")
     assert torch.empty(0).device.type == "cpu"
 
 
@@ -322,32 +322,33 @@ def changing(tmp_path):
     return path
 
 
-def test_what_changes_when_it_is_traced_again_is_refused(changing):
-    for own_mod, name in ((load_mask, "counts"), (load_score, "draws")):
+def test_mod_that_changes_between_traces_is_refused(changing):
+    for load, name in ((load_mask, "counts"), (load_score, "draws")):
         with pytest.raises(TraceError, match=f"'mine.py::{name}' gives other values when it is"):
-            own_mod(f"{changing}::{name}")
+            load(f"{changing}::{name}")
 
 
 @pytest.mark.parametrize(
     ("kind", "name"), [("score", "counts_late"), ("mask", "one_index_differs")]
 )
-def test_a_problem_of_what_changes_later_is_refused(changing, kind, name):
-    """Whatever the kernels are: some of them trace nothing."""
+def test_problem_refuses_mod_that_disagrees_with_its_trace(changing, kind, name):
+    """Some kernels trace nothing, so the problem itself must check."""
     spec = {"mask": load_mask, "score": load_score}[kind](f"{changing}::{name}")
     with one_line(ProblemError, f"'mine.py::{name}' gives other values than its trace at "):
         Problem(query=8, **{kind: spec})
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("grows", "32 bits"), ("divides", "by 0 at (b, h, q_idx, kv_idx) = (0, 0, ")]
+    ("name", "message"),
+    [("grows", "32 bits"), ("divides", "by 0 at (b, h, q_idx, kv_idx) = (0, 0, ")],
 )
-def test_a_problem_of_what_kernels_compute_otherwise_is_refused(changing, name, says):
+def test_problem_refuses_32_bit_overflow_and_division_by_zero(changing, name, message):
     mask = load_mask(f"{changing}::{name}")
-    with one_line(ProblemError, says):
+    with one_line(ProblemError, message):
         Problem(query=8, mask=mask)
 
 
-def test_a_file_that_changes_in_the_same_process_is_read_again(file):
+def test_file_changed_in_same_process_is_loaded_again(file):
     before = load_score(f"{file}::plus")
     file.write_text(FILE.format(slope=0.125))
     assert load_score(f"{file}::plus") != before
@@ -355,8 +356,8 @@ def test_a_file_that_changes_in_the_same_process_is_read_again(file):
         Problem(query=8, score=before)
 
 
-def test_a_mod_stays_what_was_traced(file):
-    """The file is imported again for another device, when it may be another one."""
+def test_loaded_mod_keeps_its_traced_version(file):
+    """Another device needs a new import of the file, which must not bring in a changed mod."""
     problem = Problem(query=8, score=load_score(f"{file}::plus"))
     file.write_text(FILE.format(slope=0.125))
     score = torch.tensor(0.0)
@@ -365,27 +366,27 @@ def test_a_mod_stays_what_was_traced(file):
         problem.score_mod("meta")
 
 
-def test_two_files_of_one_name_are_told_apart(file, tmp_path):
-    there = tmp_path / "there"
-    there.mkdir()
-    (there / "mine.py").write_text(FILE.format(slope=0.125))
-    first, second = load_score(f"{file}::plus"), load_score(f"{there}/mine.py::plus")
+def test_two_files_of_same_name_are_distinguished(file, tmp_path):
+    other_folder = tmp_path / "there"
+    other_folder.mkdir()
+    (other_folder / "mine.py").write_text(FILE.format(slope=0.125))
+    first, second = load_score(f"{file}::plus"), load_score(f"{other_folder}/mine.py::plus")
     assert Problem(query=8, score=second)
     with pytest.raises(ProblemError, match="is of another file of that name now: give the files"):
         Problem(query=8, score=first)
 
 
-def test_a_relative_reference_means_the_file_that_it_leads_to(file, tmp_path, monkeypatch):
-    there = tmp_path / "there"
-    there.mkdir()
-    (there / "mine.py").write_text(FILE.format(slope=0.125))
+def test_relative_reference_is_resolved_from_current_folder(file, tmp_path, monkeypatch):
+    other_folder = tmp_path / "there"
+    other_folder.mkdir()
+    (other_folder / "mine.py").write_text(FILE.format(slope=0.125))
     monkeypatch.chdir(tmp_path)
     first = load_score("mine.py::plus")
-    monkeypatch.chdir(there)
+    monkeypatch.chdir(other_folder)
     assert load_score("mine.py::plus") != first
 
 
-# Mods of a module, told by their signatures.
+# Mods of a module, recognised by their signatures.
 
 MODULE = """
 from functools import partial
@@ -430,14 +431,14 @@ lam = lambda b, h, q, k: q == k
 """
 
 
-def module(tmp_path, text):
+def import_text(tmp_path, text):
     path = tmp_path / "mine.py"
     path.write_text(text)
     return import_file(path, "mods")
 
 
-def test_mods_are_told_by_their_signature(tmp_path):
-    mods = mods_in(module(tmp_path, MODULE))
+def test_mods_are_recognised_by_signature(tmp_path):
+    mods = mods_in(import_text(tmp_path, MODULE))
     assert {name: kind_of_mod(mod) for name, mod in mods.items()} == {
         "one": "mask",
         "two": "score mod",
@@ -450,13 +451,13 @@ def test_mods_are_told_by_their_signature(tmp_path):
     }
 
 
-def test_all_says_what_is_public(tmp_path):
-    found = mods_in(module(tmp_path, MODULE + "\n__all__ = ['one', '_private']"))
-    assert list(found) == ["one", "_private"]
+def test_all_lists_the_public_mods(tmp_path):
+    mods = mods_in(import_text(tmp_path, MODULE + "\n__all__ = ['one', '_private']"))
+    assert list(mods) == ["one", "_private"]
 
 
-def test_where_a_mod_is_defined(tmp_path):
-    mods = mods_in(module(tmp_path, MODULE))
+def test_definition_line_points_at_mod(tmp_path):
+    mods = mods_in(import_text(tmp_path, MODULE))
     lines = MODULE.splitlines()
     for name, text in [
         ("one", "def one"),
@@ -469,22 +470,22 @@ def test_where_a_mod_is_defined(tmp_path):
 
 
 @pytest.mark.parametrize("value", [3, "mask", int, print, None])
-def test_other_values_are_no_mods(value):
+def test_values_that_are_no_mods_have_no_kind_and_line(value):
     assert kind_of_mod(value) is None
     assert definition_line(value) is None
 
 
 @pytest.mark.parametrize("public", ["5", "'one'", "{'one': 1}"])
-def test_all_that_is_no_list_is_refused(tmp_path, public):
+def test_all_must_be_a_list(tmp_path, public):
     with pytest.raises(
         UsageError, match=r"^__all__ of mine\.py is \w+: it must be a list of names"
     ):
-        mods_in(module(tmp_path, MODULE + f"\n__all__ = {public}"))
+        mods_in(import_text(tmp_path, MODULE + f"\n__all__ = {public}"))
 
 
-def test_a_getattr_of_the_module_is_not_asked(tmp_path):
+def test_module_getattr_is_not_called(tmp_path):
     text = MODULE + "\ndef __getattr__(name):\n    raise ValueError(name)"
-    assert "one" in mods_in(module(tmp_path, text))
+    assert "one" in mods_in(import_text(tmp_path, text))
 
 
 ODD = """
@@ -515,8 +516,9 @@ of_itself, unsigned, exits, rude = OfItself(), Unsigned(), Exits(), Rude()
 """
 
 
-def test_objects_that_answer_nothing_or_without_end(tmp_path):
-    odd = module(tmp_path, ODD)
+def test_objects_with_hostile_attributes_do_not_break_listing(tmp_path):
+    """Objects that raise, exit or refer to themselves when they are inspected."""
+    odd = import_text(tmp_path, ODD)
     assert list(mods_in(odd)) == ["of_itself"]
     for mod in (odd.of_itself, odd.unsigned, odd.exits, odd.rude):
         assert definition_line(mod) == 3

@@ -1,4 +1,4 @@
-"""Pages: their order, what lies in them, and masks of where keys lie, against torch's own."""
+"""Page tables, packed caches, and masks of physical keys, against torch's paged attention."""
 
 import math
 from unittest import mock
@@ -43,7 +43,7 @@ MASKS = (
 )
 
 
-def table(lengths=LENGTHS, paging=PAGING, **changes):
+def page_table(lengths=LENGTHS, paging=PAGING, **changes):
     return draw_page_table(paging, BATCH, KV, lengths, **changes)
 
 
@@ -53,193 +53,204 @@ def indices(query, kv):
 
 @pytest.mark.parametrize("size", [1, 3, 16, 256])
 @pytest.mark.parametrize("shared", [0, 1, 3])
-def test_every_page_is_somewhere_and_none_twice(size, shared):
-    of = table(paging=Paging(size=size, seed=2, shared=shared))
+def test_each_logical_page_has_its_own_physical_page(size, shared):
+    """Shared pages are the exception; at least two pages stay free, the last one among them."""
+    table = page_table(paging=Paging(size=size, seed=2, shared=shared))
     counts = [math.ceil(length / size) for length in LENGTHS]
-    own = [row[:count].tolist() for row, count in zip(of.table, counts, strict=True)]
+    own = [row[:count].tolist() for row, count in zip(table.table, counts, strict=True)]
     common = own[0][: min(shared, counts[1])]
     assert own[1][: len(common)] == common
     alone = [page for pages in own for page in pages[shared:]]
     used = {page for pages in own for page in pages}
     assert len(used) == len(alone) + min(shared, counts[0])
-    free = set(range(of.pages)) - used
-    assert free >= set(of.table[~of.own].tolist())
-    assert of.pages - 1 in free
+    free = set(range(table.pages)) - used
+    assert free >= set(table.table[~table.own].tolist())
+    assert table.pages - 1 in free
     assert len(free) >= 2
-    assert of.table.shape == (BATCH, math.ceil(KV / size) + 1)
-    assert of.table.dtype is torch.int32
+    assert table.table.shape == (BATCH, math.ceil(KV / size) + 1)
+    assert table.table.dtype is torch.int32
 
 
-def test_the_order_is_the_seeds_alone():
-    """As one run gave it: the same on every machine, as ``draws`` are."""
-    assert table().table.tolist() == [
+def test_page_order_depends_on_seed_only():
+    """The recorded order holds on every machine, as those of ``draws`` do."""
+    assert page_table().table.tolist() == [
         [6, 7, 2, 8, 5, 3, 9],
         [1, 4, 0, 9, 12, 10, 11],
         [9, 12, 10, 11, 9, 12, 10],
     ]
-    assert not torch.equal(table().table, table(paging=Paging(size=SIZE, seed=2)).table)
+    assert not torch.equal(page_table().table, page_table(paging=Paging(size=SIZE, seed=2)).table)
 
 
-def test_the_inverse_says_which_page_of_a_sequence_a_page_is():
-    of = table(paging=Paging(size=SIZE, seed=4, shared=1))
-    inverse = of.inverse()
-    assert inverse.shape == (BATCH, of.pages)
+def test_inverse_maps_physical_pages_to_logical_pages():
+    table = page_table(paging=Paging(size=SIZE, seed=4, shared=1))
+    inverse = table.inverse()
+    assert inverse.shape == (BATCH, table.pages)
     for b, length in enumerate(LENGTHS):
-        pages = {of.table[b, j].item(): j for j in range(math.ceil(length / SIZE))}
+        pages = {table.table[b, j].item(): j for j in range(math.ceil(length / SIZE))}
         assert {p: j for p, j in enumerate(inverse[b].tolist()) if j >= 0} == pages
 
 
 @pytest.mark.parametrize("lengths", [(1, 2), (91, 1, 1), (-1, 1, 1)])
-def test_lengths_that_cannot_be(lengths):
+def test_invalid_lengths_are_refused(lengths):
     with pytest.raises(ProblemError, match=r"lengths=.* must be 3 numbers, each 0–90"):
-        table(lengths)
+        page_table(lengths)
 
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_keys_lie_where_the_table_says_and_all_else_is_nan(dtype):
+def test_packed_keys_lie_where_table_says_and_rest_is_nan(dtype):
     keys = torch.randn(BATCH, HEADS, 3, KV).to(dtype).mT  # not contiguous
-    of = table()
-    cache = pack_pages(keys, of)
-    assert cache.shape == (of.pages, SIZE, HEADS, 3)
+    table = page_table()
+    cache = pack_pages(keys, table)
+    assert cache.shape == (table.pages, SIZE, HEADS, 3)
     assert cache.dtype is dtype
     assert cache.is_contiguous()
-    kept = torch.zeros(of.pages, SIZE, dtype=torch.bool)
+    written = torch.zeros(table.pages, SIZE, dtype=torch.bool)
     for b, length in enumerate(LENGTHS):
-        # The last page of a sequence is whole: what lies behind the length is what keys have there.
+        # The last page of a sequence is written whole, with the keys behind the length.
         for key in range(min(math.ceil(length / SIZE) * SIZE, KV)):
-            page, slot = of.table[b, key // SIZE], key % SIZE
+            page, slot = table.table[b, key // SIZE], key % SIZE
             assert torch.equal(cache[page, slot].float(), keys[b, :, key].float())
-            kept[page, slot] = True
-    assert cache.float()[~kept].isnan().all()
-    assert not kept.all()
+            written[page, slot] = True
+    assert cache.float()[~written].isnan().all()
+    assert not written.all()
 
 
-def test_a_shared_page_lies_there_once():
+def test_shared_pages_are_stored_once():
     keys = torch.randn(1, HEADS, KV, 3).expand(BATCH, -1, -1, -1)
     lengths = (90, 80, 40)
-    apart, shared = (table(lengths, shared=n) for n in (0, 2))
+    apart, shared = (page_table(lengths, shared=n) for n in (0, 2))
     assert shared.pages < apart.pages
-    for of in (apart, shared):
-        again = pack_pages(keys, of)[of.table[2, :2].long()].flatten(0, 1)
-        assert torch.equal(again.transpose(0, 1), keys[2, :, : 2 * SIZE])
+    for table in (apart, shared):
+        packed = pack_pages(keys, table)[table.table[2, :2].long()].flatten(0, 1)
+        assert torch.equal(packed.transpose(0, 1), keys[2, :, : 2 * SIZE])
 
 
-def test_a_tensor_of_other_sequences_is_refused():
+def test_packing_refuses_tensor_of_other_shape():
     with pytest.raises(ProblemError, match="2 sequences of 90 keys"):
-        pack_pages(torch.zeros(2, HEADS, KV, 3), table())
+        pack_pages(torch.zeros(2, HEADS, KV, 3), page_table())
     with pytest.raises(ProblemError, match="3 sequences of 89 keys"):
-        pack_pages(torch.zeros(BATCH, HEADS, KV - 1, 3), table())
+        pack_pages(torch.zeros(BATCH, HEADS, KV - 1, 3), page_table())
 
 
-def theirs(of):
+def torch_paged_attention(table):
     """torch's paged attention with our table in place of the one that it would make."""
-    filled = PagedAttention(of.pages, SIZE, BATCH, device="cpu")
-    most = of.table.shape[1]
-    filled.page_table[:, :most] = torch.where(of.own, of.table, -1).long()
-    filled.physical_to_logical[:] = of.inverse()
-    return filled
+    paged = PagedAttention(table.pages, SIZE, BATCH, device="cpu")
+    most = table.table.shape[1]
+    paged.page_table[:, :most] = torch.where(table.own, table.table, -1).long()
+    paged.physical_to_logical[:] = table.inverse()
+    return paged
 
 
 @pytest.mark.parametrize("spec", MASKS, ids=str)
-def test_masks_of_memory_are_torchs(spec):
-    of, mask = table(), build_mask(spec, DIMENSIONS)
-    at = indices(QUERY, of.pages * SIZE)
-    expected = theirs(of).get_mask_mod(_clamped(mask), torch.tensor(LENGTHS))(*at)
-    got = physical_mask(mask, of)(*at)
-    assert torch.equal(got, expected)
-    # And it is a gather: every logical key that is there is seen where it lies.
+def test_physical_mask_matches_torch(spec):
+    table, mask = page_table(), build_mask(spec, DIMENSIONS)
+    at = indices(QUERY, table.pages * SIZE)
+    expected = torch_paged_attention(table).get_mask_mod(
+        _with_clamped_keys(mask), torch.tensor(LENGTHS)
+    )(*at)
+    result = physical_mask(mask, table)(*at)
+    assert torch.equal(result, expected)
+    # Every stored logical key is visible at its physical place, and nothing else is.
     for b, length in enumerate(LENGTHS):
         seen = torch.broadcast_to(mask(*indices(QUERY, KV)), (BATCH, HEADS, QUERY, KV))
         keys = torch.arange(length)
-        places = of.table[b, keys // SIZE].long() * SIZE + keys % SIZE
-        assert torch.equal(got[b][:, :, places], seen[b, :, :, :length])
-        assert got[b].sum() == seen[b, :, :, :length].sum()
+        places = table.table[b, keys // SIZE].long() * SIZE + keys % SIZE
+        assert torch.equal(result[b][:, :, places], seen[b, :, :, :length])
+        assert result[b].sum() == seen[b, :, :, :length].sum()
 
 
-def _clamped(mask):
-    """torch calls a mask with keys of −1 page, and those of a captured tensor it would misread."""
+def _with_clamped_keys(mask):
+    """torch calls a mask with keys of page −1, at which a captured tensor would be misread."""
     return lambda b, h, q_idx, kv_idx: mask(b, h, q_idx, kv_idx.clamp(0, KV - 1))
 
 
-def test_score_mods_of_memory_are_torchs():
-    of = table()
+def test_physical_score_matches_torch():
+    table = page_table()
     mod = scores.alibi(torch.tensor([0.5, 0.25]))
-    at = indices(QUERY, of.pages * SIZE)
+    at = indices(QUERY, table.pages * SIZE)
     score = torch.randn(at[0].shape)
-    expected = theirs(of).get_score_mod(mod, torch.tensor(LENGTHS))(score, *at)
-    assert torch.equal(physical_score(mod, of)(score, *at), expected)
+    expected = torch_paged_attention(table).get_score_mod(mod, torch.tensor(LENGTHS))(score, *at)
+    assert torch.equal(physical_score(mod, table)(score, *at), expected)
 
 
 @pytest.mark.parametrize("spec", MASKS, ids=str)
-def test_block_masks_of_memory_are_torchs(spec):
-    of, mask = table(), build_mask(spec, DIMENSIONS)
+def test_physical_block_mask_matches_torch(spec):
+    table, mask = page_table(), build_mask(spec, DIMENSIONS)
     logical = flex.create_block_mask(
         mask, BATCH, HEADS, QUERY, KV, device="cpu", BLOCK_SIZE=(QUERY, SIZE)
     )
-    # torch converts what the mask shows; what no page holds has to be hidden by the mask.
+    # torch converts what the mask shows: keys without a page have to be hidden first.
     padded = build_mask(Spec.of("and", spec, PADDED), DIMENSIONS)
     hidden = flex.create_block_mask(
         padded, BATCH, HEADS, QUERY, KV, device="cpu", BLOCK_SIZE=(QUERY, SIZE)
     )
-    expected = from_torch_block_mask(theirs(of).convert_logical_block_mask(hidden))
-    got = physical_block_mask(from_torch_block_mask(logical), of)
-    assert torch.equal(got.kinds, expected.kinds)
-    assert got.kv == of.pages * SIZE
+    expected = from_torch_block_mask(
+        torch_paged_attention(table).convert_logical_block_mask(hidden)
+    )
+    result = physical_block_mask(from_torch_block_mask(logical), table)
+    assert torch.equal(result.kinds, expected.kinds)
+    assert result.kv == table.pages * SIZE
 
 
-def test_a_block_mask_without_batch_gets_one():
-    alone = block_mask(build_mask(MASKS[1], DIMENSIONS), DIMENSIONS, block_query=4, block_kv=SIZE)
-    assert alone.kinds.shape[0] == 1
-    assert physical_block_mask(alone, table()).kinds.shape == (BATCH, 1, 5, table().pages)
+def test_block_mask_of_one_sequence_is_converted_for_the_batch():
+    table, mask = page_table(), build_mask(MASKS[1], DIMENSIONS)
+    unbatched = block_mask(mask, DIMENSIONS, block_query=4, block_kv=SIZE)
+    assert unbatched.kinds.shape[0] == 1
+    assert physical_block_mask(unbatched, table).kinds.shape == (BATCH, 1, 5, table.pages)
 
 
 @pytest.mark.parametrize(
-    ("block_kv", "batch", "said"),
+    ("block_kv", "batch", "message"),
     [(32, 3, "block_kv=32 is not the size of a page, 16"), (16, 2, "a block mask of 2 sequences")],
 )
-def test_block_masks_that_are_not_of_the_table(block_kv, batch, said):
+def test_block_mask_that_does_not_fit_table_is_refused(block_kv, batch, message):
     kinds = torch.ones(batch, 1, 1, math.ceil(KV / block_kv), dtype=torch.uint8)
     other = BlockMask(kinds=kinds, query=QUERY, kv=KV, block_query=QUERY, block_kv=block_kv)
-    with pytest.raises(ProblemError, match=said):
-        physical_block_mask(other, table())
+    with pytest.raises(ProblemError, match=message):
+        physical_block_mask(other, page_table())
 
 
 @pytest.mark.parametrize("shared", [0, 1])
 @pytest.mark.parametrize("spec", MASKS, ids=str)
-def test_flex_attention_on_the_packed_cache_is_that_on_the_keys(spec, shared):
-    """torch's flex_attention, eager, on all of memory with converted mods."""
+def test_flex_attention_on_packed_cache_matches_contiguous_keys(spec, shared):
+    """torch's flex_attention, eager, over the whole cache with converted mods."""
     torch.manual_seed(0)
     q = torch.randn(BATCH, HEADS, QUERY, 8)
     k, v = torch.randn(2, BATCH, HEADS, KV, 8)
     k[:, :, : shared * SIZE], v[:, :, : shared * SIZE] = 0.5, 0.25
-    of = table(paging=Paging(size=SIZE, seed=1, shared=shared))
+    table = page_table(paging=Paging(size=SIZE, seed=1, shared=shared))
     mask = build_mask(Spec.of("and", spec, PADDED), DIMENSIONS)
     mod = scores.alibi(torch.tensor([0.5, 0.25]))
     logical = block_mask(mask, DIMENSIONS, block_query=QUERY, block_kv=SIZE)
-    converted = physical_block_mask(logical, of)
+    converted = physical_block_mask(logical, table)
     # flex_attention in eager multiplies hidden values by 0, and 0 · NaN is NaN.
-    k_cache, v_cache = (_one_sequence(pack_pages(tensor, of).nan_to_num(0.0)) for tensor in (k, v))
+    k_cache, v_cache = (
+        _as_one_sequence(pack_pages(tensor, table).nan_to_num(0.0)) for tensor in (k, v)
+    )
     with mock.patch.object(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", new=True):
         expected = flex.flex_attention(q, k, v, mod, to_torch_block_mask(logical, mask))
-        in_memory = physical_score(mod, of), to_torch_block_mask(converted, physical_mask(mask, of))
-        got = flex.flex_attention(q, k_cache, v_cache, *in_memory)
-    torch.testing.assert_close(got, expected)
+        physical_mods = (
+            physical_score(mod, table),
+            to_torch_block_mask(converted, physical_mask(mask, table)),
+        )
+        result = flex.flex_attention(q, k_cache, v_cache, *physical_mods)
+    torch.testing.assert_close(result, expected)
 
 
-def _one_sequence(cache):
-    """``(pages, size, heads, dim)`` → ``(batch, heads, pages · size, dim)``, of all sequences."""
+def _as_one_sequence(cache):
+    """``(pages, size, heads, dim)`` → ``(batch, heads, pages · size, dim)``, for every sequence."""
     return cache.flatten(0, 1).transpose(0, 1).expand(BATCH, -1, -1, -1)
 
 
-def test_converted_mods_trace_and_print():
-    """Our kernels take them, as they do any mod."""
-    of = table()
-    memory = Dimensions(batch=BATCH, heads=HEADS, query=QUERY, kv=of.pages * SIZE)
-    mask = physical_mask(build_mask(MASKS[4], DIMENSIONS), of)
-    score = physical_score(scores.alibi(torch.tensor([0.5, 0.25])), of)
+def test_physical_mods_can_be_traced_and_printed():
+    """Kernels take converted mods as they take any others."""
+    table = page_table()
+    physical = Dimensions(batch=BATCH, heads=HEADS, query=QUERY, kv=table.pages * SIZE)
+    mask = physical_mask(build_mask(MASKS[4], DIMENSIONS), table)
+    score = physical_score(scores.alibi(torch.tensor([0.5, 0.25])), table)
     for expression, mod in ((trace_mask(mask), mask), (trace_score(score), score)):
-        assert count_disagreements(expression, mod, memory) == 0
+        assert count_disagreements(expression, mod, physical) == 0
         assert to_triton(expression).captured

@@ -1,4 +1,4 @@
-"""On a GPU a quotient by a moderate number is a product: the bits are those of a quotient."""
+"""On a GPU ``_quotient`` multiplies by a moderate divisor's reciprocal, with a division's bits."""
 
 # ruff: noqa: N803  # Triton: constexprs in capitals
 
@@ -13,27 +13,28 @@ COUNT = 2**10
 
 
 @triton.jit
-def both(a_ptr, b_ptr, out_ptr, QUOTIENT: tl.constexpr, COUNT: tl.constexpr):
+def count_kernel(a_ptr, b_ptr, out_ptr, QUOTIENT: tl.constexpr, COUNT: tl.constexpr):
     places = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     a, b = tl.load(a_ptr + places), tl.load(b_ptr + places)
     different = (a / b).to(tl.int32, bitcast=True) != QUOTIENT(a, b).to(tl.int32, bitcast=True)
     tl.store(out_ptr + places, different.to(tl.int32))
 
 
-def differences(b):
-    """How many quotients of drawn numbers and ``b`` (a multiple of COUNT) differ in any bit."""
+def count_differences(b):
+    """Count the quotients of drawn numbers and ``b`` (a multiple of COUNT) whose bits differ."""
     generator = torch.Generator("cuda").manual_seed(1)
     a = torch.randn(b.shape, generator=generator, device="cuda")
     a *= 2.0 ** torch.randint(-40, 40, b.shape, generator=generator, device="cuda")
     out = torch.empty_like(b, dtype=torch.int32)
-    both[(b.numel() // COUNT,)](a, b, out, _quotient, COUNT)
+    count_kernel[(b.numel() // COUNT,)](a, b, out, _quotient, COUNT)
     return out.sum().item()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_quotient_has_the_bits_of_triton_s_on_a_gpu():
+def test_quotient_has_bits_of_triton_division():
     fractions = torch.arange(2**23, device="cuda")  # every one that fp32 has
     for exponent in (1, 60, 127, 128, 200, 252):  # from 2^-126 on, and below 2^126
-        assert differences((fractions + (exponent << 23)).to(torch.int32).view(torch.float32)) == 0
-    # Beyond, it would not do: a reciprocal below 2^-126 is taken for 0.
-    assert differences((fractions + (254 << 23)).to(torch.int32).view(torch.float32)) > 0
+        divisors = (fractions + (exponent << 23)).to(torch.int32).view(torch.float32)
+        assert count_differences(divisors) == 0
+    # Beyond, the two differ: a reciprocal below 2^-126 is flushed to 0.
+    assert count_differences((fractions + (254 << 23)).to(torch.int32).view(torch.float32)) > 0

@@ -1,6 +1,6 @@
-"""What cannot be traced, or fails at an index, says in one line what, where and what to do."""
+"""Mods that cannot be traced, or fail at an index, are refused with reason, line and advice."""
 
-# ruff: noqa: S311  # a mod that draws random numbers is what is asked about
+# ruff: noqa: S311  # mods that draw random numbers are under test
 
 import functools
 import gc
@@ -137,11 +137,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_says_what_and_where(name):
+def test_untraceable_score_mod_is_refused_with_reason_and_line(name):
     mod, message = REFUSED[name]
-    with pytest.raises(TraceError) as caught:
+    with pytest.raises(TraceError) as error:
         trace_score(mod)
-    text = str(caught.value)
+    text = str(error.value)
     assert text.startswith(f"score mod {mod.__name__!r} cannot be traced: ")
     assert message in re.sub(r" `.*`", "", text)  # the line of the mod that is quoted
     assert "\n" not in text
@@ -152,7 +152,7 @@ def test_what_is_refused_says_what_and_where(name):
 
 
 @pytest.mark.parametrize(
-    ("mod", "given"),
+    ("mod", "result"),
     [
         (lambda b, h, q, k: q - k, "dtype int64"),
         (lambda b, h, q, k: (q - k) * 0.5, "dtype float32"),
@@ -161,27 +161,27 @@ def test_what_is_refused_says_what_and_where(name):
         (lambda b, h, q, k: [q > k], "a list of 1"),
     ],
 )
-def test_a_mask_must_give_truth_values(mod, given):
+def test_mask_must_give_truth_values(mod, result):
     with one_line(
         TraceError,
-        whole=f"mask '<lambda>' cannot be traced: it gives {given}: it must give one tensor of "
+        whole=f"mask '<lambda>' cannot be traced: it gives {result}: it must give one tensor of "
         "truth values, torch.bool, one value an index.",
     ):
         trace_mask(mod)
 
 
-def test_no_callable_is_refused():
+def test_non_callable_is_refused():
     with pytest.raises(TraceError, match=r"^mask 'int' cannot be traced: it is no callable of"):
         trace_mask(3)
 
 
-def test_a_mask_of_an_operation_that_is_not_known_names_all_that_are():
+def test_unknown_operation_lists_known_ones():
     with pytest.raises(TraceError, match=r"`.*round.*`: use abs, add, and, cast, .*, xor\.$"):
         trace_score(lambda s, b, h, q, k: s.round())
 
 
-def test_the_line_is_that_of_the_call_not_of_another_one():
-    """Three calls of one operation; the tracer drops one, and the second cannot be said."""
+def test_error_quotes_line_of_the_refused_call():
+    """Of four calls of one operation the tracer drops one, and the third is refused."""
 
     def mod(score, b, h, q, k):
         score.pow(2.0)
@@ -193,7 +193,7 @@ def test_the_line_is_that_of_the_call_not_of_another_one():
         trace_score(mod)
 
 
-def test_the_line_is_that_of_the_inner_function():
+def test_error_quotes_line_in_inner_function():
     def inner(x):
         return torch.special.erfc(x)
 
@@ -201,7 +201,7 @@ def test_the_line_is_that_of_the_inner_function():
         trace_score(lambda s, b, h, q, k: inner(s))
 
 
-def test_a_partial_is_called_by_its_function_and_an_object_by_its_class():
+def test_partial_is_named_by_function_and_object_by_class():
     def window(width, b, h, q, k):
         return q - k
 
@@ -215,22 +215,22 @@ def test_a_partial_is_called_by_its_function_and_an_object_by_its_class():
         trace_mask(Bias())
 
 
-def test_a_captured_tensor_that_is_too_short_is_named():
+def test_error_at_index_beyond_captured_tensor_quotes_line():
     documents = torch.zeros(40, dtype=torch.int64)
 
     def document(b, h, q, k):
         return documents[q] == documents[k]
 
-    with pytest.raises(TraceError) as caught:
+    with pytest.raises(TraceError) as error:
         count_disagreements(trace_mask(document), document, DIMENSIONS)
-    text = str(caught.value)
+    text = str(error.value)
     assert text.startswith("mask 'document' raised IndexError at an index of its Problem: index ")
     assert "is out of bounds for dimension 0 with size 40 at test_refused_mods.py:" in text
     assert text.endswith("`return documents[q] == documents[k]`.")
     assert "\n" not in text
 
 
-def test_a_division_by_zero_is_named():
+def test_division_by_zero_at_an_index_is_reported():
     def mod(b, h, q, k):
         return q // (k - 3) > 1
 
@@ -238,32 +238,32 @@ def test_a_division_by_zero_is_named():
         count_disagreements(trace_mask(mod), mod, DIMENSIONS)
 
 
-def test_another_shape_for_many_indices_is_named():
-    def mod(b, h, q, k):
+def test_wrong_shape_for_many_indices_is_reported():
+    def broadcasting(b, h, q, k):
         return q[:1] > k[:1] if q.numel() > 1 else (q > k)
 
     def wrong(b, h, q, k):
         return (q > k)[:2] if q.numel() > 1 else (q > k)
 
-    assert count_disagreements(trace_mask(mod), mod, DIMENSIONS) > 0
+    assert count_disagreements(trace_mask(broadcasting), broadcasting, DIMENSIONS) > 0
     with pytest.raises(TraceError, match=r"'wrong' gives \(2,\) for \d+ indices: it must give"):
         count_disagreements(trace_mask(wrong), wrong, DIMENSIONS)
 
 
-def test_a_number_drawn_by_python_is_noticed():
+def test_random_number_of_python_is_detected():
     def mod(s, b, h, q, k):
         return s + random.random()
 
     assert count_disagreements(trace_score(mod), mod, DIMENSIONS) > 0
 
 
-class Unspeakable(Exception):
+class UnprintableError(Exception):
     def __str__(self):
         raise RuntimeError("no words")
 
 
 def raising(error, *, at):
-    """A mask that raises ``error`` for ``at`` indices or more."""
+    """A mask that raises ``error`` when it is called with at least ``at`` indices."""
 
     def mod(b, h, q, k):
         if k.numel() >= at:
@@ -273,11 +273,11 @@ def raising(error, *, at):
     return mod
 
 
-ENDS = (SystemExit(0), SystemExit(), GeneratorExit(), Unspeakable())
+ENDING_ERRORS = (SystemExit(0), SystemExit(), GeneratorExit(), UnprintableError())
 
 
-@pytest.mark.parametrize("error", ENDS, ids=repr)
-def test_a_mod_that_would_end_the_process_does_not(error):
+@pytest.mark.parametrize("error", ENDING_ERRORS, ids=repr)
+def test_mod_that_exits_raises_trace_error(error):
     kind = type(error).__name__
     with pytest.raises(TraceError, match=f"^mask 'mod' cannot be traced: it raised {kind}"):
         trace_mask(raising(error, at=1))
@@ -286,7 +286,7 @@ def test_a_mod_that_would_end_the_process_does_not(error):
         count_disagreements(trace_mask(late), late, DIMENSIONS)
 
 
-def test_an_interrupt_is_the_users():
+def test_keyboard_interrupt_is_not_caught():
     with pytest.raises(KeyboardInterrupt):
         trace_mask(raising(KeyboardInterrupt(), at=1))
     late = raising(KeyboardInterrupt(), at=2)
@@ -294,21 +294,21 @@ def test_an_interrupt_is_the_users():
         count_disagreements(trace_mask(late), late, DIMENSIONS)
 
 
-def test_a_coroutine_or_generator_is_named_without_a_warning():
+def test_coroutine_or_generator_is_refused_without_warning():
     async def coroutine(b, h, q, k):
         return q > k
 
     def generator(b, h, q, k):
         yield q > k
 
-    async def both(b, h, q, k):
+    async def async_generator(b, h, q, k):
         yield q > k
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(TraceError, match=r"it gives a coroutine: use a plain def\.$"):
             trace_mask(coroutine)
-        for mod in (generator, both):
+        for mod in (generator, async_generator):
             with pytest.raises(TraceError, match=r"it gives a generator: use a plain def without"):
                 trace_mask(mod)
         gc.collect()

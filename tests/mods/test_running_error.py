@@ -1,4 +1,4 @@
-"""No fp32 score mod is farther off than the analysis says, and the analysis says little more."""
+"""``RunningError`` bounds the fp32 error of score mods: nothing exceeds it, and it is tight."""
 
 import functools
 import math
@@ -50,33 +50,33 @@ MODS = {
 
 
 @functools.cache
-def traced(function):
+def trace(function):
     return trace_score(lambda score, b, h, q_idx, kv_idx: function(score, kv_idx))
 
 
-def analysed(function, scores, radius=0.0, keys=0, **options):
-    """The errors at scores, as ScoreModError's tensors of one axis."""
+def analyse(function, scores, radius=0.0, keys=0, **options):
+    """The radius, own error and jumps at ``scores``, as tensors of one axis."""
     scores = torch.as_tensor(scores, dtype=torch.float64).reshape(1, 1, -1)
     radii = torch.as_tensor(radius, dtype=torch.float64).expand(scores.shape)
     zero = torch.zeros(1, 1, 1, dtype=torch.int64)
-    found = RunningError(traced(function), **options).at(
+    error = RunningError(trace(function), **options).at(
         scores, radii, zero, zero, zero, torch.as_tensor(keys).expand(scores.shape)
     )
-    return [getattr(found, name)[0, 0] for name in ("radius", "own", "jump")]
+    return [getattr(error, name)[0, 0] for name in ("radius", "own", "jump")]
 
 
-def rounded_otherwise(expression, scores, keys, numbers):
-    """Values where each operation in fp32 errs as far as it may, up or down, or less far."""
+def evaluate_with_drawn_errors(expression, scores, keys, numbers):
+    """Evaluate with a drawn error, up to the largest allowed, in every fp32 operation."""
     exact, nodes = torch_algebra("cpu"), expression.structure.nodes
     dtypes = dict(zip(nodes, node_dtypes(expression), strict=True))
 
-    def off(value, count):
+    def perturbed(value, count):
         share = torch.rand(value.shape, generator=numbers, dtype=torch.float64) * 2.2 - 1.1
         return value + count * share.clamp(-1, 1) * spacing(value.abs(), FORMATS["fp32"])
 
     def rounded(value, count=0.5):
-        held = (value == 0) | ((value.float() == value) & (count <= 0.5))
-        return torch.where(held, value, off(value, count))
+        exactly = (value == 0) | ((value.float() == value) & (count <= 0.5))
+        return torch.where(exactly, value, perturbed(value, count))
 
     def operand(place, value):
         node = nodes[place]
@@ -91,7 +91,7 @@ def rounded_otherwise(expression, scores, keys, numbers):
         if node.op == "cast":
             return operands[0]
         if count := KERNEL_FP32.argument_ulps.get(node.op, 0.0):
-            operands = [off(each, count) for each in operands]
+            operands = [perturbed(each, count) for each in operands]
         value = OPERATIONS[node.op].torch(*operands)
         count = KERNEL_FP32.ulps.get(node.op, 0.0)
         return rounded(value, count) if count else value
@@ -101,42 +101,42 @@ def rounded_otherwise(expression, scores, keys, numbers):
 
 
 @pytest.mark.parametrize("function", MODS.values(), ids=MODS)
-def test_every_right_evaluation_is_within_it_and_hardly_anything_else(function):
-    """Of many evaluations none is beyond the radius, and one comes near it."""
+def test_bound_holds_and_is_nearly_reached(function):
+    """Of 300 evaluations none exceeds the bound, and one comes within a factor of 2 and an ulp."""
     scores = round_to(SCORES, FORMATS["fp32"])
     exact = function(scores, KEYS).double()
-    _, own, jump = analysed(function, scores, keys=KEYS)
+    _, own, jump = analyse(function, scores, keys=KEYS)
     assert not jump.any()
     numbers, farthest = torch.Generator().manual_seed(1), torch.zeros_like(own)
     for _ in range(300):
-        other = rounded_otherwise(traced(function), scores, KEYS, numbers)
-        farthest = torch.maximum(farthest, (other - exact).abs())
+        computed = evaluate_with_drawn_errors(trace(function), scores, KEYS, numbers)
+        farthest = torch.maximum(farthest, (computed - exact).abs())
     assert bool((farthest <= own + 2.0**-126).all())
-    # An ulp more: what comes out exactly is known to be so of numbers that came in alone.
+    # An ulp of slack: the analysis knows of inputs alone that they are exact, not of results.
     ulp = spacing(torch.maximum(exact, scores).abs().clamp(min=1.0), FORMATS["fp32"])
     assert bool((own <= 2 * farthest + ulp).all())
 
 
 @pytest.mark.parametrize("function", MODS.values(), ids=MODS)
-def test_scores_that_are_off_stay_within_it(function):
+def test_bound_holds_for_inexact_scores(function):
     generator = torch.Generator().manual_seed(1)
     exact = torch.randn(4096, generator=generator, dtype=torch.float64) * 4
     keys = torch.arange(4096) % 4
     for size in (2.0**-23, 2.0**-12, 2.0**-4):
         radius = exact.abs() * size
-        found, own, _ = analysed(function, exact, radius, keys)
-        assert bool((own <= found).all())
+        bound, own, _ = analyse(function, exact, radius, keys)
+        assert bool((own <= bound).all())
         for share in (-1.0, 0.4, 1.0):
-            given = round_to(exact + share * (radius - exact.abs() * 2.0**-24), FORMATS["fp32"])
-            computed = function(given.float(), keys).double()
+            scores = round_to(exact + share * (radius - exact.abs() * 2.0**-24), FORMATS["fp32"])
+            computed = function(scores.float(), keys).double()
             error = (computed - function(exact, keys).double()).abs()
-            assert bool((error <= found).all())
+            assert bool((error <= bound).all())
 
 
-def test_softcap_by_hand():
+def test_softcap_bound_matches_hand_calculation():
     """20 tanh(x / 20): x/20 is off by r/20 and two ulps, tanh by its slope and 4.5, 20· by half."""
     cap, x, r = 20.0, 11.0, 1e-3
-    (radius,), (own,), _ = analysed(MODS["softcap"], [x], r)
+    (radius,), (own,), _ = analyse(MODS["softcap"], [x], r)
     inner = math.ldexp(1, -24)  # an ulp of 0.55, and of tanh 0.55 = 0.5005
     slope = 1 - math.tanh(x / cap) ** 2
     by_score = cap * (math.tanh((x + r) / cap) - math.tanh(x / cap))
@@ -147,24 +147,24 @@ def test_softcap_by_hand():
     assert abs(float(radius) - by_score - by_hand) <= by_hand * 2.0**-15 + second + r * 2.0**-15
 
 
-def test_a_coarse_tanh_counts():
+def test_declared_tanh_error_enters_bound():
     (fine,), (coarse,) = (
-        analysed(MODS["softcap"], [11.0], tanh_error=error)[1] for error in (0.0, 2.0**-11)
+        analyse(MODS["softcap"], [11.0], tanh_error=error)[1] for error in (0.0, 2.0**-11)
     )
     assert float(coarse) >= 20 * math.tanh(11 / 20) * 2.0**-11 > 100 * float(fine)
 
 
-def test_a_cap_in_bf16_is_beyond_it():
-    """A planted fault: the radius is not so wide that it would pass."""
+def test_cap_rounded_to_bf16_exceeds_bound():
+    """A planted fault: the bound is not so wide that it would pass."""
     scores = round_to(SCORES[SCORES.abs() > 1], FORMATS["fp32"])
-    own = analysed(lambda s, k: 20.1 * torch.tanh(s / 20.1), scores)[1]
+    own = analyse(lambda s, k: 20.1 * torch.tanh(s / 20.1), scores)[1]
     wrong = 20.125 * torch.tanh(scores / 20.125)
     right = 20.1 * torch.tanh(scores / 20.1)
     assert bool(((wrong - right).abs() > own).any())
 
 
 @pytest.mark.parametrize("op", sorted(RADII))
-def test_without_a_rule_of_its_own_an_operation_would_be_beyond_it(monkeypatch, op):
+def test_missing_operand_error_is_detected(monkeypatch, op):
     """A planted fault in the analysis: operands' errors do not reach the result."""
     monkeypatch.setitem(RADII, op, lambda result, *operands: torch.zeros_like(result))
     functions = {
@@ -181,9 +181,9 @@ def test_without_a_rule_of_its_own_an_operation_would_be_beyond_it(monkeypatch, 
     }
     function = functions.get(op, lambda s, k: getattr(torch, op)(s))
     exact = torch.linspace(0.7, 2.3, 801, dtype=torch.float64)
-    found, _, _ = analysed(function, exact, 2.0**-8)
+    bound, _, _ = analyse(function, exact, 2.0**-8)
     ends = [function(exact + sign * 2.0**-8, 0) - function(exact, 0) for sign in (-1, 1)]
-    assert bool((torch.maximum(ends[0].abs(), ends[1].abs()) > found).any())
+    assert bool((torch.maximum(ends[0].abs(), ends[1].abs()) > bound).any())
 
 
 JUMPS = {
@@ -207,122 +207,122 @@ JUMPS = {
 
 
 @pytest.mark.parametrize("function", JUMPS.values(), ids=JUMPS)
-def test_a_jump_is_said_within_the_radius_and_not_beyond(function):
+def test_jump_is_reported_within_radius_only(function):
     radius = 2.0**-10
     scores = torch.tensor([0.5 - 3 * radius, 0.5 - radius / 2, 0.5 + radius / 2, 0.5 + 3 * radius])
-    found, own, jump = analysed(function, scores, radius)
+    bound, own, jump = analyse(function, scores, radius)
     assert jump.tolist() == [False, True, True, False]
-    assert not analysed(function, scores, 0.0)[2].any()
+    assert not analyse(function, scores, 0.0)[2].any()
     other = [function(score, torch.tensor(0)) for score in scores.double().flip(0)]
     exact = [function(score, torch.tensor(0)) for score in scores.double()]
     gap = abs(float(other[1]) - float(exact[1])) - 4 * radius
     assert gap > 0.25  # there is a jump
-    assert bool((found[1:3] >= gap).all())
-    assert bool((found[[0, 3]] < 4 * radius).all())
+    assert bool((bound[1:3] >= gap).all())
+    assert bool((bound[[0, 3]] < 4 * radius).all())
     assert bool((own[[0, 3]] < 2.0**-20).all())
 
 
 @pytest.mark.parametrize("name", ["and", "or"])
-def test_what_is_decided_by_the_other_operand_does_not_jump(name):
-    assert not analysed(JUMPS[name], 0.5, 2.0**-10, keys=1)[2].any()
+def test_condition_decided_by_other_operand_does_not_jump(name):
+    assert not analyse(JUMPS[name], 0.5, 2.0**-10, keys=1)[2].any()
 
 
 @pytest.mark.parametrize("name", ["relu", "clamp", "isnan"])
-def test_what_is_continuous_does_not_jump(name):
+def test_continuous_mod_does_not_jump(name):
     radius = 2.0**-10
     scores = torch.linspace(-4, 4, 8193)
-    found, _, jump = analysed(MODS[name], scores, radius)
+    bound, _, jump = analyse(MODS[name], scores, radius)
     assert not jump.any()
-    # The slope, and at a kink that of either side: two such terms, and one with both sides.
-    assert float(found.max()) <= 3 * radius * (1 + 2.0**-10)
+    # The slope, at a kink that of either side: two such terms, and one with both sides.
+    assert float(bound.max()) <= 3 * radius * (1 + 2.0**-10)
 
 
-def test_where_a_kernel_may_see_what_the_mod_hides_nothing_is_known():
+def test_bound_is_infinite_where_score_may_be_hidden():
     def hides(s, k):
         return torch.where(s > 0.5, s, -math.inf)
 
     scores = torch.tensor([0.25, 0.5, 0.75])
-    found, own, jump = analysed(hides, scores, 2.0**-10)
+    bound, own, jump = analyse(hides, scores, 2.0**-10)
     assert jump.tolist() == [False, True, False]
-    assert found.isinf().tolist() == [False, True, False]
-    assert float(found[0]) == 0  # −∞ on both sides
+    assert bound.isinf().tolist() == [False, True, False]
+    assert float(bound[0]) == 0  # −∞ on both sides
     assert own.tolist() == [0, 0, 0]
 
 
-def test_what_is_exact_stays_exact():
+def test_exact_operations_have_no_error():
     for function in (
         lambda s, k: s,
         lambda s, k: -s.abs(),
         lambda s, k: torch.where(k > 1, s, -math.inf),
         lambda s, k: torch.maximum(s, 2.0 * k),
     ):
-        _, own, _ = analysed(function, SCORES, keys=KEYS)
+        _, own, _ = analyse(function, SCORES, keys=KEYS)
         assert bool((own == 0).all())
 
 
-def test_beyond_the_largest_number_nothing_is_known():
-    found, own, _ = analysed(lambda s, k: torch.exp(s), [88.0, 89.0, 800.0])
+def test_bound_is_infinite_at_overflow():
+    bound, own, _ = analyse(lambda s, k: torch.exp(s), [88.0, 89.0, 800.0])
     assert own.isinf().tolist() == [False, True, False]  # e^800 is infinite on both sides
     hidden = torch.finfo(torch.float32).min
-    found, _, _ = analysed(lambda s, k: s + hidden, [-3.0, 3.0], 2.0**-20)
-    assert bool(found.isfinite().all())
-    found, _, _ = analysed(lambda s, k: s + 2 * hidden, [3.0])
-    assert bool(found.isinf().all())
+    bound, _, _ = analyse(lambda s, k: s + hidden, [-3.0, 3.0], 2.0**-20)
+    assert bool(bound.isfinite().all())
+    bound, _, _ = analyse(lambda s, k: s + 2 * hidden, [3.0])
+    assert bool(bound.isinf().all())
 
 
-def test_where_a_divisor_may_be_zero_nothing_is_known():
-    found, own, _ = analysed(lambda s, k: 1 / s, [0.001, 0.5], 0.01)
-    assert found.isinf().tolist() == [True, False]
+def test_bound_is_infinite_where_divisor_may_be_zero():
+    bound, own, _ = analyse(lambda s, k: 1 / s, [0.001, 0.5], 0.01)
+    assert bound.isinf().tolist() == [True, False]
     assert bool(own.isfinite().all())
-    found, own, _ = analysed(lambda s, k: 1 % torch.floor(s), [1.01, 2.5], 0.1)
-    assert found.isinf().tolist() == [True, False]  # floor(1.01 ± 0.1) may be 0
+    bound, own, _ = analyse(lambda s, k: 1 % torch.floor(s), [1.01, 2.5], 0.1)
+    assert bound.isinf().tolist() == [True, False]  # floor(1.01 ± 0.1) may be 0
     assert own.tolist() == [0, 0]
-    found, _, _ = analysed(lambda s, k: torch.log(s), [0.001, 0.5], 0.01)
-    assert found.isinf().tolist() == [True, False]
+    bound, _, _ = analyse(lambda s, k: torch.log(s), [0.001, 0.5], 0.01)
+    assert bound.isinf().tolist() == [True, False]
 
 
-def test_an_index_that_may_be_off_by_one_reaches_the_neighbours():
+def test_inexact_index_includes_neighbouring_elements():
     def mod(s, k):
         return s * 0 + TABLE[1, (k * 0.1 * 10.0).floor().to(torch.int64)]
 
-    _, own, jump = analysed(mod, torch.zeros(4), keys=torch.arange(4))
-    # 0.1 · 10 is 1 or a little less or more: 0 is safe.
+    _, own, jump = analyse(mod, torch.zeros(4), keys=torch.arange(4))
+    # k · 0.1 · 10 is k or a little less or more; 0 is exact.
     assert jump.tolist() == [False, True, True, True]
     for key, neighbours in ((1, (0.2, 7.0)), (2, (0.4, -1.0)), (3, (7.0,))):
         gap = max(abs(float(TABLE[1, key]) - fp32(value)) for value in neighbours)
         assert gap <= float(own[key]) <= gap + 2.0**-20  # and half an ulp of the sum
 
 
-def test_the_oracle_itself_is_analysed_in_float64():
+def test_oracle_error_in_float64_is_far_smaller():
     scores = round_to(SCORES, FORMATS["fp32"])
     for name, function in MODS.items():
-        kernel = analysed(function, scores, keys=KEYS)[1]
-        oracle = analysed(function, scores, keys=KEYS, arithmetic=TORCH_FP64)[1]
+        kernel = analyse(function, scores, keys=KEYS)[1]
+        oracle = analyse(function, scores, keys=KEYS, arithmetic=TORCH_FP64)[1]
         assert bool((oracle <= kernel * 2.0**-26).all()), name
 
 
-def test_what_the_oracle_computes_in_float32_is_no_real_number():
-    """It belongs to the mod, unless the mod is taken for one of real numbers."""
+def test_fp32_step_of_oracle_counts_only_against_real_numbers():
+    """A mod's own fp32 operations define it, unless it is taken for one of real numbers."""
     function, scores = MODS["narrow"], round_to(SCORES, FORMATS["fp32"])
     mod, reals = (
-        analysed(function, scores, keys=KEYS, arithmetic=TORCH_FP64, of_reals=taken)[1]
+        analyse(function, scores, keys=KEYS, arithmetic=TORCH_FP64, of_reals=taken)[1]
         for taken in (False, True)
     )
     assert float(mod.max()) < 2.0**-45 < 2.0**-30 < float(reals.max()) < 2.0**-18
 
 
-def test_a_comparison_that_rounding_may_turn_is_undecided():
+def test_comparison_within_rounding_is_undecided():
     keys = torch.arange(6)
     for mask, expected in (
         (lambda b, h, q, k: k * 0.1 < 0.3, [3]),
         (lambda b, h, q, k: ~(k * 0.1 < 0.3) & (k > 3), []),
         (lambda b, h, q, k: (k // 2 == 1) ^ (k % 3 == 0), []),
     ):
-        either = undecided(trace_mask(mask), keys * 0, keys * 0, keys * 0, keys)
-        assert either.expand(6).nonzero().flatten().tolist() == expected
+        may_differ = undecided(trace_mask(mask), keys * 0, keys * 0, keys * 0, keys)
+        assert may_differ.expand(6).nonzero().flatten().tolist() == expected
 
 
-def test_every_algebra_of_real_numbers_has_every_operation():
+def test_every_algebra_implements_every_operation():
     real, compared = set(RADII), {"ge", "gt", "le", "lt", "eq", "ne"}
     others = {"where", "index", "cast", "left_shift", "right_shift", "and", "or", "xor", "not"}
     assert real | compared | others == set(OPERATIONS)

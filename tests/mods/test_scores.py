@@ -1,4 +1,4 @@
-"""Every library score mod against numbers worked out by hand."""
+"""Every library score mod against numbers calculated by hand, and properties that they share."""
 
 import dataclasses
 import math
@@ -18,11 +18,11 @@ from attncheck.mods.scores import SCORES, alibi_slopes
 DIMENSIONS = Dimensions(batch=1, heads=2, query=2, kv=3)
 TABLE = torch.tensor([[[[10.0, 20.0, 30.0], [40.0, 50.0, 60.0]]]])
 TEXT = "where(h == 1, score * 0.5, score) + 0.25 * (kv_idx - q_idx)"
-# (heads, query, kv) scores that every score mod below starts from.
+# The scores (heads, query, kv) to which every mod below is applied.
 START = [[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [[-1.0, 0.0, 1.0], [8.0, -8.0, 0.5]]]
 
 
-def applied(mod, start=START):
+def apply(mod, start=START):
     assert callable(mod)
     return mod(
         torch.tensor(start, dtype=torch.float64),
@@ -78,20 +78,20 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize(("mod", "expected"), BY_HAND.values(), ids=BY_HAND)
-def test_a_score_mod_is_what_was_worked_out_by_hand(mod, expected):
-    assert applied(mod).tolist() == expected
+def test_score_mod_matches_hand_calculation(mod, expected):
+    assert apply(mod).tolist() == expected
 
 
-def test_relative_bias_draws_its_table_from_its_seed():
+def test_relative_bias_draws_table_from_seed():
     built = build_score(Spec.of("relative_bias", distance=1, seed=7), DIMENSIONS)
     drawn = Draws(7).normal("relative_bias", (2, 3)).astype(np.float32)
-    assert torch.equal(applied(built), applied(scores.relative_bias(torch.from_numpy(drawn))))
+    assert torch.equal(apply(built), apply(scores.relative_bias(torch.from_numpy(drawn))))
     other = build_score(Spec.of("relative_bias", distance=1, seed=8), DIMENSIONS)
-    assert not torch.equal(applied(built), applied(other))
+    assert not torch.equal(apply(built), apply(other))
 
 
-def added(spec, dimensions):
-    """What an additive score mod adds, (batch, heads, query, kv)."""
+def added_bias(spec, dimensions):
+    """What an additive score mod adds: (batch, heads, query, kv)."""
     shape = (dimensions.batch, dimensions.heads, dimensions.query, dimensions.kv)
     indices = torch.meshgrid(*map(torch.arange, shape), indexing="ij")
     return build_score(spec, dimensions)(torch.zeros(shape, dtype=torch.float64), *indices)
@@ -102,19 +102,19 @@ def added(spec, dimensions):
 def test_bias_is_drawn_for_each_row_and_key(per_batch, per_head):
     spec = Spec.of("bias", seed=3, per_batch=per_batch, per_head=per_head)
     large, small = (Dimensions(batch=2, heads=3, query=q, kv=kv) for q, kv in ((40, 50), (7, 9)))
-    table = added(spec, large)
+    table = added_bias(spec, large)
     assert torch.equal(table.float().double(), table)
     assert 0.9 < table.std() < 1.1
-    assert table.abs().max() < 8.3  # of standard normal draws, none is beyond
+    assert table.abs().max() < 8.3  # the largest standard normal draw
     assert torch.equal(table[0], table[1]) == (not per_batch)
     assert torch.equal(table[:, 0], table[:, 2]) == (not per_head)
     assert len(table[0, 0].unique()) > 1990
-    # A part of a Problem has a part of its bias.
-    assert torch.equal(added(spec, small), table[:, :, :7, :9])
-    assert not torch.equal(added(Spec.of("bias", **{**spec.values, "seed": 4}), large), table)
+    # A smaller problem has a part of the same bias.
+    assert torch.equal(added_bias(spec, small), table[:, :, :7, :9])
+    assert not torch.equal(added_bias(Spec.of("bias", **{**spec.values, "seed": 4}), large), table)
 
 
-def test_offset_is_the_part_of_later_rows():
+def test_offset_adds_bias_of_later_rows():
     long = Dimensions(batch=1, heads=2, query=9, kv=7)
     short = Dimensions(batch=1, heads=2, query=4, kv=7)
     for part in (
@@ -122,30 +122,30 @@ def test_offset_is_the_part_of_later_rows():
         Spec.of("bias", seed=1, per_batch=0, per_head=1),
         Spec.of("offset", Spec.of("relative_bias", distance=3, seed=0), rows=0),
     ):
-        later = added(Spec.of("offset", part, rows=5), short)
-        assert torch.equal(later, added(part, long)[:, :, 5:])
-        assert not torch.equal(later, added(part, short))
+        later = added_bias(Spec.of("offset", part, rows=5), short)
+        assert torch.equal(later, added_bias(part, long)[:, :, 5:])
+        assert not torch.equal(later, added_bias(part, short))
 
 
-def test_softcap_is_cap_tanh_of_the_quotient():
-    result = applied(build_score(Spec.of("softcap", cap=2.0), DIMENSIONS)).flatten().tolist()
+def test_softcap_is_cap_times_tanh_of_quotient():
+    result = apply(build_score(Spec.of("softcap", cap=2.0), DIMENSIONS)).flatten().tolist()
     flat = [number for head in START for row in head for number in row]
     for score, capped in zip(flat, result, strict=True):
-        # tanh twice over (torch's and math's), each within an ulp, then an exact doubling.
+        # torch's and math's tanh are each within an ulp; the doubling is exact.
         assert abs(capped - 2 * math.tanh(score / 2)) <= 2 * math.ulp(capped)
     assert abs(max(result)) < 2.0
 
 
 def test_chain_applies_left_to_right():
     divide, add = scores.temperature(2.0), scores.relative_bias(torch.tensor([[1.0], [1.0]]))
-    assert applied(scores.chain_scores(divide, add))[0, 0].tolist() == [1.5, 2.0, 2.5]
-    assert applied(scores.chain_scores(add, divide))[0, 0].tolist() == [1.0, 1.5, 2.0]
+    assert apply(scores.chain_scores(divide, add))[0, 0].tolist() == [1.5, 2.0, 2.5]
+    assert apply(scores.chain_scores(add, divide))[0, 0].tolist() == [1.0, 1.5, 2.0]
     spec = Spec.of("chain", Spec.of("temperature", temperature=2.0), Spec.of("alibi"))
-    assert applied(build_score(spec, DIMENSIONS))[0, 0].tolist() == [0.5, 1.0625, 1.625]
+    assert apply(build_score(spec, DIMENSIONS))[0, 0].tolist() == [0.5, 1.0625, 1.625]
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 8, 12, 40])
-def test_slopes_are_the_fp32_numbers_nearest_to_the_powers(heads):
+def test_alibi_slopes_are_correctly_rounded_to_fp32(heads):
     for h, slope in enumerate(alibi_slopes(heads)):
         assert fp32(slope) == slope
         # slope^heads against 2^(-8(h+1)), exactly, at the two borders of the rounding interval.
@@ -166,7 +166,7 @@ def test_captured_fp32_numbers_are_promoted_before_arithmetic():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", sorted(SCORES))
-def test_score_keeps_its_dtype(name, dtype):
+def test_score_mod_keeps_score_dtype(name, dtype):
     numbers = {
         "softcap": {"cap": 3.0},
         "temperature": {"temperature": 3.0},
@@ -184,7 +184,7 @@ def test_score_keeps_its_dtype(name, dtype):
     assert mod(column, index, index, index, torch.arange(3)).dtype is dtype
 
 
-def test_additive_means_independent_of_the_score():
+def test_additive_score_mods_do_not_depend_on_score():
     cap = Spec.of("softcap", cap=2.0)
     assert is_additive(Spec.of("chain", Spec.of("alibi"), Spec.of("none")))
     assert not is_additive(Spec.of("chain", Spec.of("alibi"), cap))
@@ -193,11 +193,11 @@ def test_additive_means_independent_of_the_score():
     for name, entry in SCORES.items():
         if entry.compose:
             continue
-        given = {"seed": 1, "per_batch": 0, "per_head": 1, "text": "score * 0.5"}
-        arguments = {k: given.get(k, 2) for k in entry.arguments}
+        values = {"seed": 1, "per_batch": 0, "per_head": 1, "text": "score * 0.5"}
+        arguments = {k: values.get(k, 2) for k in entry.arguments}
         mod = build_score(Spec.of(name, **arguments), DIMENSIONS)
-        added = applied(mod) - torch.tensor(START)
-        more = [[[x + 1 for x in row] for row in head] for head in START]
-        added_to_more = applied(mod, more) - torch.tensor(more)
+        added = apply(mod) - torch.tensor(START)
+        larger = [[[x + 1 for x in row] for row in head] for head in START]
+        added_to_larger = apply(mod, larger) - torch.tensor(larger)
         # Exact in float64: fp32 numbers below 16 added to small dyadic scores.
-        assert torch.equal(added, added_to_more) == entry.additive
+        assert torch.equal(added, added_to_larger) == entry.additive

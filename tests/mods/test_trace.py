@@ -1,11 +1,11 @@
-"""The trace of a mod says what the mod says; what cannot be traced says why."""
+"""Traces of mods agree with their callables, can be read, and are cached only where it is safe."""
 
 import dataclasses
 
 import pytest
 import torch
 from hypothesis import given, settings
-from tests.mods.sample_mods import any_mask, any_score, planted
+from tests.mods.sample_mods import any_mask, any_score, replace_operation
 
 from attncheck.core.errors import TraceError
 from attncheck.core.formats import fp32
@@ -22,19 +22,21 @@ DIMENSIONS = Dimensions(batch=2, heads=3, query=37, kv=50)
 
 @given(spec=any_mask)
 @settings(max_examples=25, deadline=None)
-def test_trace_of_any_mask_agrees_with_its_callable(spec):
+def test_trace_of_drawn_mask_agrees_with_callable(spec):
     mod = build_mask(spec, DIMENSIONS)
     assert count_disagreements(trace_mask(mod), mod, DIMENSIONS, samples=256) == 0
 
 
 @given(spec=any_score)
 @settings(max_examples=25, deadline=None)
-def test_trace_of_any_score_agrees_with_its_callable(spec):
+def test_trace_of_drawn_score_agrees_with_callable(spec):
     mod = build_score(spec, DIMENSIONS)
     assert count_disagreements(trace_score(mod), mod, DIMENSIONS, samples=256) == 0
 
 
-def test_what_everything_is_seen_by_needs_no_tracer_which_says_the_same(monkeypatch):
+def test_full_mask_has_its_trace_without_tracing(monkeypatch):
+    """Its ready-made trace is the one that the tracer would give."""
+
     def copied(b, h, q_idx, kv_idx):
         return masks.full(b, h, q_idx, kv_idx)
 
@@ -79,7 +81,7 @@ READABLE = {
 
 
 @pytest.mark.parametrize(("spec", "text"), READABLE.items(), ids=str)
-def test_a_trace_can_be_read(spec, text):
+def test_trace_prints_as_readable_formula(spec, text):
     is_score = "score" in text
     build, trace = (build_score, trace_score) if is_score else (build_mask, trace_mask)
     assert str(trace(build(spec, DIMENSIONS))) == text
@@ -98,17 +100,17 @@ def test_a_trace_can_be_read(spec, text):
     ],
     ids=str,
 )
-def test_a_planted_operation_in_a_mask_is_noticed(spec, op, other):
+def test_wrong_operation_in_mask_is_detected(spec, op, other):
     dimensions = dataclasses.replace(DIMENSIONS, query=1000, kv=1013)
     mod = build_mask(spec, dimensions)
     assert count_disagreements(trace_mask(mod), mod, dimensions) == 0
-    assert count_disagreements(planted(trace_mask(mod), op, other), mod, dimensions) > 0
+    assert count_disagreements(replace_operation(trace_mask(mod), op, other), mod, dimensions) > 0
 
 
 @pytest.mark.parametrize("number", [17, -17, 123_456, -123_456])
 @pytest.mark.parametrize("ahead", [True, False])
-def test_a_planted_operation_is_noticed_where_no_draw_would_hit(*, number, ahead):
-    """One diagonal or one column of a million: only looking next to the number finds it."""
+def test_wrong_operation_at_one_diagonal_is_detected(*, number, ahead):
+    """One diagonal or column of a million differs: only indices next to the number show it."""
     dimensions = Dimensions(batch=1, heads=1, query=1_000_003, kv=1_000_033)
 
     def distance(b, h, q, k):
@@ -122,11 +124,11 @@ def test_a_planted_operation_is_noticed_where_no_draw_would_hit(*, number, ahead
             continue  # the same everywhere
         expression = trace_mask(mod)
         assert count_disagreements(expression, mod, dimensions) == 0
-        assert count_disagreements(planted(expression, "lt", "le"), mod, dimensions) > 0
+        assert count_disagreements(replace_operation(expression, "lt", "le"), mod, dimensions) > 0
 
 
 @pytest.mark.parametrize("distance", [-4, -1, 0, 1, 4])
-def test_both_sides_of_the_diagonal_are_looked_at(distance):
+def test_difference_at_diagonal_near_main_is_detected(distance):
     def mod(b, h, q, k):
         return masks.causal(b, h, q, k) ^ (k - q == distance)
 
@@ -134,8 +136,8 @@ def test_both_sides_of_the_diagonal_are_looked_at(distance):
     assert count_disagreements(trace_mask(masks.causal), mod, dimensions) > 0
 
 
-class _Shifty(Problem):
-    """Its mask and score are other ones for many indices than for the one they are traced with."""
+class _InconsistentProblem(Problem):
+    """Its mask and score mod differ between one index, with which they are traced, and many."""
 
     def mask_mod(self, device="cpu"):
         return lambda b, h, q, k: q >= k if k.numel() == 1 else q > k
@@ -145,18 +147,18 @@ class _Shifty(Problem):
 
 
 @pytest.mark.parametrize("trace", [mask_expression, score_expression])
-def test_a_kernel_is_not_given_a_trace_that_disagrees(trace, monkeypatch):
-    named = r"the trace of (mask 'full'|score mod 'none') .* at \d+ sampled indices of bf16 full"
-    with pytest.raises(TraceError, match=named):
-        trace(_Shifty(query=9), "cpu")
+def test_expression_for_kernel_refuses_disagreeing_trace(trace, monkeypatch):
+    message = r"the trace of (mask 'full'|score mod 'none') .* at \d+ sampled indices of bf16 full"
+    with pytest.raises(TraceError, match=message):
+        trace(_InconsistentProblem(query=9), "cpu")
     monkeypatch.setattr("attncheck.mods.trace.count_disagreements", lambda *_, **__: 1)
     with pytest.raises(TraceError, match="differs from it at 1 sampled"):
-        trace(Problem(query=97), "cpu")  # a length of which no trace is kept
+        trace(Problem(query=97), "cpu")  # a length whose trace is not cached
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_number_off_by_one_is_noticed(number):
-    """The three places of a relative bias: lower and upper clamp, and the shift."""
+def test_captured_number_off_by_one_is_detected(number):
+    """The three numbers of a relative bias: lower clamp, upper clamp and shift."""
     mod = build_score(Spec.of("relative_bias", distance=4, seed=1), DIMENSIONS)
     expression = trace_score(mod)
     captured = list(expression.captured)
@@ -165,13 +167,13 @@ def test_a_number_off_by_one_is_noticed(number):
     assert count_disagreements(wrong, mod, DIMENSIONS) > 0
 
 
-def test_a_score_in_fp32_is_noticed():
+def test_score_computed_in_fp32_is_detected():
     mod = scores.softcap(30.0)
     expression = trace_score(lambda s, *i: mod(s.to(torch.float32), *i).to(torch.float64))
     assert count_disagreements(expression, mod, DIMENSIONS) > 0
 
 
-def test_structure_is_shared_by_mods_that_differ_in_numbers_only():
+def test_mods_that_differ_in_numbers_share_structure():
     short, long = (trace_mask(masks.sliding_window(w)) for w in (0, 64))
     assert short.structure == long.structure
     assert hash(short.structure) == hash(long.structure)
@@ -183,7 +185,7 @@ def test_structure_is_shared_by_mods_that_differ_in_numbers_only():
     assert trace_mask(masks.causal).structure != short.structure
 
 
-def test_a_tensor_captured_once_is_one_slot():
+def test_tensor_used_twice_is_captured_once():
     expression = trace_mask(masks.document(torch.tensor([0, 0, 1])))
     assert len(expression.captured) == 1
 
@@ -191,32 +193,33 @@ def test_a_tensor_captured_once_is_one_slot():
 FEW, MANY = Dimensions(batch=1, heads=2, query=5, kv=7), Dimensions(batch=2, heads=4, query=9, kv=9)
 
 
-def built(dimensions, name, *parts, **arguments):
+def library_mask(dimensions, name, *parts, **arguments):
     return build_mask(Spec.of(name, *parts, **arguments), dimensions)
 
 
-def test_a_library_mask_is_traced_once_whatever_the_lengths():
-    assert trace_mask(built(FEW, "causal")) is trace_mask(built(MANY, "causal"))
-    both = Spec.of("causal"), Spec.of("sliding_window", window=3)
-    assert trace_mask(built(FEW, "and", *both)) is trace_mask(built(MANY, "and", *both))
+def test_library_mask_is_traced_once_for_all_lengths():
+    assert trace_mask(library_mask(FEW, "causal")) is trace_mask(library_mask(MANY, "causal"))
+    parts = Spec.of("causal"), Spec.of("sliding_window", window=3)
+    few, many = (trace_mask(library_mask(sizes, "and", *parts)) for sizes in (FEW, MANY))
+    assert few is many
     assert trace_mask(masks.causal) is not trace_score(scores.none)
 
 
-def test_another_number_in_the_closure_is_another_trace():
+def test_other_captured_number_gives_other_trace():
     first, second = (trace_mask(masks.sliding_window(window)) for window in (3, 4))
     assert (first.captured, second.captured) == ((3,), (4,))
     assert trace_mask(masks.sliding_window(3)) is first
-    bottom = [trace_mask(built(sizes, "causal_bottom_right")) for sizes in (FEW, MANY)]
+    bottom = [trace_mask(library_mask(sizes, "causal_bottom_right")) for sizes in (FEW, MANY)]
     assert bottom[0].captured == (2,)
     assert bottom[0] is not bottom[1]
 
 
-def test_numbers_that_are_equal_and_not_the_same_are_told_apart():
-    kept = [trace_mask(masks.sliding_window(window)) for window in (1, True, 1.0)]
-    assert len({id(expression) for expression in kept}) == 3
+def test_cache_distinguishes_equal_numbers_of_other_type():
+    traces = [trace_mask(masks.sliding_window(window)) for window in (1, True, 1.0)]
+    assert len({id(expression) for expression in traces}) == 3
 
 
-def test_tensors_are_compared_by_what_they_hold_now():
+def test_cache_compares_tensors_by_dtype_and_contents():
     lengths = torch.tensor([3, 5], dtype=torch.int32)
     first = trace_mask(masks.padding(lengths))
     assert trace_mask(masks.padding(lengths.clone())) is first
@@ -226,14 +229,15 @@ def test_tensors_are_compared_by_what_they_hold_now():
     assert first.captured[0].tolist() == [3, 5]
 
 
-def test_derivatives_are_kept_like_traces():
+def test_derivatives_are_cached_like_traces():
     first = trace_derivative(scores.softcap(30.0))
     assert trace_derivative(scores.softcap(30.0)) is first
     assert trace_derivative(scores.softcap(31.0)) is not first
     assert first is not trace_score(scores.softcap(30.0))
 
 
-def test_somebody_elses_mod_is_traced_every_time():
+def test_user_mod_is_traced_every_time():
+    """A user's closure may change between calls; a cached trace would be stale."""
     reach = 3
 
     def near(b, h, q_idx, kv_idx):
@@ -248,7 +252,7 @@ def test_somebody_elses_mod_is_traced_every_time():
     assert (before, after) == ([(3,), (3,)], [(4,), (4,)])
 
 
-def test_a_mod_that_cannot_be_traced_is_refused_each_time():
+def test_untraceable_mod_is_refused_every_time():
     for _ in range(2):
         with pytest.raises(TraceError, match="cannot be traced"):
             trace_mask(masks.sliding_window(None))

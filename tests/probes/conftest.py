@@ -1,4 +1,4 @@
-"""Small problems that have everything: batches, shared key heads, ragged tiles, empty rows."""
+"""Small problems with several sequences, shared key heads, ragged tiles and empty rows."""
 
 import pytest
 
@@ -19,12 +19,12 @@ MASKS = {
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread):
-    """In every test of this room."""
+    """Every probe test runs on one thread."""
 
 
 @pytest.fixture
 def small():
-    """``small(mask, **changes)``: a Problem."""
+    """``small(mask, **changes)``: a small Problem."""
 
     def build(mask="full", **changes):
         sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 12, "kv": 21, "head_dim": 8}

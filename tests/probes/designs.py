@@ -16,12 +16,12 @@ FP16_SUMS = Accumulator(name="fp16", format=FORMATS["fp16"])
 
 @dataclass(frozen=True)
 class Design:
-    """How a kernel gets at the same sums.
+    """How a right kernel computes the same sums.
 
     Attributes:
-        tile: Keys of a step.
+        tile: Keys per step.
         renormalises: Whether P is divided by the running sum of its tile, and O kept divided.
-        splits: Parts of the keys, computed apart and merged through LSE.
+        splits: Parts of the keys that are computed separately and merged through LSE.
         base: Of the exponents: 2, or e.
         short: Whether O is kept, and added to key by key, in fp16.
         scaled: Whether an fp8 P is scaled.
@@ -35,7 +35,7 @@ class Design:
     scaled: bool = True
 
     def attend(self, inputs):
-        """Out and LSE, in fp32 where nothing else is said."""
+        """Compute out and LSE, in fp32 unless the design says otherwise."""
         problem = inputs.problem
         q, k, v = (tensor.float() for tensor in inputs.promoted())
         k, v = (tensor.repeat_interleave(problem.group, dim=1) for tensor in (k, v))
@@ -55,7 +55,7 @@ class Design:
         return Outputs(round_to(out.double(), output).to(output.torch_dtype), whole)
 
     def _part(self, scores, v, problem):
-        """O of some keys, divided, and natural LSE."""
+        """Compute the normalised out and the natural LSE of some keys."""
         power = torch.exp if self.base == math.e else torch.exp2
         rows = scores.shape[:3]
         top, total = torch.full(rows, -math.inf), torch.zeros(rows)
@@ -85,8 +85,8 @@ class Design:
         return out.float(), lse.masked_fill(total == 0, -math.inf)
 
 
-class OfDesign(Ideal):
-    """A subject of a design, which declares what a function is taken to do, and its short sums."""
+class DesignedKernel(Ideal):
+    """A subject of a design; it declares what is assumed of a plain function, and short sums."""
 
     name = "of a design"
 
@@ -95,10 +95,10 @@ class OfDesign(Ideal):
         self.design = design
 
     def tiling(self, problem, device):
-        """Of no ideal kernel."""
+        """None: its steps are not the ideal kernel's."""
 
     def arithmetic(self, problem, device):
-        """As of a function, unless it is fused."""
+        """That of a plain function, with this design's divisions, splits and sums."""
         declared = replace(
             super().arithmetic(problem, device),
             normalised_weights=self.design.renormalises,

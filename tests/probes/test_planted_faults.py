@@ -1,4 +1,4 @@
-"""Each planted fault is caught by the probes that are there for it, and decode names the key."""
+"""Each planted fault is caught by the probes that are meant for it, and decode names the key."""
 
 import functools
 
@@ -25,7 +25,7 @@ MASKS = {
     "bottom right": Spec.of("causal_bottom_right"),
     "full": Spec.of("full"),
 }
-# Fault → mask, dtypes, the probes that are there for it.
+# Fault → mask, dtypes, the probes that are meant for it.
 FAULTS = {
     "RowBelow": ("causal", ("fp32", "bf16", "e4m3"), "decode isolated"),
     "RowAbove": ("causal", ("fp32", "bf16", "e4m3"), "decode isolated"),
@@ -57,33 +57,33 @@ FAULTS = {
 }
 
 
-def planted(name):
+def plant(name):
     return planted_kernels.kernel(name, block=32)
 
 
-def problem(mask, dtype, **changes):
+def make_problem(mask, dtype, **changes):
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 24, "kv": 77, "head_dim": 32}
     return Problem(**(sizes | {"mask": MASKS[mask], "dtype": dtype} | changes))
 
 
 @functools.cache
 def evidence(name, mask, dtype, turn):
-    cases = probes.cases(name, problem(mask, dtype))
+    cases = probes.cases(name, make_problem(mask, dtype))
     return EvidenceBuilder(cases[turn], "cpu") if turn < min(2, len(cases)) else None
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_caught_by_the_probes_that_are_there_for_it(fault):
+def test_fault_is_caught_by_probes_meant_for_it(fault):
     mask, dtypes, names = FAULTS[fault]
     for dtype in dtypes:
         for name in names.split():
-            asked = [evidence(name, mask, dtype, turn) for turn in range(2)]
-            found = [
-                run_case(planted(fault), one.case, device=one.device, evidence=one, variant=name)
-                for one in asked
-                if one is not None
+            turns = [evidence(name, mask, dtype, turn) for turn in range(2)]
+            records = [
+                run_case(plant(fault), each.case, device=each.device, evidence=each, variant=name)
+                for each in turns
+                if each is not None
             ]
-            failed = [record for record in found if record.status == "fail"]
+            failed = [record for record in records if record.status == "fail"]
             assert failed, (name, dtype)
             rules = {record.judgement.rule for record in failed}
             assert rules <= {"structure", "finite"}, (name, dtype)
@@ -95,7 +95,7 @@ def test_a_fault_is_caught_by_the_probes_that_are_there_for_it(fault):
     ids=["digits", "two digits", "direct", "digits of fp8"],
 )
 @pytest.mark.parametrize(
-    ("fault", "mask", "place", "says"),
+    ("fault", "mask", "place", "message"),
     [
         ("RowBelow", "causal", (0, 0, 0, 1), "key 1 is too many"),
         ("RowAbove", "causal", (0, 0, 0, 0), "key 0 is missing: out is 0"),
@@ -109,72 +109,68 @@ def test_a_fault_is_caught_by_the_probes_that_are_there_for_it(fault):
         ("SumSkipped", "full", (0, 0, 0, -1), "out is 77 times what it should be"),
     ],
 )
-def test_decode_names_the_first_wrong_row_and_key(fault, mask, place, says, value_dim, dtype):
-    asked = problem(mask, dtype, value_dim=value_dim)
-    inputs = probes.inputs(probes.case("decode", asked))
-    found = probes.check_tied_keys(
-        inputs, planted(fault).run(inputs), mask_rows(asked), errors=WeightErrors(divides=False)
-    )
-    assert found.place == place
-    assert says in found.message
+def test_decode_names_the_first_wrong_row_and_key(fault, mask, place, message, value_dim, dtype):
+    problem = make_problem(mask, dtype, value_dim=value_dim)
+    inputs = probes.inputs(probes.case("decode", problem))
+    outputs, errors = plant(fault).run(inputs), WeightErrors(divides=False)
+    finding = probes.check_tied_keys(inputs, outputs, mask_rows(problem), errors=errors)
+    assert finding.place == place
+    assert message in finding.message
 
 
-@pytest.mark.parametrize("silent", [False, True], ids=["with LSE", "without LSE"])
+@pytest.mark.parametrize("without_lse", [False, True], ids=["with LSE", "without LSE"])
 @pytest.mark.parametrize("value_dim", [32, 96], ids=["two digits", "direct"])
-def test_decode_names_a_key_in_the_middle(value_dim, silent):
-    """One digit alone tells the column of a key, not the key: see the page."""
-    asked = problem("full", "bf16", value_dim=value_dim)
-    inputs = probes.inputs(probes.case("decode", asked))
-    for fault, says in (
+def test_decode_names_a_key_in_the_middle(value_dim, without_lse):
+    """One digit alone gives the column of a key, not the key: see docs/reference/probes.md."""
+    problem = make_problem("full", "bf16", value_dim=value_dim)
+    inputs = probes.inputs(probes.case("decode", problem))
+    for fault, message in (
         ("Key21Dropped", "key 21 is missing"),
         ("KeyTwice", "key 21 is missing and key 22 is there twice"),
     ):
-        outputs = planted(fault).run(inputs)
-        if silent:
+        outputs = plant(fault).run(inputs)
+        if without_lse:
             outputs = Outputs(outputs.out)
-        found = probes.check_tied_keys(inputs, outputs, mask_rows(asked))
-        assert found.place == (0, 0, 0, 21)
-        assert says in found.message
+        finding = probes.check_tied_keys(inputs, outputs, mask_rows(problem))
+        assert finding.place == (0, 0, 0, 21)
+        assert message in finding.message
 
 
-def test_one_wrong_head_is_told_by_its_rows_alone():
-    asked = problem("full", "bf16")
-    inputs = probes.inputs(probes.case("decode", asked))
-    found = probes.check_tied_keys(inputs, planted("OneHeadWrong").run(inputs), mask_rows(asked))
-    assert (found.count, found.compared) == (2 * 24, 2 * 4 * 24)
+def test_decode_counts_only_rows_of_wrong_head():
+    problem = make_problem("full", "bf16")
+    inputs = probes.inputs(probes.case("decode", problem))
+    outputs = plant("OneHeadWrong").run(inputs)
+    finding = probes.check_tied_keys(inputs, outputs, mask_rows(problem))
+    assert (finding.count, finding.compared) == (2 * 24, 2 * 4 * 24)
 
 
-def test_a_failure_can_be_run_again():
-    case = probes.case("decode", problem("causal", "bf16"))
-    record = run_case(planted("RowBelow"), case, device="cpu")
-    said = diagnosis_text(record, kernel="planted")
-    assert said.startswith("FAIL structure decode: batch 0, head 0, row 0: key 1 is too many")
-    assert "\n  question   decode round=0\n" in said
-    again = Case.from_json(record.case)
-    assert run_case(planted("RowBelow"), again, device="cpu") == record
-    assert run_case(subject_named("ideal"), again, device="cpu").status == "pass"
+def test_failed_case_can_be_run_again():
+    case = probes.case("decode", make_problem("causal", "bf16"))
+    record = run_case(plant("RowBelow"), case, device="cpu")
+    text = diagnosis_text(record, kernel="planted")
+    assert text.startswith("FAIL structure decode: batch 0, head 0, row 0: key 1 is too many")
+    assert "\n  question   decode round=0\n" in text
+    read_back = Case.from_json(record.case)
+    assert run_case(plant("RowBelow"), read_back, device="cpu") == record
+    assert run_case(subject_named("ideal"), read_back, device="cpu").status == "pass"
 
 
-def test_a_coarse_exp_is_right_where_it_is_declared():
+def test_coarse_exp_passes_only_if_declared():
     for name in ("mean", "decode"):
-        asked = evidence(name, "full", "bf16", 0)
-        coarse, declared = (
-            run_case(
-                planted(kernel), asked.case, device=asked.device, evidence=asked, variant=name
-            ).status
-            for kernel in ("CoarseExp", "DeclaredExp")
+        builder = evidence(name, "full", "bf16", 0)
+        run = functools.partial(
+            run_case, case=builder.case, device=builder.device, evidence=builder, variant=name
         )
+        coarse, declared = (run(plant(kernel)).status for kernel in ("CoarseExp", "DeclaredExp"))
         assert (coarse, declared) == ("fail", "pass"), name
 
 
-def test_a_kernel_that_raises_is_an_error():
+def test_kernel_that_raises_is_an_error():
     class Raising(Ideal):
-        """Raises."""
-
         def prepare(self, inputs):
             raise RuntimeError("illegal memory access")
 
-    case = probes.case("ones", problem("full", "bf16"))
+    case = probes.case("ones", make_problem("full", "bf16"))
     record = run_case(Raising(), case, device="cpu")
     assert record.status == "error"
     assert without_place(record.reason) == "RuntimeError: illegal memory access"

@@ -1,10 +1,10 @@
-"""No probe finds anything wrong with a right kernel."""
+"""Right kernels of many designs pass every probe."""
 
 import math
 
 import pytest
 import torch
-from tests.probes import designs
+from tests.probes.designs import Design, DesignedKernel
 
 import attncheck
 from attncheck import probes
@@ -22,7 +22,6 @@ from attncheck.verify.run_case import mask_rows, run_case
 
 pytestmark = pytest.mark.usefixtures("shared_evidence")
 
-Design, OfDesign = designs.Design, designs.OfDesign
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
 MASKS = (
     "full",
@@ -44,7 +43,7 @@ TILINGS = (
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", probes.PROBES)
-def test_the_exact_rule_finds_nothing(small, name, mask):
+def test_exact_rule_passes_ideal_kernel(small, name, mask):
     for turn, dtype in enumerate(DTYPES):
         problem = small(mask, dtype=dtype)
         case = probes.cases(name, problem)[-1]
@@ -55,7 +54,7 @@ def test_the_exact_rule_finds_nothing(small, name, mask):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
 @pytest.mark.parametrize("name", probes.PROBES)
-def test_the_bound_finds_nothing(small, name, dtype):
+def test_probe_run_passes_ideal_kernel(small, name, dtype):
     evidence = EvidenceBuilder(probes.case(name, small("causal", dtype=dtype)), "cpu")
     for tiling in TILINGS[: 4 if dtype != "e4m3" else 3]:
         record = run_case(
@@ -65,7 +64,7 @@ def test_the_bound_finds_nothing(small, name, dtype):
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 2), (5, 3), (80, 96)], ids=str)
-def test_head_dims_that_are_few_or_no_powers_of_two(small, sizes):
+def test_exact_rule_passes_with_unusual_head_dims(small, sizes):
     head_dim, value_dim = sizes
     problem = small("causal", head_dim=head_dim, value_dim=value_dim, dtype="e5m2")
     for name in probes.PROBES:
@@ -76,23 +75,20 @@ def test_head_dims_that_are_few_or_no_powers_of_two(small, sizes):
 
 
 @pytest.mark.parametrize("name", ["decode", "mean"])
-def test_the_triton_kernel(small, name):
+def test_triton_kernel_passes_probes(small, name):
     problem = small("causal", heads=2, batch=1, head_dim=16, dtype="bf16")
-    evidence = EvidenceBuilder(probes.case(name, problem), "cpu")
-    record = run_case(
-        Flash2(), evidence.case, device=evidence.device, evidence=evidence, variant=name
-    )
+    record = run_case(Flash2(), probes.case(name, problem), device="cpu", variant=name)
     assert record.status == "pass"
 
 
-def test_one_key_and_a_scale_of_ones_own(small):
+def test_single_key_with_custom_scale_passes(small):
     problem = small(kv=1, query=1, scale=0.37)
     for name in probes.PROBES:
         record = run_case(Ideal(), probes.case(name, problem), device="cpu", variant=name)
         assert record.status == "pass", name
 
 
-def test_rows_that_see_nothing_must_be_empty(small):
+def test_filled_empty_rows_fail(small):
     class FillsEmptyRows(Ideal):
         def prepare(self, inputs):
             call = super().prepare(inputs)
@@ -104,29 +100,24 @@ def test_rows_that_see_nothing_must_be_empty(small):
 
             return filled
 
-    evidence = EvidenceBuilder(probes.case("decode", small("padding")), "cpu")
-    record = run_case(FillsEmptyRows(), evidence.case, device=evidence.device, evidence=evidence)
+    record = run_case(FillsEmptyRows(), probes.case("decode", small("padding")), device="cpu")
     assert (record.status, record.judgement.rule) == ("fail", "empty rows")
 
 
 @pytest.mark.parametrize("turn", [0, 1])
-def test_operands_that_are_truncated_as_declared(turn):
+def test_truncated_operands_pass_only_if_declared(turn):
     # A weight one bit below 1 loses 2^-11 of itself.
     problem = Problem(heads=8, query=125, kv=250, dtype="tf32")
     case = probes.case("isolated", problem, {"turn": turn})
-    kernel, evidence = Ideal(tf32="truncate"), EvidenceBuilder(case, "cpu")
-    record = run_case(
-        kernel, evidence.case, device=evidence.device, evidence=evidence, variant="isolated"
-    )
+    kernel, inputs = Ideal(tf32="truncate"), probes.inputs(case)
+    record = run_case(kernel, case, device="cpu", variant="isolated")
     assert (record.status, record.judgement.reason) == ("pass", "")
-    undeclared = probes.check_tied_keys(
-        evidence.inputs, kernel.run(evidence.inputs), mask_rows(problem)
-    )
+    undeclared = probes.check_tied_keys(inputs, kernel.run(inputs), mask_rows(problem))
     assert undeclared is not None
 
 
-def _scaled_first(inputs, *, share):
-    """Attention that rounds q · scale^share and k · scale^(1 − share) to tf32, exact besides."""
+def attend_with_scaled_operands(inputs, *, share):
+    """Exact attention, but q · scale^share and k · scale^(1 − share) are rounded to tf32."""
     problem = inputs.problem
     q, k, v = inputs.promoted()
     k, v = (x.repeat_interleave(problem.group, dim=1) for x in (k, v))
@@ -140,14 +131,14 @@ def _scaled_first(inputs, *, share):
 
 @pytest.mark.parametrize("share", [1.0, 0.5], ids=["q", "q and k"])
 @pytest.mark.parametrize("name", probes.PROBES)
-def test_a_scale_that_is_rounded_into_the_operands(small, name, share):
+def test_scale_rounded_into_operands_passes(small, name, share):
     # Found on an H200: sdpa-math multiplies both by the root of the scale, and reads tf32.
     mask = Spec.of("and", Spec.of("causal"), Spec.of("causal_bottom_right"))
-    found = Problem(query=113, kv=66, head_dim=17, value_dim=1, dtype="tf32", mask=mask)
-    for problem in (found, small("causal", dtype="tf32", head_dim=17), small(dtype="tf32")):
+    reported = Problem(query=113, kv=66, head_dim=17, value_dim=1, dtype="tf32", mask=mask)
+    for problem in (reported, small("causal", dtype="tf32", head_dim=17), small(dtype="tf32")):
         for case in probes.cases(name, problem):
             inputs = probes.inputs(case)
-            outputs = _scaled_first(inputs, share=share)
+            outputs = attend_with_scaled_operands(inputs, share=share)
             assert probes.check_tied_keys(inputs, outputs, mask_rows(problem)) is None, case
 
 
@@ -167,11 +158,11 @@ DESIGNS = {
 
 @pytest.mark.parametrize("design", DESIGNS.values(), ids=DESIGNS)
 @pytest.mark.parametrize("name", probes.PROBES)
-def test_no_probe_asks_for_more_than_every_right_design_gives(name, design):
-    """Found by a stranger's kernel: P of a tile was 1/96, though the keys were 128."""
-    kernel, dtypes = OfDesign(design), ("fp16", "bf16", "fp32", "e4m3", "e5m2")
+def test_every_right_design_passes_every_probe(name, design):
+    """A user's right kernel once failed: P of a tile was 1/96, although there were 128 keys."""
+    kernel, dtypes = DesignedKernel(design), ("fp16", "bf16", "fp32", "e4m3", "e5m2")
     first = [*DESIGNS.values()].index(design) + list(probes.PROBES).index(name)
-    # fp16's range is no other dtype's; of the others each probe and each design has every one.
+    # Short sums need fp16's range. Otherwise each probe and each design meets every dtype.
     for turn in (0,) if design.short else (first % 5, (first + 2) % 5):
         dtype = dtypes[turn]
         kv, mask = ((128, "causal"), (77, "full"), (131, "causal"))[turn % 3]
@@ -184,8 +175,8 @@ def test_no_probe_asks_for_more_than_every_right_design_gives(name, design):
 
 
 @pytest.mark.parametrize("tile", [48, 128])
-def test_a_function_that_renormalises_by_tile_passes_check(tile):
-    """Nothing is declared of it."""
+def test_function_that_renormalises_by_tile_passes_check(tile):
+    """A plain function, of whose arithmetic nothing is declared."""
     design = Design(tile, renormalises=True)
 
     def attention(query, key, value, is_causal=False, scale=None, enable_gqa=False):
@@ -197,7 +188,7 @@ def test_a_function_that_renormalises_by_tile_passes_check(tile):
             mask=Spec.of("causal" if is_causal else "full"),
         )  # fmt: skip
         out = design.attend(Inputs(problem=problem, q=query, k=key, v=value)).out
-        return out.detach()  # of rounding to formats autograd knows nothing
+        return out.detach()  # autograd does not know rounding to formats
 
     records = attncheck.check(attention, dtypes=["fp16"], device="cpu")
     assert {"pass", "unsupported"} >= {record.status for record in records}
@@ -205,13 +196,13 @@ def test_a_function_that_renormalises_by_tile_passes_check(tile):
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_a_factor_is_seen_of_a_kernel_that_may_divide_first(dtype):
+def test_factor_is_found_in_kernel_that_may_divide_first(dtype):
     """Rows of one key and of two give the exact answer in every design."""
 
-    class Smaller(OfDesign):
+    class Smaller(DesignedKernel):
         def prepare(self, inputs):
             right = self.design.attend(inputs)
-            # Less than roundings of P and of out may add up to.
+            # Less than the roundings of P and out may add up to.
             factor = 1 - 1.5 * FORMATS[dtype].unit_roundoff
             return lambda: Outputs((right.out.float() * factor).to(right.out.dtype), right.lse)
 
@@ -224,8 +215,8 @@ def test_a_factor_is_seen_of_a_kernel_that_may_divide_first(dtype):
 
 
 @pytest.mark.parametrize("seed", [4, 5])
-def test_a_tie_of_other_products_is_off_by_what_its_terms_are_rounded_by(seed):
-    """Torch multiplies q and k by the scale's root: 40 000 right runs had two such alarms."""
+def test_tie_of_unequal_products_allows_for_rounding_of_its_terms(seed):
+    """Torch multiplies q and k by the scale's root: 40,000 right runs had two such false alarms."""
     problem = Problem(
         heads=4,
         kv_heads=1,

@@ -1,4 +1,4 @@
-"""Which relations apply to a Problem, why others do not, and which indices a mod reads."""
+"""Which relations apply to a Problem and the reasons why others do not, and what a mod reads."""
 
 import pytest
 
@@ -92,12 +92,12 @@ REASONS = [
 
 
 @pytest.mark.parametrize(("question", "changes", "reason"), REASONS)
-def test_a_relation_says_why_it_does_not_apply(question, changes, reason, small):
-    found = relation_named(question).unfit(small(**changes))
-    assert (found is None) if reason is None else (reason in (found or ""))
+def test_inapplicable_relation_gives_reason(question, changes, reason, small):
+    unfit = relation_named(question).unfit(small(**changes))
+    assert (unfit is None) if reason is None else (reason in (unfit or ""))
 
 
-def test_each_relation_is_about_one_operation(softmax, small):
+def test_relation_applies_to_softmax_or_attention(softmax, small):
     of_softmax = {name for name in RELATIONS if name.startswith("softmax_")}
     for name, relation in RELATIONS.items():
         expected = None if name in {*of_softmax, "repeat"} else "it is about attention"
@@ -108,15 +108,15 @@ def test_each_relation_is_about_one_operation(softmax, small):
     assert relation_named("softmax_columns").unfit(one) == "it has one column"
 
 
-COUNTS = ("empty_rows", "first_row", "key_shift", "logit_shift", "one_hot", "zero_query")
+COUNT_KEYS_ALONE = ("empty_rows", "first_row", "key_shift", "logit_shift", "one_hot", "zero_query")
 
 
-def test_a_sink_is_a_reason_for_what_counts_keys_alone(small):
+def test_sink_rules_out_relations_that_count_keys_alone(small):
     masks = [FULL, CAUSAL, Spec.of("padding", lengths=[5, 0]), DOCUMENT]
     for name, relation in RELATIONS.items():
         plain = [relation.unfit(small(mask)) for mask in masks]
         with_sink = [relation.unfit(small(mask, sink=True)) for mask in masks]
-        if name in COUNTS:
+        if name in COUNT_KEYS_ALONE:
             assert None in plain
             assert None not in with_sink
             assert "it has a sink" in with_sink
@@ -127,7 +127,7 @@ def test_a_sink_is_a_reason_for_what_counts_keys_alone(small):
             probe.inputs(small(sink=True), {})
 
 
-def test_what_parameters_are_allowed(small):
+def test_allowed_parameters_depend_on_problem(small):
     assert relation_named("call_order").allowed(small(query=1, kv=1)) == {"between": (0,)}
     assert relation_named("rectangular").allowed(small(score=ALIBI))["last"] == [0]
     far = relation_named("strides_far")
@@ -149,7 +149,7 @@ def test_impossible_parameters_are_refused(parameters, small):
         check_relation(Ideal(), Case(problem=small(), question="future_keys"))
 
 
-def test_an_unknown_question_lists_the_relations():
+def test_unknown_relation_lists_known_ones():
     with pytest.raises(UnknownName, match="future_keys"):
         relation_named("compare")
 
@@ -170,8 +170,8 @@ def test_an_unknown_question_lists_the_relations():
         (Spec.of("mine.py::mask"), "b h kv_idx q_idx"),
     ],
 )
-def test_a_mod_reads_these_indices(mod, indices):
-    """As far as its names tell, and never fewer than it does."""
+def test_indices_read_covers_every_index_of_mod(mod, indices):
+    """Judged by the mod's name: more indices than it reads are allowed, but never fewer."""
     assert sorted(indices_read(mod)) == indices.split()
 
 
@@ -191,13 +191,13 @@ def test_a_mod_reads_these_indices(mod, indices):
         (Spec.of("not", CAUSAL), 7),
     ],
 )
-def test_first_hidden_is_hidden_by_the_callable_too(mask, first, small, visible):
+def test_first_hidden_key_and_later_ones_are_hidden_by_mask(mask, first, small, visible):
     problem = small(mask)
     assert first_hidden(problem, 2) == first
     assert not visible(problem)[:, :, :3, first:].any()
 
 
-def test_first_hidden_stays_within_the_keys(small):
+def test_first_hidden_stays_within_keys(small):
     short = small(BOTTOM_RIGHT, query=7, kv=2)
     assert [first_hidden(short, row) for row in range(7)] == [0, 0, 0, 0, 0, 1, 2]
 

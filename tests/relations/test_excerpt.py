@@ -1,11 +1,11 @@
-"""An excerpt's mods are the whole's at the places it was taken from."""
+"""An excerpt of a Problem: its mods agree with the whole's at the places that it is cut from."""
 
 import pytest
 import torch
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import Spec
-from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.relations.excerpt import Excerpt, can_excerpt
 from attncheck.subjects.ideal import Ideal
 
@@ -44,8 +44,8 @@ PARTS = {
 }
 
 
-def places(sequences, rows, keys):
-    """Indices of all places, (batch, heads, query, kv) each."""
+def indices_of(sequences, rows, keys):
+    """Indices of all places, each (batch, heads, query, kv)."""
     ranges = (sequences, range(2), rows, keys)
     return torch.meshgrid(*(torch.tensor(list(each)) for each in ranges), indexing="ij")
 
@@ -53,30 +53,30 @@ def places(sequences, rows, keys):
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("query", [7, 9])
-def test_a_mask_is_shifted(mask, part, query, small):
+def test_mask_is_shifted(mask, part, query, small):
     whole = small(MASKS[mask], batch=3, heads=2, query=query, kv=9)
     excerpt = Excerpt(**dict(zip(("sequences", "rows", "keys"), PARTS[part], strict=True)))
     shifted = excerpt.problem(whole)
-    own = places(*(range(len(each)) for each in PARTS[part]))
+    own = indices_of(*(range(len(each)) for each in PARTS[part]))
     seen = shifted.mask_mod()(*own).expand(own[0].shape)
-    assert torch.equal(seen, whole.mask_mod()(*places(*PARTS[part])).expand(own[0].shape))
+    assert torch.equal(seen, whole.mask_mod()(*indices_of(*PARTS[part])).expand(own[0].shape))
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("score", SCORES)
-def test_a_score_mod_is_shifted_or_refused(score, part, small):
+def test_score_mod_is_shifted_or_refused(score, part, small):
     whole = small(batch=3, heads=2, query=7, kv=9, score=SCORES[score])
     excerpt = Excerpt(**dict(zip(("sequences", "rows", "keys"), PARTS[part], strict=True)))
-    read_apart = score in {"alibi", "bias", "chain"} and excerpt.offset != 0
-    assert can_excerpt(whole, excerpt) != read_apart
-    if read_apart:
+    needs_offset = score in {"alibi", "bias", "chain"} and excerpt.offset != 0
+    assert can_excerpt(whole, excerpt) != needs_offset
+    if needs_offset:
         with pytest.raises(ProblemError, match="cannot shift"):
             excerpt.problem(whole)
         return
-    own, there = places(*(range(len(each)) for each in PARTS[part])), places(*PARTS[part])
+    own = indices_of(*(range(len(each)) for each in PARTS[part]))
     values = torch.linspace(-4, 4, own[0].numel(), dtype=torch.float64).view(own[0].shape)
     scored = excerpt.problem(whole).score_mod()(values, *own)
-    assert torch.equal(scored, whole.score_mod()(values, *there))
+    assert torch.equal(scored, whole.score_mod()(values, *indices_of(*PARTS[part])))
 
 
 @pytest.mark.parametrize(
@@ -92,21 +92,21 @@ def test_a_score_mod_is_shifted_or_refused(score, part, small):
         ("document", {"rows": range(3, 6), "keys": range(3, 6)}, "document"),
     ],
 )
-def test_a_name_is_kept_where_there_is_one(mask, excerpt, name, small):
+def test_shifted_mask_keeps_library_name(mask, excerpt, name, small):
     whole = small(MASKS[mask], batch=3, query=9, kv=9)
     assert Excerpt.of(whole, **excerpt).problem(whole).mask.name == name
 
 
-def test_what_cannot_be_said_is_refused(small):
-    # As long as a text may be: there is no room for an offset.
+def test_expression_without_room_for_offset_cannot_be_shifted(small):
+    # The text has its maximum length already.
     whole = small(Spec.of("expression", text=f"kv_idx >={'0':>191}"))
     assert can_excerpt(whole, Excerpt.of(whole, keys=range(3)))
     assert not can_excerpt(whole, Excerpt.of(whole, keys=range(3, 7)))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
-def test_tensors_are_cut_and_lie_in_memory_of_their_own(dtype, small):
-    inputs = inputs_room.draw_inputs(small(dtype=dtype))
+def test_tensors_are_cut_into_memory_of_their_own(dtype, small):
+    inputs = draw_inputs(small(dtype=dtype))
     excerpt = Excerpt(sequences=range(1, 2), rows=range(2, 5), keys=range(3))
     cut = excerpt.inputs(inputs)
     for tensor, whole, rows in (
@@ -121,23 +121,23 @@ def test_tensors_are_cut_and_lie_in_memory_of_their_own(dtype, small):
         assert torch.equal(cut.descale.k, inputs.descale.k[1:2])
 
 
-def test_the_first_heads_alone_are_those_heads(small):
+def test_excerpt_of_heads_gives_their_outputs_and_gradients(small):
     whole = small(
         Spec.of("causal"), batch=2, heads=4, kv_heads=2, query=5, kv=5, sink=True, backward=True
     )
-    inputs = inputs_room.draw_inputs(whole)
+    inputs = draw_inputs(whole)
     excerpt = Excerpt.of(whole, sequences=range(1), heads=range(2))
     part = excerpt.inputs(inputs)
     assert (part.problem.heads, part.problem.kv_heads, part.problem.batch) == (2, 1, 1)
-    given = Ideal().run(inputs)
-    expected, cut = Ideal().run(part), excerpt.outputs(given, part.problem)
+    outputs = Ideal().run(inputs)
+    expected, cut = Ideal().run(part), excerpt.outputs(outputs, part.problem)
     assert cut.tensors().keys() == expected.tensors().keys()
     for name, tensor in cut.tensors().items():
         # The gradient of a sink is a sum over both sequences.
         assert torch.equal(tensor, expected.tensors()[name]) != (name == "dsink"), name
 
 
-@pytest.mark.parametrize(("score", "same"), [("softcap", True), ("alibi", False), ("bias", False)])
-def test_fewer_heads_have_the_same_score_mod_or_none(score, same, small):
+@pytest.mark.parametrize(("score", "fits"), [("softcap", True), ("alibi", False), ("bias", False)])
+def test_excerpt_of_heads_needs_score_mod_that_reads_no_head(score, fits, small):
     whole = small(heads=2, score=SCORES[score])
-    assert can_excerpt(whole, Excerpt.of(whole, heads=range(1))) == same
+    assert can_excerpt(whole, Excerpt.of(whole, heads=range(1))) == fits

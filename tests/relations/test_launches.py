@@ -1,4 +1,4 @@
-"""Other launches of a kernel: which one is asked, by which bounds, and who has none."""
+"""The relation ``launches``: which other launch is compared, and kernels that have none."""
 
 import pytest
 
@@ -26,7 +26,7 @@ class LastKeyUnseen(Ideal):
 
 
 class Launched(Ideal):
-    """Right by itself; of its other launches the last is wrong."""
+    """A right kernel; the last of its other launches is wrong."""
 
     name = "planted-launched"
 
@@ -41,21 +41,21 @@ def ask(subject, launch: int):
 
 
 @pytest.mark.parametrize("launch", range(8))
-def test_launches_are_counted_round(launch):
+def test_launch_parameter_wraps_around(launch):
     expected = "fail" if launch % 3 == 2 else "pass"
     assert ask(Launched(), launch).status == expected
     assert launch in relation_named("launches").allowed(PROBLEM)["launch"]
 
 
-def test_the_failure_is_of_the_other_launch():
+def test_wrong_launch_fails_within_bounds_at_its_row():
     record = ask(Launched(), 2)
     assert record.kernel == "planted-launched"
     assert record.judgement.rule == "relation"
     assert record.judgement.worst.at.query == 39
-    assert "±" in record.judgement.reason  # bounds, not bits: tiles round otherwise
+    assert "±" in record.judgement.reason  # bounds, not bits: other tiles round differently
 
 
-def test_a_kernel_without_launches_is_not_asked():
+def test_kernel_without_launches_is_unsupported():
     record = ask(Ideal(), 0)
     assert (record.status, record.reason) == ("unsupported", "has no launch but its own")
     assert not is_askable(Ideal(), ("launches",))
@@ -64,7 +64,7 @@ def test_a_kernel_without_launches_is_not_asked():
     assert is_askable(Launched(), ("launches",))
 
 
-def test_a_kernel_that_raises_when_asked_for_them_is_an_error():
+def test_exception_while_listing_launches_is_an_error():
     class Raising(Ideal):
         def launches(self, problem, device):
             raise KeyError("no such tile")
@@ -76,7 +76,7 @@ def test_a_kernel_that_raises_when_asked_for_them_is_an_error():
     )
 
 
-def test_a_launch_that_refuses_is_unsupported():
+def test_launch_that_refuses_problem_is_unsupported():
     class Refusing(Ideal):
         def launches(self, problem, device):
             class Never(Ideal):

@@ -1,7 +1,7 @@
-"""Every relation finds kernels that are wrong in what it is about, and those alone."""
+"""Every relation finds the planted faults that it is about, and only those."""
 
 import pytest
-from tests.planted_kernels import kernel as planted
+from tests.planted_kernels import kernel as planted_kernel
 
 from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
@@ -12,9 +12,8 @@ from attncheck.verify.executor import Failure
 FULL, CAUSAL, BOTTOM_RIGHT = map(Spec.of, ("full", "causal", "causal_bottom_right"))
 WINDOW = Spec.of("sliding_window", window=2)
 PADDING, SEEN = Spec.of("padding", lengths=[4, 0]), Spec.of("padding", lengths=[2, 7])
-THREE = Spec.of("document", lengths=[3, 0, 4])
 LENGTHS = Spec.of("padding", lengths=[3, 6, 1])
-OF_HEADS = Spec.of("expression", text="(kv_idx + h // 2) % 3 <= q_idx")
+READS_HEAD = Spec.of("expression", text="(kv_idx + h // 2) % 3 <= q_idx")
 DOCUMENT = Spec.of("document", lengths=[2, 0, 3, 4])
 DOCUMENTS = Spec.of("documents", query_lengths=[1, 0, 0, 2, 2], kv_lengths=[2, 1, 0, 0, 4])
 CANVAS = {"canvas": [3, 5], "kernel": [3, 3]}
@@ -25,11 +24,11 @@ LARGEST = 2**31 - 1
 HIDDEN = ("hidden_keys", "hidden_keys_nan", "hidden_keys_huge")
 STRIDES = [n for n in RELATIONS if n.startswith("strides_") and n != "strides_far"]
 
-# Fault, relation, Problem and parameters; without those any of the allowed ones must find it.
+# Fault, relation, Problem and parameters; None: at least one of the allowed ones must find it.
 FAULTS = [
     # what a row does not see
     *(("LongerWindow", question, {"mask": WINDOW}, None) for question in HIDDEN),
-    *(("OtherHeadsMask", question, {"mask": OF_HEADS}, None) for question in HIDDEN),
+    *(("OtherHeadsMask", question, {"mask": READS_HEAD}, None) for question in HIDDEN),
     ("SentinelOf12", "hidden_keys", {"mask": CAUSAL}, None),
     ("HiddenTimesZero", "hidden_keys_nan", {"mask": PADDING}, None),
     ("EmptyRowsMean", "empty_rows", {"mask": PADDING}, {}),
@@ -41,7 +40,7 @@ FAULTS = [
     ("WithoutLastKey", "zero_query", {}, {}),
     ("RowBelow", "zero_query", {"mask": CAUSAL}, {}),
     ("ValueOfNeighbour", "one_hot", {"mask": CAUSAL}, None),
-    ("OtherHeadsMask", "one_hot", {"mask": OF_HEADS}, None),
+    ("OtherHeadsMask", "one_hot", {"mask": READS_HEAD}, None),
     # linearity and shifts
     ("BiasedFar", "values_scaled", {"mask": CAUSAL}, None),
     ("FixedPoint", "values_scaled", {"mask": CAUSAL}, None),
@@ -89,12 +88,7 @@ FAULTS = [
     ("Neighbours", "documents", {"mask": DOCUMENTS}, {}),
     ("EmptyRowsMean", "documents", {"mask": DOCUMENTS}, {}),
     ("SameLengths", "documents", {"mask": DOCUMENTS}, {}),
-    (
-        "FirstLength",
-        "alone_in_batch",
-        {"mask": SEEN},
-        {"sequence": 1},
-    ),
+    ("FirstLength", "alone_in_batch", {"mask": SEEN}, {"sequence": 1}),
     ("LargeBatch", "alone_in_batch", {"mask": SEEN}, {"sequence": 1}),
     # the same function, the same numbers
     ("WindowShorter", "window_beyond", {"mask": CAUSAL}, {"window": 5}),
@@ -111,7 +105,7 @@ FAULTS = [
     *(("Leftover", "call_order", {}, {"between": between}) for between in range(3)),
     ("StalePadding", "call_order", {}, {"between": 2}),
 ]
-OF_ONE_DTYPE = [
+FAULTS_OF_ONE_DTYPE = [
     ("ScaleIgnored", "scaled_query", {"dtype": "bf16"}, {"exponent": 4}),
     ("ClippedScores", "scaled_query", {"dtype": "bf16"}, {"exponent": 4}),
     ("WithoutQueryDescale", "descale", {"dtype": "e4m3"}, {"tensor": 0}),
@@ -132,49 +126,51 @@ OF_ONE_DTYPE = [
 ]
 
 
-def find(kernel, question, problem, chosen, ask) -> bool:
-    if chosen is not None:
-        return isinstance(ask(kernel, question, problem, **chosen), Finding)
+def finds_fault(kernel, question, problem, parameters, ask) -> bool:
+    """Whether the relation finds the fault with these, or (None) with any allowed parameters."""
+    if parameters is not None:
+        return isinstance(ask(kernel, question, problem, **parameters), Finding)
     ((name, values),) = relation_named(question).allowed(problem).items()
-    found = (ask(kernel, question, problem, **{name: value}) for value in list(values)[::-1])
-    return any(isinstance(each, Finding) for each in found)
+    results = (ask(kernel, question, problem, **{name: value}) for value in list(values)[::-1])
+    return any(isinstance(each, Finding) for each in results)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
-@pytest.mark.parametrize(("fault", "question", "changes", "chosen"), FAULTS)
-def test_a_planted_fault_is_found(fault, question, changes, chosen, dtype, small, ask):
+@pytest.mark.parametrize(("fault", "question", "changes", "parameters"), FAULTS)
+def test_planted_fault_is_found(fault, question, changes, parameters, dtype, small, ask):
     problem = small(**{"dtype": dtype} | changes)
-    assert find(planted(fault), question, problem, chosen, ask)
+    assert finds_fault(planted_kernel(fault), question, problem, parameters, ask)
 
 
-@pytest.mark.parametrize(("fault", "question", "changes", "chosen"), OF_ONE_DTYPE)
-def test_a_fault_of_one_dtype_is_found(fault, question, changes, chosen, small, softmax, ask):
+@pytest.mark.parametrize(("fault", "question", "changes", "parameters"), FAULTS_OF_ONE_DTYPE)
+def test_fault_of_one_dtype_is_found(fault, question, changes, parameters, small, softmax, ask):
     problem = softmax(**changes) if "operation" in changes else small(**changes)
-    assert find(planted(fault), question, problem, chosen, ask)
+    assert finds_fault(planted_kernel(fault), question, problem, parameters, ask)
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (6, 2), (6, 3), (4, 4)])
 @pytest.mark.parametrize("fault", ["Interleaved", "NextKeyHead", "LastHeadOff"])
-def test_a_kernel_that_knows_a_head_by_its_place_fails(fault, heads, small, ask):
+def test_head_permutation_finds_kernel_that_uses_head_position(fault, heads, small, ask):
     problem = small(CAUSAL, heads=heads[0], kv_heads=heads[1], dtype="fp32")
-    right = heads[0] == heads[1] and fault == "Interleaved"  # it is h // group then
-    # Two key heads are each the one after the other, in whatever order.
+    right = heads[0] == heads[1] and fault == "Interleaved"  # it computes h // group then
+    # With two key heads each is the next of the other, in any order.
     blind = heads[1] == 2 and fault == "NextKeyHead"
-    assert find(planted(fault), "head_permutation", problem, None, ask) != (right or blind)
+    found = finds_fault(planted_kernel(fault), "head_permutation", problem, None, ask)
+    assert found != (right or blind)
 
 
 @pytest.mark.parametrize(
     ("fault", "size"),
     [("PagesTransposed", 3), ("PageOneLonger", 3), ("SharedIsTheFirstOnes", 3), ("KeptByPage", 2)],
 )
-def test_a_fault_of_pages_is_found(fault, size, small, ask):
+def test_fault_of_pages_is_found(fault, size, small, ask):
     problem = small(Spec.of("padding", lengths=[7, 3]), paging=Paging(size=2, seed=3, shared=1))
-    found = ask(planted(fault), "pages", problem, size=size, order=1, shared=0)
-    assert isinstance(found, Finding)
+    finding = ask(planted_kernel(fault), "pages", problem, size=size, order=1, shared=0)
+    assert isinstance(finding, Finding)
 
 
 @pytest.mark.parametrize(
-    ("fault", "question", "changes", "chosen"),
+    ("fault", "question", "changes", "parameters"),
     [
         ("WindowShorter", "window_beyond", {"mask": CAUSAL}, {"window": 6}),
         ("OverflowingWindow", "window_beyond", {"mask": CAUSAL}, {"window": 6}),
@@ -183,8 +179,10 @@ def test_a_fault_of_pages_is_found(fault, size, small, ask):
         ("StalePadding", "call_order", {}, {"between": 1}),
     ],
 )
-def test_a_fault_of_other_numbers_is_not_found(fault, question, changes, chosen, small, ask):
-    assert ask(planted(fault), question, small(**changes), **chosen) is None
+def test_fault_is_not_found_with_parameters_that_hide_it(
+    fault, question, changes, parameters, small, ask
+):
+    assert ask(planted_kernel(fault), question, small(**changes), **parameters) is None
 
 
 @pytest.mark.parametrize(
@@ -195,36 +193,37 @@ def test_a_fault_of_other_numbers_is_not_found(fault, question, changes, chosen,
         ("PairsShareAMaximum", "softmax_rows", {"operation": "softmax", "kv": 33, "query": 7}),
     ],
 )
-def test_without_the_promise_bits_are_not_compared(fault, question, changes, small, softmax, ask):
+def test_bits_are_compared_only_if_promised(fault, question, changes, small, softmax, ask):
     problem = softmax(**changes) if "operation" in changes else small(**changes)
-    kernel = planted(fault)
-    assert find(kernel, question, problem, None, ask)
+    kernel = planted_kernel(fault)
+    assert finds_fault(kernel, question, problem, None, ask)
     kernel.promises = frozenset({"repeat", "hidden"})
-    assert not find(kernel, question, problem, None, ask)
+    assert not finds_fault(kernel, question, problem, None, ask)
 
 
-def test_findings_are_at_their_places(small, ask):
-    found = ask(planted("LongerWindow"), "hidden_keys", small(WINDOW), row=3)
-    assert found.place[2] == 3
-    found = ask(planted("Overflowing"), "hidden_keys_huge", small(WINDOW))
-    assert found.tensor == "lse"
-    found = ask(planted("LargeBatch"), "alone_in_batch", small(PADDING), sequence=0)
-    assert (found.tensor, found.place, found.count) == ("lse", (0, 0, 0), 4 * 5)
-    found = ask(planted("TraceOfTheFirstColumn"), "pad_value_dim", small(), columns=1)
-    assert (found.place[-1], found.expected, found.allowed) == (small().value_dim, 0.0, 0.0)
-    turns = range(7)
-    found = [ask(planted("WithoutLastKey"), "one_hot", small(), turn=t) for t in turns]
-    assert [each and each.place[2] for each in found] == [None, None, 4, 3, 2, 1, 0]
+def test_finding_names_tensor_and_place(small, ask):
+    finding = ask(planted_kernel("LongerWindow"), "hidden_keys", small(WINDOW), row=3)
+    assert finding.place[2] == 3
+    finding = ask(planted_kernel("Overflowing"), "hidden_keys_huge", small(WINDOW))
+    assert finding.tensor == "lse"
+    finding = ask(planted_kernel("LargeBatch"), "alone_in_batch", small(PADDING), sequence=0)
+    assert (finding.tensor, finding.place, finding.count) == ("lse", (0, 0, 0), 4 * 5)
+    finding = ask(planted_kernel("TraceOfTheFirstColumn"), "pad_value_dim", small(), columns=1)
+    assert (finding.place[-1], finding.expected, finding.allowed) == (small().value_dim, 0.0, 0.0)
+    findings = [
+        ask(planted_kernel("WithoutLastKey"), "one_hot", small(), turn=turn) for turn in range(7)
+    ]
+    assert [each and each.place[2] for each in findings] == [None, None, 4, 3, 2, 1, 0]
 
 
 def test_split_merge_is_not_compared_without_lse(small, ask):
-    found = ask(planted("WithoutLse"), "split_merge", small())
-    assert isinstance(found, Failure)
-    assert (found.kind, found.message) == ("refused", "gives no LSE")
+    failure = ask(planted_kernel("WithoutLse"), "split_merge", small())
+    assert isinstance(failure, Failure)
+    assert (failure.kind, failure.message) == ("refused", "gives no LSE")
 
 
-def test_strides_that_torch_does_not_take_are_refused(small, ask):
-    found = ask("sdpa-flash", "strides_transposed", small(CAUSAL, value_dim=6))
-    assert isinstance(found, Failure)
-    assert found.kind == "refused"
-    assert "stride 1" in found.message
+def test_strides_unsupported_by_torch_are_refused(small, ask):
+    failure = ask("sdpa-flash", "strides_transposed", small(CAUSAL, value_dim=6))
+    assert isinstance(failure, Failure)
+    assert failure.kind == "refused"
+    assert "stride 1" in failure.message

@@ -1,4 +1,4 @@
-"""How a relation is run and compared: promises, failures, findings, and merged parts."""
+"""How relations are checked: findings, failures, comparisons of bits and values, merged parts."""
 
 import math
 
@@ -17,14 +17,14 @@ from attncheck.relations.relation import Finding, compare_bits, compare_values
 from attncheck.verify.executor import Failure
 from attncheck.verify.relation_runs import check_relation
 
-FUTURES = ("future_keys", "future_keys_nan", "future_keys_huge")
+FUTURE_KEYS = ("future_keys", "future_keys_nan", "future_keys_huge")
 
 
 @pytest.fixture
 def find(small):
-    """``find(fault, question, **changes)``: what is wrong with a planted kernel."""
+    """``find(fault, question, **changes)``: the Finding or Failure of a planted kernel, or None."""
 
-    def found(fault, question, **changes):
+    def check(fault, question, **changes):
         sizes = {"heads": 6, "head_dim": 3, "value_dim": 4, "mask": Spec.of("causal")}
         problem = small(**(sizes | changes))
         allowed = relation_named(question).allowed(problem)
@@ -32,14 +32,14 @@ def find(small):
         case = Case(problem=problem, question=question, parameters=parameters)
         return check_relation(kernel(fault), case)
 
-    return found
+    return check
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(
     ("fault", "question"),
     [
-        *(("RowBelow", question) for question in FUTURES),
+        *(("RowBelow", question) for question in FUTURE_KEYS),
         ("RowBelow", "first_row"),
         ("DiagonalDropped", "first_row"),
         ("HiddenTimesZero", "future_keys_nan"),
@@ -51,22 +51,22 @@ def find(small):
         ("OneBuffer", "repeat"),
     ],
 )
-def test_a_planted_fault_is_found(fault, question, dtype, find):
+def test_planted_fault_is_found(fault, question, dtype, find):
     assert isinstance(find(fault, question, dtype=dtype), Finding)
 
 
-@pytest.mark.parametrize("question", [*FUTURES, "repeat", "zero_values"])
-def test_a_fault_that_a_relation_is_not_about_is_not_found(question, find):
+@pytest.mark.parametrize("question", [*FUTURE_KEYS, "repeat", "zero_values"])
+def test_relation_ignores_fault_that_it_is_not_about(question, find):
     assert find("DiagonalDropped", question) is None
 
 
-def test_a_kernel_that_raises_fails_with_its_message(find):
-    found = find("Raising", "repeat")
-    assert isinstance(found, Failure)
-    assert without_place(found.message) == "RuntimeError: illegal memory access"
+def test_kernel_that_raises_fails_with_its_message(find):
+    failure = find("Raising", "repeat")
+    assert isinstance(failure, Failure)
+    assert without_place(failure.message) == "RuntimeError: illegal memory access"
 
 
-def test_the_finding_says_where_what_and_how_many(find, small):
+def test_finding_message_gives_place_values_and_count(find, small):
     finding = find("DiagonalDropped", "first_row")
     v = draw_inputs(small(Spec.of("causal"), heads=6, head_dim=3, value_dim=4)).v
     assert finding.message == (
@@ -75,7 +75,7 @@ def test_the_finding_says_where_what_and_how_many(find, small):
     )
 
 
-def test_bits_are_compared_to_the_last():
+def test_compare_bits_finds_any_different_bit():
     zero, nan = torch.zeros(2), torch.tensor([torch.nan, 1.0])
     assert compare_bits("out", zero, zero) is None
     assert compare_bits("out", -zero, zero) is not None
@@ -89,7 +89,7 @@ def test_bits_are_compared_to_the_last():
         assert finding.value != finding.expected
 
 
-def test_values_leave_the_sign_of_zero_open_and_nothing_else():
+def test_compare_values_ignores_only_sign_of_zero():
     zero, nan = torch.zeros(2), torch.tensor([0.0, torch.nan])
     assert compare_values("out", -zero, zero) is None
     assert compare_values("out", nan, zero) is not None
@@ -107,25 +107,25 @@ def _part(out, lse):
 
 
 def test_parts_are_merged_by_their_weights():
-    both = merge_parts(_part(1.0, math.log(3.0)), _part(5.0, 0.0))
-    torch.testing.assert_close(both.out.item(), 2.0)
-    torch.testing.assert_close(both.lse.item(), math.log(4.0))
+    merged = merge_parts(_part(1.0, math.log(3.0)), _part(5.0, 0.0))
+    torch.testing.assert_close(merged.out.item(), 2.0)
+    torch.testing.assert_close(merged.lse.item(), math.log(4.0))
 
 
-@pytest.mark.parametrize("unseen", [0.0, math.nan, math.inf])
-def test_a_part_that_is_not_seen_counts_for_nothing(unseen):
-    nothing, errors = _part(unseen, -math.inf), _part(math.inf, math.inf)
-    both = merge_parts(nothing, _part(5.0, 2.0))
-    assert (both.out.item(), both.lse.item()) == (5.0, 2.0)
-    allowed = merge_error([nothing, _part(5.0, 2.0)], [errors, _part(0.5, 0.25)])
-    # The merge's own roundings, which are of float64, and nothing of the other part.
+@pytest.mark.parametrize("out", [0.0, math.nan, math.inf])
+def test_part_without_visible_keys_does_not_count(out):
+    empty, errors = _part(out, -math.inf), _part(math.inf, math.inf)
+    merged = merge_parts(empty, _part(5.0, 2.0))
+    assert (merged.out.item(), merged.lse.item()) == (5.0, 2.0)
+    allowed = merge_error([empty, _part(5.0, 2.0)], [errors, _part(0.5, 0.25)])
+    # Only the merge's own float64 roundings are added, and nothing of the other part.
     assert 0.5 <= allowed.out.item() <= 0.5 * (1 + torch.finfo(torch.float32).eps)
     assert 0.25 <= allowed.lse.item() <= 0.25 * (1 + torch.finfo(torch.float32).eps)
-    none = merge_parts(nothing, nothing)
+    none = merge_parts(empty, empty)
     assert (none.out.item(), none.lse.item()) == (0.0, -math.inf)
 
 
-def test_no_error_within_those_of_the_parts_passes_the_merges():
+def test_merge_error_bounds_errors_of_parts():
     numbers = torch.Generator().manual_seed(0)
 
     def parts(out, lse):
@@ -133,12 +133,12 @@ def test_no_error_within_those_of_the_parts_passes_the_merges():
 
     for _ in range(100):
         out, lse = torch.randn(2, 2, generator=numbers) * torch.tensor([[1.0], [4.0]])
-        of_out, of_lse = torch.rand(2, 2, generator=numbers) * torch.tensor([[1.0], [3.0]])
+        out_error, lse_error = torch.rand(2, 2, generator=numbers) * torch.tensor([[1.0], [3.0]])
         signs = torch.randint(0, 2, (2, 2), generator=numbers) * 2 - 1
-        off = parts(out + signs[0] * of_out, lse + signs[1] * of_lse)
-        exact, merged = merge_parts(*parts(out, lse)), merge_parts(*off)
-        allowed = merge_error(off, parts(of_out, of_lse))
-        # What is added here is rounded to fp32 itself.
+        perturbed = parts(out + signs[0] * out_error, lse + signs[1] * lse_error)
+        exact, merged = merge_parts(*parts(out, lse)), merge_parts(*perturbed)
+        allowed = merge_error(perturbed, parts(out_error, lse_error))
+        # The perturbed sums are themselves rounded to fp32.
         slack = 1 + 16 * torch.finfo(torch.float32).eps
         assert (merged.out - exact.out).abs() <= allowed.out * slack
         assert (merged.lse - exact.lse).abs() <= allowed.lse * slack

@@ -1,7 +1,7 @@
-"""Every relation holds of right kernels, to the bit where they promise it."""
+"""Every relation holds for right kernels, bit for bit where they promise it."""
 
 import pytest
-from tests.planted_kernels import kernel as planted
+from tests.planted_kernels import kernel as planted_kernel
 
 from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
@@ -12,9 +12,9 @@ from attncheck.subjects.ideal import Ideal
 FULL, CAUSAL, BOTTOM_RIGHT = map(Spec.of, ("full", "causal", "causal_bottom_right"))
 WINDOW = Spec.of("sliding_window", window=2)
 PADDING, EMPTY = Spec.of("padding", lengths=[2, 7]), Spec.of("padding", lengths=[4, 0])
-OF_HEADS = Spec.of("expression", text="(kv_idx + h // 2) % 3 <= q_idx")
+READS_HEAD = Spec.of("expression", text="(kv_idx + h // 2) % 3 <= q_idx")
 DOCUMENT = Spec.of("document", lengths=[2, 0, 3, 4])
-# Of rows and keys unlike: one without rows, one without keys, one without either.
+# Documents of unequal rows and keys: one without rows, one without keys, one without either.
 DOCUMENTS = Spec.of("documents", query_lengths=[1, 0, 0, 2, 2], kv_lengths=[2, 1, 0, 0, 4])
 CAPPED, ALIBI = Spec.of("softcap", cap=5.0), Spec.of("alibi")
 CANVAS = {"canvas": [3, 5], "kernel": [3, 3]}
@@ -24,7 +24,7 @@ PROBLEMS = {
     "window": {"mask": WINDOW, "score": CAPPED},
     "padding": {"mask": PADDING, "score": Spec.of("chain", ALIBI, CAPPED)},
     "rows without keys": {"mask": EMPTY},
-    "of heads": {"mask": OF_HEADS},
+    "of heads": {"mask": READS_HEAD},
     "documents": {"mask": DOCUMENT},
     "causal documents": {"mask": Spec.of("and", CAUSAL, DOCUMENTS)},
     "not causal": {"mask": Spec.of("not", CAUSAL)},
@@ -35,9 +35,9 @@ PROBLEMS = {
     "sink of documents": {"mask": Spec.of("document", lengths=[2, 6]), "sink": True, "query": 8},
     "pages": {"mask": BOTTOM_RIGHT, "paging": Paging(size=2, shared=1), "sink": True},
 }
-# The ideal kernel has one launch, and ``strides_far`` tests of its own.
+# The ideal kernel has only one launch, and ``strides_far`` has a test module of its own.
 QUESTIONS = [n for n, r in RELATIONS.items() if not r.uses_other_launch and not r.needs_much_memory]
-OF_ATTENTION = [n for n in QUESTIONS if not n.startswith("softmax_")]
+ATTENTION_QUESTIONS = [n for n in QUESTIONS if not n.startswith("softmax_")]
 
 
 DTYPES = {
@@ -51,37 +51,37 @@ DTYPES = {
 
 
 def problems(dtype, small):
-    """Every other problem for a dtype, the others for the next."""
+    """Half of PROBLEMS in this dtype; the next dtype gets the other half."""
     turn = list(DTYPES).index(dtype) % 2
     some = list(PROBLEMS.values())[turn::2]
     return [small(**changes, dtype=dtype, distribution=DTYPES[dtype]) for changes in some]
 
 
-@pytest.mark.parametrize("question", OF_ATTENTION)
+@pytest.mark.parametrize("question", ATTENTION_QUESTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_ideal_kernel_passes(question, dtype, small, ask, numbers):
+def test_ideal_kernel_passes(question, dtype, small, ask, extreme_parameters):
     for problem in problems(dtype, small):
         if relation_named(question).unfit(problem) is None:
-            for chosen in numbers(question, problem):
-                assert ask(Ideal(), question, problem, **chosen) is None
+            for parameters in extreme_parameters(question, problem):
+                assert ask(Ideal(), question, problem, **parameters) is None
 
 
-def test_every_relation_about_out_applies_to_some_of_these_problems(small):
+def test_every_relation_about_out_applies_to_some_problem(small):
     everything = [problem for dtype in DTYPES for problem in problems(dtype, small)]
-    silent = {n for n in OF_ATTENTION if all(RELATIONS[n].unfit(p) for p in everything)}
+    silent = {n for n in ATTENTION_QUESTIONS if all(RELATIONS[n].unfit(p) for p in everything)}
     assert silent == {"zero_loss", "lse_loss", "euler", "group_sums"}
 
 
-@pytest.mark.parametrize("question", OF_ATTENTION)
+@pytest.mark.parametrize("question", ATTENTION_QUESTIONS)
 @pytest.mark.parametrize("kernel", ["triton-flash2", "triton-flash1", "sdpa-math"])
-def test_other_right_kernels_pass(question, kernel, small, ask, numbers):
+def test_triton_and_torch_kernels_pass(question, kernel, small, ask, extreme_parameters):
     if kernel == "sdpa-math" and question.endswith("_nan"):
         pytest.skip("torch multiplies hidden values by 0")
     for name in ("causal", "rows without keys", "tiled"):
         problem = small(**PROBLEMS[name], dtype="fp16", heads=2, kv_heads=1)
         if relation_named(question).unfit(problem) is None:
-            found = ask(kernel, question, problem, **numbers(question, problem)[-1])
-            assert found is None or getattr(found, "kind", "") == "refused"
+            result = ask(kernel, question, problem, **extreme_parameters(question, problem)[-1])
+            assert result is None or getattr(result, "kind", "") == "refused"
             return
 
 
@@ -91,10 +91,12 @@ def test_other_right_kernels_pass(question, kernel, small, ask, numbers):
     ("dtype", "distribution"),
     [("fp32", "large_logits"), ("fp16", "normal"), ("bf16", "negative_logits")],
 )
-def test_softmax_kernels_pass(question, kernel, dtype, distribution, softmax, ask, numbers):
+def test_softmax_kernels_pass(
+    question, kernel, dtype, distribution, softmax, ask, extreme_parameters
+):
     problem = softmax(dtype=dtype, distribution=distribution)
-    for chosen in numbers(question, problem):
-        assert ask(kernel, question, problem, **chosen) is None
+    for parameters in extreme_parameters(question, problem):
+        assert ask(kernel, question, problem, **parameters) is None
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_softmax_kernels_pass(question, kernel, dtype, distribution, softmax, as
     ("question", "dtypes"),
     [("values_scaled", ("fp32", "fp16")), ("descale", ("e4m3", "e5m2"))],
 )
-def test_powers_of_two_keep_every_bit_in_any_tiling(question, dtypes, tiling, small, ask):
+def test_power_of_two_scaling_keeps_bits_in_any_tiling(question, dtypes, tiling, small, ask):
     for dtype in dtypes:
         problem = small(CAUSAL, dtype=dtype, kv=9, query=9, distribution="large_logits", scale=80.0)
         ((name, values),) = relation_named(question).allowed(problem).items()
@@ -119,7 +121,7 @@ def test_powers_of_two_keep_every_bit_in_any_tiling(question, dtypes, tiling, sm
 
 @pytest.mark.parametrize("distribution", ["large_logits", "outliers", "negative_logits", "sink"])
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16"])
-def test_scaled_queries_keep_every_bit(dtype, distribution, small, ask):
+def test_scaled_query_keeps_bits(dtype, distribution, small, ask):
     for scale in (0.0, 30.0, 2.0**-100):
         problem = small(CAUSAL, dtype=dtype, distribution=distribution, score=CAPPED, scale=scale)
         for exponent in relation_named("scaled_query").allowed(problem)["exponent"]:
@@ -130,18 +132,18 @@ def test_scaled_queries_keep_every_bit(dtype, distribution, small, ask):
 @pytest.mark.parametrize(
     "mask", [BOTTOM_RIGHT, WINDOW, DOCUMENT, Spec.of("prefix_lm", prefix=3), Spec.of("not", FULL)]
 )
-def test_any_mask_can_be_split(mask, cut, small, ask):
+def test_split_merge_holds_for_any_mask(mask, cut, small, ask):
     assert ask(Ideal(), "split_merge", small(mask, score=CAPPED), cut=cut) is None
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"])
-def test_a_kernel_that_finds_its_keys_in_pages_keeps_every_bit(dtype, small, ask, numbers):
+def test_paged_kernel_keeps_bits_for_any_pages(dtype, small, ask, extreme_parameters):
     paging = Paging(size=2, seed=3, shared=1)
     problem = small(Spec.of("padding", lengths=[7, 3]), paging=paging, dtype=dtype)
-    for chosen in numbers("pages", problem):
-        assert ask(planted("Gathering"), "pages", problem, **chosen) is None
+    for parameters in extreme_parameters("pages", problem):
+        assert ask(planted_kernel("Gathering"), "pages", problem, **parameters) is None
 
 
-def test_flex_passes_in_the_cells_own_order(small, ask):
+def test_flex_passes_neighborhood_order(small, ask):
     problem = small(**PROBLEMS["morton"], dtype="fp16")
     assert ask("flex", "neighborhood_order", problem) is None

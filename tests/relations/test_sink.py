@@ -1,4 +1,4 @@
-"""Relations of Problems with a sink: each holds of a right kernel, or says why it says nothing."""
+"""Relations on Problems with a sink: excerpts keep it, and faults in its use are found."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ import torch
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.core.paged_layout import Paging
-from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.relations import RELATIONS
 from attncheck.relations.excerpt import Excerpt
@@ -17,38 +17,27 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.verify.relation_runs import check_relation
 
 SMALL = {"batch": 2, "heads": 6, "kv_heads": 2, "query": 6, "kv": 8, "head_dim": 8, "value_dim": 4}
-PADDED = Spec.of("padding", lengths=[5, 0])
 PROBLEMS = {
     "full": {},
     "causal": {"mask": Spec.of("causal")},
-    "causal e4m3": {"mask": Spec.of("causal"), "dtype": "e4m3"},
-    "causal fp16": {"mask": Spec.of("causal"), "dtype": "fp16", "distribution": "large_logits"},
-    "some rows see nothing": {"mask": PADDED, "dtype": "fp32"},
     "documents": {"mask": Spec.of("document", lengths=[3, 4, 1])},
     "a document without keys": {"mask": Spec.of("document", lengths=[2, 6]), "query": 8, "kv": 2},
-    "softcap": {"score": Spec.of("softcap", cap=5.0)},
     "pages": {"paging": Paging(size=2, shared=1), "mask": Spec.of("causal_bottom_right")},
 }
 
 
-def problem(name: str = "full") -> Problem:
+def make_problem(name: str = "full") -> Problem:
     return Problem(**(SMALL | {"dtype": "bf16", "sink": True} | PROBLEMS[name]))
 
 
-def asked(kernel: Ideal, question: str, of: Problem, place: int = -1):
-    relation = RELATIONS[question]
-    parameters = {name: values[place] for name, values in relation.allowed(of).items()}
-    return check_relation(kernel, Case(problem=of, question=question, parameters=parameters))
-
-
-def test_excerpts_keep_the_sink_and_not_what_is_shared_no_more():
-    of = problem("pages")
-    whole = inputs_room.draw_inputs(of)
-    later = Excerpt.of(of, keys=range(2, of.kv)).inputs(whole)
+def test_excerpt_keeps_sink_and_drops_page_sharing_it_cuts():
+    problem = make_problem("pages")
+    whole = draw_inputs(problem)
+    later = Excerpt.of(problem, keys=range(2, problem.kv)).inputs(whole)
     assert torch.equal(later.sink, whole.sink)
     assert later.problem.paging == Paging(size=2)
-    first = Excerpt.of(of, sequences=range(1), rows=range(3)).inputs(whole)
-    assert first.problem.paging == of.paging
+    first = Excerpt.of(problem, sequences=range(1), rows=range(3)).inputs(whole)
+    assert first.problem.paging == problem.paging
 
 
 FAULTS = {
@@ -61,7 +50,7 @@ FAULTS = {
 
 
 class OtherSinks(Ideal):
-    """An ideal kernel that reads its sinks otherwise, or leaves them out of LSE."""
+    """An ideal kernel that misreads its sinks, or leaves them out of LSE."""
 
     name = "planted"
 
@@ -94,5 +83,8 @@ class OtherSinks(Ideal):
         ("per key", "documents", "documents"),
     ],
 )
-def test_relations_catch_faults_of_the_sink(fault, question, name):
-    assert asked(OtherSinks(fault), question, problem(name)) is not None
+def test_relation_finds_fault_of_sink(fault, question, name):
+    problem = make_problem(name)
+    largest = {key: values[-1] for key, values in RELATIONS[question].allowed(problem).items()}
+    case = Case(problem=problem, question=question, parameters=largest)
+    assert check_relation(OtherSinks(fault), case) is not None

@@ -1,4 +1,4 @@
-"""Mods printed as Triton functions, run in the repaired interpreter."""
+"""Kernels and a grid that run mods, printed as Triton functions, in the repaired interpreter."""
 
 # ruff: noqa: N803  # Triton: constexprs in capitals
 
@@ -52,7 +52,7 @@ def score_kernel(x, out, ROWS: tl.constexpr, KEYS: tl.constexpr, SCORE: tl.const
 
 
 class Grid:
-    """Every index of a small problem, in blocks with ragged tails in both directions."""
+    """All indices of a small problem, in one block that exceeds its rows and keys."""
 
     dimensions = Dimensions(batch=2, heads=3, query=13, kv=21)
     rows, keys = 16, 32
@@ -80,7 +80,7 @@ class Grid:
     def scored(self, score_mod, start):
         """The scores as Triton computes them, in blocks."""
         outs = []
-        # Distances as whole numbers, and as real ones.
+        # Distances computed as whole numbers, and as real ones, must give the same bits.
         for short in (False, True):
             mod = to_triton(trace_score(score_mod), short=short)
             out = torch.full(self.shape, float("nan"))

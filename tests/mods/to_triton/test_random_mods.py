@@ -1,4 +1,4 @@
-"""Callables drawn at random over the vocabulary: the trace gives their float64 values exactly."""
+"""Mods drawn at random over the vocabulary: trace, error bound and Triton agree with them."""
 
 import functools
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
-from tests.mods.sample_mods import planted
+from tests.mods.sample_mods import replace_operation
 from torch import Tensor
 
 from attncheck.core.formats import FORMATS
@@ -20,7 +20,7 @@ TABLE = torch.arange(3 * 64, dtype=torch.float32).reshape(3, 64).cos()
 WHOLE_TABLE = torch.arange(64) * 7 % 11
 FLAGS = torch.arange(64) % 3 == 0
 
-# A drawn term is a pair of its text and what computes it from (score, b, h, q_idx, kv_idx).
+# A drawn term: its text, and the function of (score, b, h, q_idx, kv_idx) that computes it.
 Term = tuple[str, "Callable[..., Tensor]"]
 
 
@@ -28,13 +28,13 @@ def leaf(text, value):
     return text, value
 
 
-def applied(name, function, *terms):
+def apply(name, function, *terms):
     text = f"{name}({', '.join(term[0] for term in terms)})"
     return text, lambda *inputs: function(*(term[1](*inputs) for term in terms))
 
 
-def safe(divisor):
-    """No zero: torch raises for whole numbers."""
+def without_zero(divisor):
+    """Replace 0, by which torch refuses to divide whole numbers."""
     return torch.where(divisor == 0, 3, divisor)
 
 
@@ -50,10 +50,10 @@ WHOLE_OF_TWO = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a % 1000 * (b % 1000),
-    "floor_divide": lambda a, b: a // safe(b),
-    "remainder": lambda a, b: a % safe(b),
-    "fmod": lambda a, b: torch.fmod(a, safe(b)),
-    "cut": lambda a, b: torch.div(a, safe(b), rounding_mode="trunc"),
+    "floor_divide": lambda a, b: a // without_zero(b),
+    "remainder": lambda a, b: a % without_zero(b),
+    "fmod": lambda a, b: torch.fmod(a, without_zero(b)),
+    "cut": lambda a, b: torch.div(a, without_zero(b), rounding_mode="trunc"),
     "minimum": torch.minimum,
     "maximum": torch.maximum,
     "and": lambda a, b: a & b,
@@ -113,18 +113,18 @@ TRUTH_OF_TWO = {
 
 def operations(table, *parts):
     return st.tuples(st.sampled_from(sorted(table)), *parts).map(
-        lambda drawn: applied(drawn[0], table[drawn[0]], *drawn[1:])
+        lambda drawn: apply(drawn[0], table[drawn[0]], *drawn[1:])
     )
 
 
 def choice(condition, parts):
     drawn = st.tuples(condition, parts, parts)
-    return drawn.map(lambda terms: applied("where", torch.where, *terms))
+    return drawn.map(lambda terms: apply("where", torch.where, *terms))
 
 
 @functools.cache
 def wholes(depth):
-    """Whole numbers of at most ``depth`` operations on one another."""
+    """Whole numbers: trees of at most ``depth`` levels of operations."""
     if depth == 0:
         return st.sampled_from(INDICES)
     parts = wholes(depth - 1)
@@ -133,13 +133,13 @@ def wholes(depth):
         operations(WHOLE_OF_ONE, parts),
         operations(WHOLE_OF_TWO, parts, parts),
         choice(truths(depth - 1), parts),
-        truths(depth - 1).map(lambda of: applied("long", lambda a: a.long(), of)),
+        truths(depth - 1).map(lambda of: apply("long", lambda a: a.long(), of)),
     )
 
 
 @functools.cache
 def reals(depth):
-    """Real numbers, likewise; all are float64."""
+    """Real numbers, all float64, likewise."""
     if depth == 0:
         return st.just(leaf("score", lambda s, b, h, q, k: s))
     parts = reals(depth - 1)
@@ -148,9 +148,9 @@ def reals(depth):
         operations(REAL_OF_ONE, parts),
         operations(REAL_OF_TWO, parts, parts),
         choice(truths(depth - 1), parts),
-        wholes(depth - 1).map(lambda of: applied("double", lambda a: a.double(), of)),
+        wholes(depth - 1).map(lambda of: apply("double", lambda a: a.double(), of)),
         st.tuples(st.sampled_from(INDICES[:2]), wholes(depth - 1)).map(
-            lambda of: applied("table", lambda h, a: TABLE[h, column(a)].double(), *of)
+            lambda of: apply("table", lambda h, a: TABLE[h, column(a)].double(), *of)
         ),
     )
 
@@ -160,7 +160,7 @@ def truths(depth):
     """Truth values, likewise."""
     if depth == 0:
         return st.sampled_from(INDICES).map(
-            lambda of: applied("flag", lambda a: FLAGS[column(a)], of)
+            lambda of: apply("flag", lambda a: FLAGS[column(a)], of)
         )
     parts = truths(depth - 1)
     return st.one_of(
@@ -168,15 +168,15 @@ def truths(depth):
         operations(COMPARISONS, wholes(depth - 1), wholes(depth - 1)),
         operations(COMPARISONS, reals(depth - 1), reals(depth - 1)),
         operations(TRUTH_OF_TWO, parts, parts),
-        parts.map(lambda of: applied("not", lambda a: ~a, of)),
-        wholes(depth - 1).map(lambda of: applied("flag", lambda a: FLAGS[column(a)], of)),
-        wholes(depth - 1).map(lambda of: applied("bool", lambda a: a.bool(), of)),
+        parts.map(lambda of: apply("not", lambda a: ~a, of)),
+        wholes(depth - 1).map(lambda of: apply("flag", lambda a: FLAGS[column(a)], of)),
+        wholes(depth - 1).map(lambda of: apply("bool", lambda a: a.bool(), of)),
     )
 
 
 @given(term=reals(4))
 @settings(max_examples=40, deadline=None)
-def test_a_drawn_score_mod_is_traced_exactly(term):
+def test_drawn_score_mod_is_traced_exactly(term):
     def mod(*inputs):
         return term[1](*inputs).to(inputs[0].dtype)
 
@@ -186,42 +186,43 @@ def test_a_drawn_score_mod_is_traced_exactly(term):
 PLACES = [torch.arange(24).view(1, 1, -1) % size for size in (2, 3, 13, 21)]
 
 
-def beyond(analysis, expression, seed):
-    """Where fp32 scores, exact or a little off, are farther off after the mod than is said."""
+def exceeds_bound(analysis, expression, seed):
+    """Where fp32 scores, half of them inexact, err more after the mod than the analysis allows."""
     drawn = torch.Generator().manual_seed(seed)
     scores = torch.randn(1, 1, 24, generator=drawn).mul(3)
     scores[..., :6] = torch.tensor([0.0, 1.0, -1.0, 2.5, -3.5, 8.0])
-    off = torch.arange(24) % 2 * 2.0**-20
-    exact, radius = scores.double(), scores.double().abs() * off
-    found = analysis.at(exact, radius, *PLACES)
-    right = expression.evaluate(exact, *PLACES).double()
-    given = scores * (1 + (torch.rand(1, 1, 24, generator=drawn) - 0.5) * off)
-    computed = expression.evaluate(given, *PLACES).double()
-    alike = (computed == right) | right.isnan() | found.radius.isinf()
-    return ~alike & ~((computed - right).abs() <= found.radius)
+    relative = torch.arange(24) % 2 * 2.0**-20
+    exact, radius = scores.double(), scores.double().abs() * relative
+    bound = analysis.at(exact, radius, *PLACES)
+    expected = expression.evaluate(exact, *PLACES).double()
+    perturbed = scores * (1 + (torch.rand(1, 1, 24, generator=drawn) - 0.5) * relative)
+    computed = expression.evaluate(perturbed, *PLACES).double()
+    excused = (computed == expected) | expected.isnan() | bound.radius.isinf()
+    return ~excused & ~((computed - expected).abs() <= bound.radius)
 
 
 @given(term=reals(4), seed=st.integers(0, 99))
 @settings(max_examples=40, deadline=None)
-def test_a_drawn_score_mod_in_fp32_stays_within_its_running_error(term, seed):
+def test_drawn_score_mod_in_fp32_stays_within_running_error(term, seed):
     expression = trace_score(lambda *inputs: term[1](*inputs).to(inputs[0].dtype))
-    assert not beyond(RunningError(expression), expression, seed).any(), term[0]
+    assert not exceeds_bound(RunningError(expression), expression, seed).any(), term[0]
 
 
-def test_a_running_error_without_its_roundings_is_found_out():
+def test_error_analysis_without_rounding_is_detected():
     """A planted fault in the analysis: fp32 rounds nothing."""
     exact = Arithmetic(format=FORMATS["fp32"], ulps={})
 
-    def told(case):
+    def is_detected(case):
         expression = trace_score(lambda *inputs: case[0][1](*inputs).to(inputs[0].dtype))
-        return bool(beyond(RunningError(expression, arithmetic=exact), expression, case[1]).any())
+        analysis = RunningError(expression, arithmetic=exact)
+        return bool(exceeds_bound(analysis, expression, case[1]).any())
 
-    find(st.tuples(reals(1), st.just(0)), told, settings=settings(deadline=None))
+    find(st.tuples(reals(1), st.just(0)), is_detected, settings=settings(deadline=None))
 
 
 @given(term=truths(4))
 @settings(max_examples=40, deadline=None)
-def test_a_drawn_mask_is_traced_exactly(term):
+def test_drawn_mask_is_traced_exactly(term):
     def mod(*indices):
         return term[1](indices[0] * 0.25 - 1.0, *indices)
 
@@ -230,8 +231,8 @@ def test_a_drawn_mask_is_traced_exactly(term):
 
 @given(term=wholes(3))
 @settings(max_examples=40, deadline=None)
-def test_drawn_whole_numbers_are_the_same_in_triton(term, grid):
-    """int32 holds all of depth 3, and fp32 what is left of them below 2^23."""
+def test_drawn_whole_number_is_the_same_in_triton(term, grid):
+    """Of depth 3 all fit in int32, and their remainders below 2^23 in fp32."""
 
     def mod(*inputs):
         return inputs[0] + term[1](*inputs) % 2**23
@@ -240,8 +241,8 @@ def test_drawn_whole_numbers_are_the_same_in_triton(term, grid):
     assert torch.equal(grid.scored(mod, zero)[grid.existing], grid.inside(mod, zero)), term[0]
 
 
-def test_a_planted_operation_is_found_and_shrinks_to_it():
-    """floor_divide for remainder, in drawn mods: the smallest that shows it has one remainder."""
+def test_wrong_operation_is_found_and_shrinks_to_one_remainder():
+    """A planted fault, floor_divide for remainder: the smallest mod that shows it has only one."""
 
     def traced(term):
         def mod(*inputs):
@@ -251,7 +252,7 @@ def test_a_planted_operation_is_found_and_shrinks_to_it():
 
     def differs(term):
         expression, mod = traced(term)
-        wrong = planted(expression, "remainder", "floor_divide")
+        wrong = replace_operation(expression, "remainder", "floor_divide")
         return count_disagreements(wrong, mod, DIMENSIONS, samples=64) > 0
 
     # A truth value of a whole number has a remainder of its own: a drawn start may end there.

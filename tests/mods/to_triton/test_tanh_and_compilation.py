@@ -1,4 +1,4 @@
-"""The printed tanh keeps a bound of its operations; printed functions compile without a GPU."""
+"""The printed tanh keeps the error bound of its operations; printed functions compile for a GPU."""
 
 # ruff: noqa: N803  # Triton: constexprs in capitals
 
@@ -46,7 +46,7 @@ def tanh_bound(x):
     return torch.where(a < 0.625, small, large)
 
 
-def test_tanh_keeps_the_bound_of_its_operations():
+def test_tanh_stays_within_bound():
     parts = [
         np.linspace(1e-3, 1.5, 2**14),
         np.logspace(-37, 38, 2**13),
@@ -59,20 +59,20 @@ def test_tanh_keeps_the_bound_of_its_operations():
         assert ((result - exact).abs() <= tanh_bound(x) * UNIT * exact.abs() * (1 + 2**-20)).all()
 
 
-def test_the_bound_rejects_the_quotient_of_exponentials():
+def test_quotient_of_exponentials_exceeds_tanh_bound():
     x = torch.linspace(1e-4, 0.5, 2**10)
     e = torch.exp(-2 * x)
     wrong, exact = ((1 - e) / (1 + e)).double(), torch.tanh(x.double())
     assert ((wrong - exact).abs() > tanh_bound(x) * UNIT * exact * (1 + 2**-20)).any()
 
 
-def test_tanh_at_the_ends():
+def test_tanh_of_zero_infinity_and_nan():
     ends = torch.tensor([0.0, float("inf"), -float("inf"), float("nan")])
     assert tanh_of(ends)[:3].tolist() == [0.0, 1.0, -1.0]
     assert tanh_of(ends)[3].isnan()
 
 
-def test_softcap_keeps_the_bound_of_its_operations(grid):
+def test_softcap_stays_within_bound(grid):
     mod = scores.softcap(20.0)
     result, exact = (
         grid.scored(mod, grid.start()).double(),
@@ -138,7 +138,7 @@ narrow = torch.arange(64).to(torch.uint8)
 flags = torch.arange(64) > 7
 causal = lambda b, h, q, k: q >= k
 score = lambda s, b, h, q, k: s
-# Each group is one kernel: an instruction that it must have is of one of its functions alone.
+# Each group is one kernel: an instruction that is required comes from only one of its functions.
 groups = {
     "tanh sqrt sin log floor abs relu": ("rcp.approx.ftz.f32", "sqrt.rn.f32"),
     "sigmoid cos log2 ceil neg": ("div.rn.f32",),
@@ -190,7 +190,7 @@ def kernel(x, out, MASK: tl.constexpr, SCORE: tl.constexpr, mask_captured, score
 """
 
 
-def test_functions_compile_for_hopper(tmp_path, warm_python):
+def test_printed_functions_compile_for_hopper(tmp_path, warm_python):
     (tmp_path / "compiled_kernel.py").write_text(KERNEL)
     environment = {
         **{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},

@@ -17,44 +17,43 @@ from attncheck.mods.trace import trace_mask, trace_score
 from attncheck.subjects.kernel_mods import triton_score
 
 
-def assert_same_mask(grid, mask_mod):
+def assert_triton_mask_matches(grid, mask_mod):
     assert torch.equal(grid.seen(mask_mod)[grid.existing], grid.inside(mask_mod).to(torch.int32))
 
 
+def assert_triton_score_matches(grid, score_mod):
+    result = grid.scored(score_mod, grid.start())[grid.existing]
+    assert torch.equal(result, grid.inside(score_mod, grid.start()))
+
+
 @pytest.mark.parametrize("spec", LIBRARY_MASKS, ids=str)
-def test_library_mask(spec, grid):
-    assert_same_mask(grid, build_mask(spec, grid.dimensions))
+def test_library_mask_in_triton_matches_callable(spec, grid):
+    assert_triton_mask_matches(grid, build_mask(spec, grid.dimensions))
 
 
 @pytest.mark.parametrize("spec", EXACT_SCORES, ids=str)
-def test_library_score_has_the_bits_of_fp32_torch(spec, grid):
-    mod = build_score(spec, grid.dimensions)
-    assert torch.equal(
-        grid.scored(mod, grid.start())[grid.existing], grid.inside(mod, grid.start())
-    )
+def test_library_score_has_bits_of_fp32_torch(spec, grid):
+    assert_triton_score_matches(grid, build_score(spec, grid.dimensions))
 
 
 @given(spec=any_mask)
 @settings(max_examples=20, deadline=None)
-def test_composed_masks(spec, grid):
-    assert_same_mask(grid, build_mask(spec, grid.dimensions))
+def test_drawn_mask_in_triton_matches_callable(spec, grid):
+    assert_triton_mask_matches(grid, build_mask(spec, grid.dimensions))
 
 
 @given(spec=exact_chain)
 @settings(max_examples=10, deadline=None)
-def test_chained_scores(spec, grid):
-    mod = build_score(spec, grid.dimensions)
-    assert torch.equal(
-        grid.scored(mod, grid.start())[grid.existing], grid.inside(mod, grid.start())
-    )
+def test_drawn_chain_of_scores_has_bits_of_fp32_torch(spec, grid):
+    assert_triton_score_matches(grid, build_score(spec, grid.dimensions))
 
 
-def test_a_wrong_mask_differs(grid):
+def test_wrong_mask_is_detected(grid):
     causal = grid.inside(masks.causal).to(torch.int32)
     assert not torch.equal(grid.seen(lambda b, h, q, k: q > k)[grid.existing], causal)
 
 
-def test_indices_beyond_a_captured_tensor_read_its_last_element(grid):
+def test_index_beyond_captured_tensor_reads_last_element(grid):
     around = torch.full((40,), 99)  # neighbours in memory, which must not be read
     around[10:23] = torch.arange(13)
     seen = grid.seen(masks.document(around[10:23]))
@@ -67,7 +66,7 @@ BIAS = torch.arange(12, dtype=torch.float32).reshape(3, 4) / 8
 FLAGS = torch.tensor([True, False, True])
 
 
-def test_numbers_and_tensors_are_passed_as_the_kernel_reads_them():
+def test_captured_values_are_converted_for_kernel():
     wide = torch.tensor([0, 2**40])
     assert to_triton(trace_mask(masks.document(wide))).captured[0].dtype is torch.int64
     narrow = to_triton(trace_mask(masks.document(torch.tensor([0, 2**31 - 1, -(2**31)]))))
@@ -82,7 +81,7 @@ def test_numbers_and_tensors_are_passed_as_the_kernel_reads_them():
     assert to_triton(trace_mask(masks.full)).captured == ()
 
 
-def test_one_function_serves_every_number():
+def test_mods_that_differ_in_numbers_share_one_function():
     short, long = (to_triton(trace_mask(masks.sliding_window(w))) for w in (3, 64))
     none = to_triton(trace_mask(masks.sliding_window(0)), short=True)
     assert short.function is long.function is none.function
@@ -90,7 +89,8 @@ def test_one_function_serves_every_number():
     assert to_triton(trace_mask(masks.causal)).function is not short.function
 
 
-def test_a_distance_is_no_whole_number_where_indices_are_short():
+def test_short_indices_use_real_distances():
+    """Up to 2^23 keys a distance is the difference of two fp32 numbers, without a conversion."""
     expression = trace_score(scores.alibi(torch.ones(3)))
     converted = "(kv_idx + 0x4b000000).to(tl.float32, bitcast=True) - (q_idx +"
     assert converted not in to_triton(expression).source
@@ -102,7 +102,7 @@ def test_a_distance_is_no_whole_number_where_indices_are_short():
         assert (converted in triton_score(problem, "cpu").source) == exact
 
 
-def test_the_source_can_be_read_where_triton_looks():
+def test_inspect_finds_printed_source():
     mod = to_triton(trace_mask(masks.sliding_window(3)))
     assert inspect.getsource(mod.function.fn) == mod.source
     assert mod.source == (

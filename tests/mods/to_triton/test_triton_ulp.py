@@ -18,15 +18,15 @@ COUNT = 2**15
 
 @triton.jit
 def pair_kernel(x, y, out, COUNT: tl.constexpr, SCORE: tl.constexpr, captured):
-    """The second operand comes through a captured tensor, at index kv_idx."""
+    """The second operand is read from a captured tensor, at kv_idx."""
     place = tl.arange(0, COUNT)
     value = SCORE(tl.load(x + place), 0, 0, 0, place, captured)
     tl.static_assert(value.dtype == tl.float32)
     tl.store(out + place, value)
 
 
-def printed(mod, x):
-    """What the printed function gives at the scores ``x`` (COUNT,)."""
+def run_printed(mod, x):
+    """The values of the printed function at the scores ``x`` (COUNT,)."""
     function = to_triton(trace_score(mod))
     out = torch.empty_like(x)
     pair_kernel[(1,)](x, x, out, COUNT, function.function, function.captured)
@@ -43,8 +43,8 @@ def numbers(low, high, *, exponents=(-126, 126)):
     return torch.from_numpy(np.clip(every, low, high).astype(np.float32))
 
 
-def in_ulp(result, exact):
-    """How far ``result`` is from ``exact``, in the last place of fp32 at ``exact``."""
+def error_in_ulp(result, exact):
+    """The distance of ``result`` from ``exact`` in fp32's units in the last place at ``exact``."""
     _, exponent = torch.frexp(exact)
     ulp = torch.ldexp(torch.ones_like(exact), exponent.clamp(min=-125) - 24)
     return ((result.double() - exact) / ulp).abs()
@@ -70,12 +70,13 @@ UNARY = {
 
 
 @pytest.mark.parametrize("op", UNARY)
-def test_a_function_keeps_its_error(op):
+def test_unary_function_stays_within_its_ulp(op):
     function = getattr(torch, op)
     x = numbers(*UNARY[op])
     if op.startswith("log"):
         x[: COUNT // 4] = numbers(0.5, 2.0)[: COUNT // 4]  # where the result is near 0
-    error = in_ulp(printed(lambda s, b, h, q, k: function(s), x), function(x.double()))
+    result = run_printed(lambda s, b, h, q, k: function(s), x)
+    error = error_in_ulp(result, function(x.double()))
     assert (error <= TRITON_ULP.get(op, 0)).all(), error.max()
 
 
@@ -93,21 +94,21 @@ BINARY = {
 
 
 @pytest.mark.parametrize("op", BINARY)
-def test_an_operation_of_two_keeps_its_error(op):
+def test_binary_operation_stays_within_its_ulp(op):
     function, x = BINARY[op], numbers(-1e6, 1e6, exponents=(-15, 20))
-    result = printed(lambda s, b, h, q, k: function(s, SECOND[k]), x)
+    result = run_printed(lambda s, b, h, q, k: function(s, SECOND[k]), x)
     exact = function(x.double(), SECOND.double())
-    error = in_ulp(result, exact)
+    error = error_in_ulp(result, exact)
     assert (error <= TRITON_ULP.get(op, 0)).all(), error.max()
 
 
-def test_every_error_is_of_an_operation_and_tested():
+def test_every_declared_ulp_is_tested():
     assert set(TRITON_ULP) - {"number"} <= set(OPERATIONS)
     assert set(TRITON_ULP) <= set(UNARY) | set(BINARY) | {"number", "cast"}
 
 
 @pytest.mark.parametrize("op", ["floor_divide", "remainder"])
-def test_floor_semantics_have_the_bits_of_torch(op):
+def test_floor_division_and_remainder_have_bits_of_torch(op):
     """Quotients next to whole numbers, up to 2^40, of both signs, and at the ends."""
     function = BINARY[op]
     inf, nan = float("inf"), float("nan")
@@ -118,24 +119,25 @@ def test_floor_semantics_have_the_bits_of_torch(op):
     x[-64:] = ends.repeat(8)
     y = SECOND.clone()
     y[-64:] = torch.tensor([2.0, -2.0, inf, -inf, nan, 0.0, 1e10, -1e10]).repeat_interleave(8)
-    result, expected = printed(lambda s, b, h, q, k: function(s, y[k]), x), function(x, y)
+    result, expected = run_printed(lambda s, b, h, q, k: function(s, y[k]), x), function(x, y)
     assert ((result == expected) | (result.isnan() & expected.isnan())).all()
 
 
-def test_a_remainder_of_one_rounded_quotient_would_be_noticed():
+def test_remainder_by_rounded_quotient_exceeds_ulp():
     """What Triton's own % compiles to: a − trunc(a / b)·b, wrong from quotients of 2^24 on."""
     x, y = numbers(-1e9, 1e9), SECOND
     q = (x / y).trunc()
     one_step = (x.double() - q.double() * y.double()).float()
     exact = torch.fmod(x.double(), y.double())
-    assert (in_ulp(one_step, exact) > TRITON_ULP["remainder"]).any()
-    assert (in_ulp(printed(lambda s, b, h, q, k: torch.fmod(s, y[k]), x), exact) == 0).all()
+    assert (error_in_ulp(one_step, exact) > TRITON_ULP["remainder"]).any()
+    result = run_printed(lambda s, b, h, q, k: torch.fmod(s, y[k]), x)
+    assert (error_in_ulp(result, exact) == 0).all()
 
 
-def test_exp_through_one_rounded_product_would_be_noticed():
+def test_exp_by_rounded_product_exceeds_ulp():
     x = numbers(*UNARY["exp"])
     product = torch.exp2((x * 1.4426950408889634).double())
-    assert (in_ulp(product.float(), torch.exp(x.double())) > TRITON_ULP["exp"]).any()
+    assert (error_in_ulp(product.float(), torch.exp(x.double())) > TRITON_ULP["exp"]).any()
 
 
 @pytest.mark.parametrize(
@@ -158,8 +160,8 @@ def test_exp_through_one_rounded_product_would_be_noticed():
         ("relu", {"inf": "inf", "-inf": "0.0", "nan": "nan", "-1": "0.0"}),
     ],
 )
-def test_a_function_at_its_ends(op, values):
+def test_function_at_special_values(op, values):
     x = torch.zeros(COUNT)
     x[: len(values)] = torch.tensor([float(text) for text in values])
-    result = printed(lambda s, b, h, q, k: getattr(torch, op)(s), x)[: len(values)]
+    result = run_printed(lambda s, b, h, q, k: getattr(torch, op)(s), x)[: len(values)]
     assert [str(value) for value in result.tolist()] == list(values.values())

@@ -1,4 +1,4 @@
-"""Each operation: torch's callable, the trace evaluated, and Triton interpreted say the same."""
+"""Each operation of the vocabulary: torch's callable, its trace and interpreted Triton agree."""
 
 import functools
 
@@ -128,15 +128,8 @@ SCORES = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_a_mask(name, grid):
-    mod = MASKS[name]
-    assert count_disagreements(trace_mask(mod), mod, grid.dimensions) == 0
-    assert torch.equal(grid.seen(mod)[grid.existing], grid.inside(mod).to(torch.int32))
-
-
 @pytest.mark.parametrize("name", SCORES)
-def test_a_score_mod_has_the_bits_of_fp32_torch(name, grid):
+def test_score_mod_has_bits_of_fp32_torch(name, grid):
     mod = SCORES[name]
     assert count_disagreements(trace_score(mod), mod, grid.dimensions) == 0
     start = grid.start()
@@ -149,14 +142,14 @@ TENTH = torch.tensor([0.1], dtype=torch.float64)
 
 # A tensor of one element promotes fp32 to float64, one of no dimension does not.
 @pytest.mark.parametrize("tenth", [TENTH, TENTH[0]], ids=["1-d", "0-d"])
-def test_a_float64_number_promotes_as_in_torch(tenth, grid):
+def test_captured_float64_promotes_as_in_torch(tenth, grid):
     def mod(s, b, h, q, k):
         return s + BIAS[h, b] * tenth
 
     assert count_disagreements(trace_score(mod), mod, grid.dimensions) == 0
 
 
-ALIKE = [
+SIMILAR = [
     (lambda s, b, h, q, k: s // 0.75, lambda s, b, h, q, k: torch.trunc(s / 0.75)),
     (lambda s, b, h, q, k: s % 0.75, lambda s, b, h, q, k: torch.fmod(s, 0.75)),
     (lambda s, b, h, q, k: s + (q - k) // 3, lambda s, b, h, q, k: s + ((q - k) / 3).long()),
@@ -168,16 +161,16 @@ ALIKE = [
 ]
 
 
-@pytest.mark.parametrize("pair", range(len(ALIKE)))
-def test_the_usual_mistake_would_be_noticed(pair, grid):
-    """Truncation for floor, or for inclusive, … : on this grid they differ."""
-    right, wrong = ALIKE[pair]
+@pytest.mark.parametrize("pair", range(len(SIMILAR)))
+def test_common_mistake_is_detected(pair, grid):
+    """Truncation for floor, or for xor, and so on: they differ on this grid."""
+    right, wrong = SIMILAR[pair]
     assert count_disagreements(trace_score(wrong), right, grid.dimensions) > 0
     result = grid.scored(wrong, grid.start())[grid.existing]
     assert not torch.equal(result, grid.inside(right, grid.start()))
 
 
-def test_every_operation_is_here_or_has_its_error_tested():
+def test_every_operation_is_covered_here_or_in_ulp_tests():
     mods = [trace_mask(mod) for mod in MASKS.values()]
     mods += [trace_score(mod) for mod in SCORES.values()]
     used = {node.op for expression in mods for node in expression.structure.nodes}
@@ -185,12 +178,12 @@ def test_every_operation_is_here_or_has_its_error_tested():
     assert set(OPERATIONS) - used == elsewhere
 
 
-def test_captured_tensors_are_read_as_fp32_and_whole_numbers():
+def test_captured_tensors_are_passed_as_fp32_or_int32():
     for dtype, table in NARROW.items():
         mod = to_triton(trace_score(lambda s, b, h, q, k: s + table[h]))  # noqa: B023  (traced now)
-        read = mod.captured[0]
-        assert read.dtype is (torch.float32 if dtype.is_floating_point else torch.int32)
-        assert torch.equal(read, table.to(read.dtype))
+        captured = mod.captured[0]
+        assert captured.dtype is (torch.float32 if dtype.is_floating_point else torch.int32)
+        assert torch.equal(captured, table.to(captured.dtype))
     double = to_triton(trace_score(lambda s, b, h, q, k: s + BIAS.double()[h, b]))
     assert double.captured[0].dtype is torch.float32
 
@@ -236,6 +229,7 @@ def shadowing(b, h, q, k):
     return (q_(k) > ahead) | (q > 3)
 
 
+# Masks that are other forms of callables than a lambda of four arguments.
 FORMS = {
     "object": Window(5),
     "method": Window(3).__call__,
@@ -255,20 +249,16 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_any_form_of_callable(name, grid):
-    mod = FORMS[name]
+@pytest.mark.parametrize("mod", [*MASKS.values(), *FORMS.values()], ids=[*MASKS, *FORMS])
+def test_mask_agrees_in_trace_and_triton(mod, grid):
     assert count_disagreements(trace_mask(mod), mod, grid.dimensions) == 0
     assert torch.equal(grid.seen(mod)[grid.existing], grid.inside(mod).to(torch.int32))
 
 
-def test_a_module_with_buffers_and_parameters(grid):
+def test_score_mod_may_be_module_with_buffers_and_parameters(grid):
     mod = Alibi()
     with torch.no_grad():
         assert count_disagreements(trace_score(mod), mod, grid.dimensions) == 0
-        result, expected = (
-            grid.scored(mod, grid.start())[grid.existing],
-            grid.inside(mod, grid.start()),
-        )
-    assert torch.equal(result, expected)
+        result = grid.scored(mod, grid.start())[grid.existing]
+        assert torch.equal(result, grid.inside(mod, grid.start()))
     assert not any(t.requires_grad for t in trace_score(mod).captured if torch.is_tensor(t))
