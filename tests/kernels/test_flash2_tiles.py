@@ -171,8 +171,8 @@ def test_programs_start_each_block_of_each_head_once(together, beside):
 
 @triton.jit
 def count_kernel(again_ptr, out_ptr, every):
-    mine = tl.program_id(0)
-    tl.store(out_ptr + mine, tile.blocks_to_check(again_ptr, mine, every))
+    program = tl.program_id(0)
+    tl.store(out_ptr + program, tile.blocks_to_check(again_ptr, program, every))
 
 
 @pytest.mark.parametrize("flagged", [None, 0, 2, 767, 768, 799])
@@ -202,7 +202,7 @@ def test_few_careful_programs_redo_all_flagged_blocks(programs, monkeypatch):
 
 
 def test_stages_and_register_limit_of_launches_on_gpus(monkeypatch):
-    """16 bits, no score mod, memory for three stages: only then are there more than the defaults."""
+    """More than the defaults only in 16 bits, without score mod, with memory for three stages."""
 
     def stages_and_registers(**changes) -> tuple[int, int | None]:
         chosen = Flash2().launch(small(**changes), "cuda")
