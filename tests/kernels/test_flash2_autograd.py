@@ -92,9 +92,6 @@ def test_forward_and_both_backward_passes_may_have_different_tiles():
             differentiate(question, **own | {name: other})
 
 
-def test_gradients_with_atomic_sums():
-    assert share(make_question(masks.causal, "bf16", sink=True), atomic=True) <= 1
-
 
 def test_score_mod_without_its_slope_is_refused():
     question = make_question(masks.causal, score=SOFTCAP)
