@@ -92,7 +92,6 @@ def test_forward_and_both_backward_passes_may_have_different_tiles():
             differentiate(question, **own | {name: other})
 
 
-
 def test_score_mod_without_its_slope_is_refused():
     question = make_question(masks.causal, score=SOFTCAP)
     with pytest.raises(UsageError, match="needs its slope"):

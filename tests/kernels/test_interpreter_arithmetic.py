@@ -48,7 +48,6 @@ def binary(op: str, a: torch.Tensor, b: torch.Tensor, out: torch.dtype | None = 
     return result
 
 
-
 @pytest.mark.parametrize("op", ["add", "sub", "mul", "less", "abs", "neg"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_arithmetic_equals_torchs(dtype, op):

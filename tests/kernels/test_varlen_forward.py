@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from tests.kernels.packed_calls import LAUNCH, LENGTHS
 
 from attncheck.core.errors import UsageError
 from attncheck.inputs.input_tensors import Descale
@@ -15,9 +16,6 @@ from attncheck.mods.to_triton import to_triton
 from attncheck.mods.trace import trace_mask, trace_score
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 20, 7
-# Documents without rows, without keys, without both, with one row and key, longer than a tile.
-LENGTHS = [(3, 19), (0, 5), (4, 0), (0, 0), (17, 33), (1, 1), (5, 18)]
-LAUNCH = Launch(block_query=16, block_kv=16)
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
 
@@ -25,9 +23,9 @@ def starts(lengths):
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
-def draw(dtype=torch.float32, lengths=LENGTHS):
+def draw(dtype=torch.float32):
     numbers = torch.Generator().manual_seed(0)
-    rows, keys = (sum(length[side] for length in lengths) for side in (0, 1))
+    rows, keys = map(sum, zip(*LENGTHS, strict=True))
     shapes = [(rows, HEADS, DIM), (keys, KV_HEADS, DIM), (keys, KV_HEADS, VALUE_DIM)]
     return [torch.randn(shape, generator=numbers).to(dtype) for shape in shapes]
 
@@ -39,8 +37,8 @@ def traced(mask=None, score=None):
     }
 
 
-def packed(q, k, v, *, lengths=LENGTHS, launch=LAUNCH, **keywords):
-    rows, keys = ([length[side] for length in lengths] for side in (0, 1))
+def packed(q, k, v, *, launch=LAUNCH, **keywords):
+    rows, keys = zip(*LENGTHS, strict=True)
     programs = program_list(rows, launch.block_query)
     places = {"programs": programs, "scale": 0.3, "launch": launch}
     return varlen_forward(q, k, v, starts(rows), starts(keys), **places, **keywords)

@@ -7,7 +7,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mpmath
 import numpy as np
@@ -18,20 +18,24 @@ from attncheck import oracles
 from attncheck.cases.variants import VARIANTS, Shape
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
+from attncheck.mods.mpmath_algebra import MPMATH
 from attncheck.oracles.float64_numbers import Float64
+from attncheck.oracles.mp_numbers import Mp
 from attncheck.oracles.recurrence_steps import Scores
+from attncheck.oracles.streaming_forward import Blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.oracles.mp_numbers import ManyDigits, Mp
+    from attncheck.oracles.mp_numbers import ManyDigits
     from attncheck.oracles.recurrence_steps import Result
 
 UNIT = 2.0**-53
 # value_dim ≠ head_dim; 9 > 4 leaves a window's last rows without keys.
 SHAPES = ["2x4/2x5/7x4/3", "1x2/1x9/4x3/5"]
+SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)  # many tiles in a tiny problem
 
 
 PLANTED = tomllib.loads(Path(__file__).with_name("planted_faults.toml").read_text())
@@ -54,6 +58,26 @@ class CoarseExp(Float64):
 
     def exp(self, array: torch.Tensor) -> torch.Tensor:
         return array.float().exp().double()
+
+
+def make_numbers(system: str, *evaluators: str, digits: int = 30) -> Any:
+    """An ``Mp`` or ``Ball`` with these of a mod's evaluators: score, slope, captures."""
+    if system == "Mp":
+        return Mp(digits, *(getattr(MPMATH, name) for name in evaluators))
+    pytest.importorskip("flint")
+    from attncheck.mods.ball_algebra import BALLS
+    from attncheck.oracles.ball_numbers import BITS, Ball
+
+    return Ball(BITS, *(getattr(BALLS, name) for name in evaluators))
+
+
+def assert_balls_contain(balls: Iterable[Any], numbers: Iterable[Any], mp: Mp) -> None:
+    """Assert that balls are small and contain the numbers of ``mp``, up to fifty decimals."""
+    for ball, number in zip(balls, numbers, strict=True):
+        assert float(ball.rad()) <= 2.0**-90
+        middle = mp.context.mpf(ball.mid().str(50, radius=False))
+        # The radius is rounded up to a float64, the decimals are truncated after fifty.
+        assert abs(middle - number) <= float(ball.rad()) * (1 + 2.0**-50) + 1e-48
 
 
 def _finest_bit(values: torch.Tensor, bits: int) -> int:
@@ -192,8 +216,8 @@ def _plant(module: ModuleType, right: str, wrong: str) -> ModuleType:
 
 
 @pytest.fixture
-def planted():
-    """``planted(module, right, wrong)``: a copy with one text, which occurs once, replaced."""
+def plant():
+    """``plant(module, right, wrong)``: a copy with one text, which occurs once, replaced."""
     return _plant
 
 

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from tests.oracles import gradients_by_torch as reference
+from tests.oracles.conftest import SMALL
 
 from attncheck import oracles
 from attncheck.core.errors import ProblemError
@@ -15,12 +16,10 @@ from attncheck.inputs.problem import Problem
 from attncheck.oracles.backward_recurrences import flash2_backward
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.mod_calls import Indices
-from attncheck.oracles.streaming_forward import Blocks
 from attncheck.oracles.streaming_gradients import streaming_backward
 
 SCORES, Definition = reference.SCORES, reference.Definition
 tiny, allowed_of = reference.tiny, reference.allowed
-SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)
 
 
 def _flash2(inputs, block_query, block_kv):

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from tests.oracles.conftest import assert_balls_contain, make_numbers
 
 from attncheck import oracles
 from attncheck.core.errors import UsageError
@@ -101,45 +102,28 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("right", "wrong"), FAULTS.values(), ids=FAULTS)
-def test_planted_fault_differs_from_the_quotients(right, wrong, planted):
+def test_planted_fault_differs_from_the_quotients(right, wrong, plant):
     from attncheck.oracles import backward_recurrences
 
     inputs, mp = _inputs(**CASES["softcap"]), Mp(30, MPMATH.score, MPMATH.slope)
-    results = planted(backward_recurrences, right, wrong).dense_backward(mp, inputs)
+    results = plant(backward_recurrences, right, wrong).dense_backward(mp, inputs)
     exact = {name: _quotients(mp, inputs, name) for name in "qk"}
     assert max(_distance(mp, getattr(results, f"d{n}"), x) for n, x in exact.items()) > -10
 
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_balls_contain_the_gradients(changes):
-    pytest.importorskip("flint")
-    from attncheck.mods import ball_algebra
-    from attncheck.oracles.ball_numbers import Ball
-
-    inputs, mp = _inputs(**changes), Mp(60, MPMATH.score, MPMATH.slope)
+    ball, mp = (make_numbers(each, "score", "slope", digits=60) for each in ("Ball", "Mp"))
+    inputs = _inputs(**changes)
     exact = dense_backward(mp, inputs)
-    ball = Ball(evaluate=ball_algebra.BALLS.score, slope=ball_algebra.BALLS.slope)
     for backward in oracles.BACKWARD_RECURRENCES.values():
-        results = backward(ball, inputs)
+        balls = backward(ball, inputs)
         for name in ["dq", "dk", "dv"] + ["dsink"] * inputs.problem.sink:
-            pairs = zip(getattr(results, name).array.flat, getattr(exact, name).flat, strict=True)
-            for one, number in pairs:
-                assert float(one.rad()) <= 2.0**-90
-                middle = mp.context.mpf(one.mid().str(50, radius=False))
-                # The radius is rounded up to a float64, the decimals are truncated after fifty.
-                assert abs(middle - number) <= float(one.rad()) * (1 + 2.0**-50) + 1e-48
+            assert_balls_contain(getattr(balls, name).array.flat, getattr(exact, name).flat, mp)
 
 
 @pytest.mark.parametrize("system", ["Mp", "Ball"])
 def test_number_system_without_slope_refuses_a_score_mod(system):
     inputs = _inputs(score=Spec.of("softcap", cap=1.5))
-    if system == "Ball":
-        pytest.importorskip("flint")
-        from attncheck.mods import ball_algebra
-        from attncheck.oracles.ball_numbers import Ball
-
-        numbers = Ball(evaluate=ball_algebra.BALLS.score)
-    else:
-        numbers = Mp(30, MPMATH.score)
     with pytest.raises(UsageError, match=f"needs {system}'s `slope`"):
-        dense_backward(numbers, inputs)
+        dense_backward(make_numbers(system, "score"), inputs)

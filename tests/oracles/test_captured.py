@@ -7,8 +7,8 @@ import pytest
 import torch
 from tests.exact_attention import gradients, indices
 from tests.oracles import gradients_by_torch as reference
-from tests.oracles.conftest import PLANTED
-from tests.oracles.test_planted_faults import SMALL, backward
+from tests.oracles.conftest import PLANTED, SMALL, assert_balls_contain, make_numbers
+from tests.oracles.test_planted_faults import backward
 
 from attncheck import oracles
 from attncheck.core.errors import ProblemError, UsageError
@@ -200,38 +200,19 @@ def test_dcaptured_equals_difference_quotients_in_many_digits(monkeypatch):
 
 
 def test_balls_contain_dcaptured(monkeypatch):
-    pytest.importorskip("flint")
-    from attncheck.mods import ball_algebra
-    from attncheck.oracles.ball_numbers import Ball
-
-    inputs, mp = _small(), Mp(60, MPMATH.score, MPMATH.slope, MPMATH.captures)
+    evaluators = ("score", "slope", "captures")
+    ball, mp = (make_numbers(each, *evaluators, digits=60) for each in ("Ball", "Mp"))
+    inputs = _small()
     monkeypatch.setattr(Problem, "score_mod", lambda _problem, _device="cpu": _mod(TABLE))
     exact = dense_backward(mp, inputs).dcaptured
-    ball = Ball(
-        evaluate=ball_algebra.BALLS.score,
-        slope=ball_algebra.BALLS.slope,
-        captures=ball_algebra.BALLS.captures,
-    )
     for recurrence in oracles.BACKWARD_RECURRENCES.values():
-        balls = recurrence(ball, inputs).dcaptured.array
-        for one, number in zip(balls.flat, exact.flat, strict=True):
-            assert float(one.rad()) <= 2.0**-90
-            middle = mp.context.mpf(one.mid().str(50, radius=False))
-            assert abs(middle - number) <= float(one.rad()) * (1 + 2.0**-50) + 1e-48
+        assert_balls_contain(recurrence(ball, inputs).dcaptured.array.flat, exact.flat, mp)
 
 
 @pytest.mark.parametrize("system", ["Mp", "Ball"])
 def test_number_system_without_captures_refuses_dcaptured(system):
-    if system == "Ball":
-        pytest.importorskip("flint")
-        from attncheck.mods import ball_algebra
-        from attncheck.oracles.ball_numbers import Ball
-
-        numbers = Ball(evaluate=ball_algebra.BALLS.score, slope=ball_algebra.BALLS.slope)
-    else:
-        numbers = Mp(30, MPMATH.score, MPMATH.slope)
     with pytest.raises(UsageError, match=f"need {system}'s `captures`"):
-        dense_backward(numbers, _small())
+        dense_backward(make_numbers(system, "score", "slope"), _small())
 
 
 def test_score_mod_of_scalar_indices_is_refused(monkeypatch):
@@ -251,12 +232,12 @@ def test_score_mod_of_scalar_indices_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("fault", PLANTED["captured"])
-def test_planted_fault_exceeds_the_bounds(fault, allowance, planted, monkeypatch):
+def test_planted_fault_exceeds_the_bounds(fault, allowance, plant, monkeypatch):
     name, right, wrong = PLANTED["captured"][fault].values()
     score = Spec.of("chain", RELATIVE, SOFTCAP, ALIBI, SOFTCAP)
     inputs = draw(mask=Spec.of("causal"), score=score, query=11)
     exact, most = by_torch(inputs, monkeypatch), allowed(inputs, allowance)
-    module = planted(importlib.import_module(f"attncheck.{name}"), right, wrong)
+    module = plant(importlib.import_module(f"attncheck.{name}"), right, wrong)
     if name == "mods.captured_gradients":
         float64 = importlib.import_module("attncheck.oracles.float64_numbers")
         monkeypatch.setattr(float64, "CapturedSums", module.CapturedSums)

@@ -8,7 +8,7 @@ from functools import partial
 import mpmath
 import pytest
 import torch
-from tests.oracles.conftest import CoarseExp
+from tests.oracles.conftest import SMALL, CoarseExp
 
 from attncheck import oracles
 from attncheck.core.errors import UsageError
@@ -23,7 +23,6 @@ from attncheck.oracles.streaming_forward import Blocks
 
 streaming_module = importlib.import_module("attncheck.oracles.streaming_forward")
 
-SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)
 PROMISED = 1e-13  # the manual's promise for ordinary inputs
 
 ORACLES = oracles.ORACLES | {
@@ -71,9 +70,14 @@ def _tiny(**changes: object) -> Inputs:
     return draw_inputs(problem.replace(**changes))
 
 
-@pytest.mark.parametrize(("mask", "score"), ALL_MASKS_ONCE + ALL_SCORES_CAUSAL, ids=str)
-def test_oracles_equal_the_definition(mask, score, python_loop, allowance):
-    inputs = _tiny(mask=mask, score=score)
+@pytest.mark.parametrize(
+    ("mask", "score", "dtype"),
+    [(mask, score, "bf16") for mask, score in ALL_MASKS_ONCE + ALL_SCORES_CAUSAL]
+    + [(Spec.of("causal"), Spec.of("none"), dtype) for dtype in ("e4m3", "e5m2", "fp64")],
+    ids=str,
+)
+def test_oracles_equal_the_definition(mask, score, dtype, python_loop, allowance):
+    inputs = _tiny(mask=mask, score=score, dtype=dtype)
     truth, bound = python_loop(inputs, MASKS[mask], SCORES[score]), allowance(inputs)
     # The loop rounds once, by half a unit, so the errors of one side are allowed.
     missing = [name for name, oracle in ORACLES.items() if bound.misses(oracle(inputs), truth, 1)]
@@ -280,14 +284,6 @@ def test_fp8_values_are_bounded_only_if_their_descale_keeps_them_moderate(allowa
     assert not streaming_module._Tiles(large).bounded  # 2^127 · 57344 is 2^143
     for inputs in (small, large):
         assert not allowance(inputs).misses(oracles.streaming(inputs), oracles.dense(inputs))
-
-
-@pytest.mark.parametrize("dtype", ["e4m3", "e5m2", "fp64"])
-def test_oracles_equal_the_definition_in_other_storage_dtypes(dtype, python_loop, allowance):
-    inputs = _tiny(dtype=dtype, mask=Spec.of("causal"))
-    truth = python_loop(inputs, MASKS[Spec.of("causal")], SCORES[Spec.of("none")])
-    bound = allowance(inputs)
-    assert not [name for name, o in ORACLES.items() if bound.misses(o(inputs), truth, 1)]
 
 
 def test_outputs_are_float64_and_have_the_problems_shapes():

@@ -13,7 +13,6 @@ from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.oracles import forward_recurrences, recurrence_steps
-from attncheck.oracles.ball_numbers import enclose_rows, proven_error
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.forward_recurrences import one_head
 from attncheck.oracles.mp_numbers import Mp
@@ -122,16 +121,17 @@ def test_recurrence_in_many_digits_equals_attention_with_one_more_key(name, mask
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_balls_prove_float64_results_with_a_sink(mask):
-    ball = pytest.importorskip("attncheck.oracles.ball_numbers")
+    balls = pytest.importorskip("attncheck.oracles.ball_numbers")
     inputs = _inputs(mask, "huge", batch=2)
-    exact, numbers = _with_one_more_key(inputs), ball.Ball()
+    exact, numbers = _with_one_more_key(inputs), balls.Ball()
     for rows in all_rows(inputs.problem, "cpu"):
-        proof = proven_error(oracles.truth(inputs), enclose_rows(numbers, inputs, rows), rows)
+        enclosed = balls.enclose_rows(numbers, inputs, rows)
+        proof = balls.proven_error(oracles.truth(inputs), enclosed, rows)
         assert bool((proof.out <= PROMISED).all())
         assert bool((proof.lse <= PROMISED * 1e4).all())
     # A result without the sink is proven to be far off.
     without = oracles.truth(inputs.replace(sink=torch.full((4,), -math.inf)))
-    far = proven_error(without, enclose_rows(numbers, inputs, rows), rows)
+    far = balls.proven_error(without, enclosed, rows)
     assert bool((far.lse > 1).any())
     assert exact.lse[0, 0, 0] >= 1e4
 
@@ -178,8 +178,8 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_planted_fault_differs_from_attention_with_one_more_key(fault, planted, monkeypatch):
-    module = planted(recurrence_steps, *PLANTED[fault])
+def test_planted_fault_differs_from_attention_with_one_more_key(fault, plant, monkeypatch):
+    module = plant(recurrence_steps, *PLANTED[fault])
     monkeypatch.setattr(forward_recurrences, "sink_of", module.sink_of)
     mask = Spec.of("full")
     inputs = _inputs(mask, "beyond exp" if fault == "not the maximum" else "drawn")
