@@ -120,7 +120,7 @@ ADDED, BY_BATCH = randn(40, 40), randn(2, 1, 40, 40) > -1
     ],
     ids=["plain", "causal", "scale", "mask", "mask by batch", "added"],
 )
-def test_sdpa_outputs_and_gradients(shim, events, arguments, meaning):
+def test_sdpa_shim_passes_with_gradients(shim, events, arguments, meaning):
     leaves = qkv()
     out = shim(scaled_dot_product_attention, "sdpa")(*leaves, **arguments)
     gradients = torch.autograd.grad(out.square().sum(), leaves)
@@ -136,7 +136,7 @@ def test_check_fails_outputs_of_a_wrong_kernel(shim):
         check(out.detach(), *leaves)
 
 
-def test_sdpa_by_position_by_name_and_with_grouped_heads(shim, events):
+def test_sdpa_shim_takes_arguments_by_position_and_name_and_grouped_heads(shim, events):
     sdpa = shim(scaled_dot_product_attention, "sdpa")
     q, k, v = qkv(heads=4)
     check(sdpa(query=q, key=k, value=v, enable_gqa=True).detach(), q, k, v)
@@ -145,7 +145,7 @@ def test_sdpa_by_position_by_name_and_with_grouped_heads(shim, events):
     assert {what for what, _ in events} == {"called"}
 
 
-def test_function_with_other_parameter_names(shim, events):
+def test_shim_recognises_other_parameter_names(shim, events):
     def mine(a, b, c, causal, sm_scale, *, return_lse=False):
         raise AssertionError("the shim must replace this")
 
@@ -170,7 +170,7 @@ def test_function_with_other_parameter_names(shim, events):
     ],
     ids=str,
 )
-def test_flash_attn(shim, events, query, kv, arguments):
+def test_flash_attn_shim_passes(shim, events, query, kv, arguments):
     q, k, v = qkv(query=query, kv=kv)
     cap, slopes = arguments.get("softcap"), arguments.get("alibi_slopes")
 
@@ -193,7 +193,7 @@ def test_flash_attn(shim, events, query, kv, arguments):
 
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window_size": (3, 1)}], ids=str)
 @pytest.mark.parametrize("keys", [[0, 9, 9, 40], [0, 5, 13, 60]])
-def test_varlen(shim, events, keys, arguments):
+def test_varlen_shim_passes(shim, events, keys, arguments):
     rows = [0, 9, 9, 40] if keys[1] == 9 else [0, 9, 12, 40]
     q, k, v = (randn(n, 2, 16, seed=s) for s, n in enumerate((rows[-1], keys[-1], keys[-1])))
     starts = [torch.tensor(each, dtype=torch.int32) for each in (rows, keys)]
@@ -207,7 +207,7 @@ def test_varlen(shim, events, keys, arguments):
     assert {what for what, _ in events} == {"called"}
 
 
-def test_flex_attention(shim, events):
+def test_flex_attention_shim_passes(shim, events):
     def mask(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) | (kv_idx % 5 == h)
 

@@ -77,7 +77,7 @@ def test_smallest_detected_accepts_detection_that_is_not_monotone():
 
 
 @pytest.mark.parametrize("name", CONTINUOUS_FAULTS)
-def test_largest_size_fails_and_has_more_error_than_the_smallest(name):
+def test_largest_fault_size_fails_and_errs_more_than_the_smallest(name):
     fault = continuous_fault_named(name)
     problem = Problem(query=40, kv=200, head_dim=16, dtype="fp32", heads=2)
     inputs, sizes = draw_inputs(problem), fault.sizes("fp32")
@@ -90,7 +90,7 @@ def test_largest_size_fails_and_has_more_error_than_the_smallest(name):
     assert errors[0] > errors[1]
 
 
-def test_sizes_are_quarter_octaves_or_numbers_of_bits():
+def test_fault_sizes_are_quarter_octaves_or_numbers_of_bits():
     scale = continuous_fault_named("scale-off").sizes("bf16")
     assert scale[:2] == (1.0, 2.0**-0.25)
     assert continuous_fault_named("weights-of-few-bits").sizes("bf16") == tuple(range(1, 8))
@@ -99,7 +99,7 @@ def test_sizes_are_quarter_octaves_or_numbers_of_bits():
         continuous_fault_named("scale")
 
 
-def test_measured_sensitivity_of_the_gate_and_of_peer_rules(monkeypatch):
+def test_gate_detects_a_smaller_fault_than_allclose(monkeypatch):
     everything = sensitivity._gate_questions
 
     def one_question(*arguments):

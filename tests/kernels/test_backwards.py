@@ -85,7 +85,7 @@ def test_missing_dlse_gives_the_same_bits_as_zeros(dtype, calls):
     assert calls.worst_of(question, results) <= 1
 
 
-def test_loss_of_lse_alone(calls):
+def test_gradients_of_a_loss_of_lse_alone(calls):
     """dout is then a single 0, expanded: all its strides are 0."""
     question = calls.make(sink=True)
     question = question.but(dout=torch.zeros(()).expand(calls.whole(question).dout.shape))

@@ -111,7 +111,7 @@ def share(question, **keywords) -> float:
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("score", SCORES)
-def test_every_kind_of_captured_read(score, mask):
+def test_dcaptured_is_within_bounds_for_every_kind_of_read(score, mask):
     question = make_question(MASKS[mask], shape=SHAPE, score=SCORES[score])
     assert share(question) <= 1
 
@@ -119,8 +119,8 @@ def test_every_kind_of_captured_read(score, mask):
 @pytest.mark.parametrize("atomic", [False, True], ids=["", "atomic"])
 @pytest.mark.parametrize("score", ["alibi", "a cap over a bias"])
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16"])
-def test_dcaptured_in_every_dtype(dtype, score, atomic):
-    """dZ is not rounded to 16 bits before it is summed, nor beside dQ summed atomically."""
+def test_dcaptured_is_within_bounds_in_every_dtype(dtype, score, atomic):
+    """In 16 bits dZ is summed unrounded, whether or not dQ is summed atomically."""
     question = make_question(masks.causal, dtype, shape=SHAPE, score=SCORES[score], sink=True)
     assert share(question, atomic=atomic) <= 1
     gradient = run(question, atomic=atomic)[2]["dcaptured"]

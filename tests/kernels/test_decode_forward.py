@@ -74,21 +74,21 @@ def assert_passes(problem: Problem, splits: int | None = None) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, KV + 1])
-def test_number_of_splits(splits):
+def test_outputs_pass_with_any_number_of_splits(splits):
     """From 3 on some splits are empty; a sequence of padding alone sees no key in any."""
     assert_passes(small(mask=PADDING, dtype="bf16"), splits)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_masks_in_every_dtype(mask, dtype):
+def test_outputs_pass_for_mask_in_every_dtype(mask, dtype):
     assert_passes(small(mask=mask, dtype=dtype, distribution="large_logits"))
 
 
 @pytest.mark.parametrize(
     ("heads", "query"), [((1, 1), 1), ((8, 1), 4), ((6, 3), 5), ((4, 4), 33), ((16, 1), 8)], ids=str
 )
-def test_group_sizes_and_rows_up_to_128(heads, query):
+def test_outputs_pass_for_groups_of_up_to_128_rows(heads, query):
     """16 to 128 packed rows, some of which leave a block partly empty."""
     problem = small(heads=heads[0], kv_heads=heads[1], query=query, batch=1, mask=BOTTOM_RIGHT)
     rows = query * heads[0] // heads[1]
@@ -104,7 +104,7 @@ def test_outputs_do_not_depend_on_the_batch(question):
     assert run_case(Decode(), case, device="cpu").status == "pass"
 
 
-def test_rows_in_several_blocks(monkeypatch):
+def test_outputs_pass_with_rows_in_several_blocks(monkeypatch):
     """On a GPU, one block of all rows may not fit."""
     launch_with(monkeypatch, block_query=16)
     assert_passes(small(query=7, mask=BOTTOM_RIGHT, score=ALIBI, sink=True))
@@ -119,7 +119,7 @@ def test_rows_in_several_blocks(monkeypatch):
     ],
     ids=str,
 )
-def test_dims_lengths_and_score_mods(changes):
+def test_outputs_pass_for_dims_lengths_and_score_mods(changes):
     assert_passes(small(**changes))
 
 
@@ -133,7 +133,7 @@ def test_sink_is_merged_once(dtype, mask, splits):
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
 @pytest.mark.parametrize("size", [1, 16, 48, 128])
 @pytest.mark.parametrize("mask", [FULL, PADDING, BOTTOM_RIGHT], ids=str)
-def test_keys_in_pages(mask, size, dtype):
+def test_outputs_pass_with_keys_in_pages(mask, size, dtype):
     paging = Paging(size=size, seed=3, shared=1)
     assert_passes(small(mask=mask, dtype=dtype, paging=paging, sink=True))
 

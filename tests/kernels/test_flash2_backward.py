@@ -59,7 +59,7 @@ HIDING = {
 
 @pytest.mark.parametrize("listed", [False, True], ids=["all tiles", "listed"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_gradients_under_mask(mask, listed):
+def test_gradients_are_within_bounds_for_mask(mask, listed):
     question = make_question(MASKS[mask])
     results = run(question, listed=listed)
     assert worst_of(question, results) <= 1
@@ -79,7 +79,7 @@ def test_listed_tiles_give_the_same_bits_as_all_tiles(mask):
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("score", SCORES)
-def test_gradients_with_score_mod(score, mask):
+def test_gradients_are_within_bounds_for_score_mod(score, mask):
     question = make_question(MASKS[mask], score=SCORES[score], sink=True)
     assert worst(question) <= 1
 
@@ -97,12 +97,12 @@ SHAPES = {
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gradients_of_shape(shape, mask):
+def test_gradients_are_within_bounds_for_shape(shape, mask):
     assert worst(make_question(MASKS[mask], shape=SHAPES[shape])) <= 1
 
 
 @pytest.mark.parametrize("blocks", [(16, 16), (32, 16), (64, 64), (128, 32)])
-def test_gradients_with_tile_size(blocks):
+def test_gradients_are_within_bounds_for_tile_size(blocks):
     question = make_question(masks.causal, "bf16")
     assert worst(question, Launch(block_query=blocks[0], block_kv=blocks[1]), listed=True) <= 1
 

@@ -235,7 +235,7 @@ def test_hidden_infinite_or_nan_keys_change_no_bit(poison):
         assert same(subject.run(poisoned), subject.run(inputs))
 
 
-def test_other_launches_of_flash2():
+def test_flash2_offers_other_tile_sizes_and_dense():
     """Half as long, half as wide, twice as large, dense; never fewer than 32 keys in fp8."""
     assert list(Flash2().launches(small(kv=70), "cpu")) == ["32×64", "64×32", "128×128", "dense"]
     assert list(Flash2().launches(small(mask=FULL, query=20, kv=20), "cpu")) == [

@@ -82,7 +82,7 @@ def test_cast_rounding_toward_zero(target):
 
 
 @pytest.mark.parametrize("target", ["bf16", "fp8e4nv", "fp8e5"])
-def test_stock_cast_fails_this_check(target):
+def test_stock_cast_differs_from_torchs(target):
     numbers = around(target, "fp32")
     with np.errstate(all="ignore"):
         bits = interpreter.stock("_convert_float")(

@@ -152,7 +152,7 @@ def test_split_products_are_more_precise_than_their_format(precision):
     assert torch.equal(product(infinite, torch.ones(16, 16), precision), infinite)
 
 
-def test_stock_dot_fails_this_check():
+def test_stock_dot_of_bf16_ones_is_wrong():
     a = torch.ones(16, 16, dtype=torch.bfloat16)
     stock = interpreter.stock("InterpreterBuilder.create_dot")
     interp = sys.modules["triton.runtime.interpreter"]

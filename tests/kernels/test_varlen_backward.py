@@ -43,7 +43,7 @@ from attncheck.mods.trace import trace_mask
         ("nothing", "top_left"),
     ],
 )
-def test_gradients_with_mask_and_causal_flag(within, causal):
+def test_gradients_are_within_bounds_for_mask_and_causal_flag(within, causal):
     packed = pack(causal, WITHIN[within])
     results = run(packed)
     assert worst_of(packed, results) <= 1
@@ -69,7 +69,7 @@ def test_local_and_global_indices_give_different_gradients():
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 2, 256, 3), (6, 2, 8, 130)])
-def test_gradients_of_shape(shape):
+def test_gradients_are_within_bounds_for_shape(shape):
     assert worst(pack("top_left", shape=shape)) <= 1
 
 
@@ -77,7 +77,7 @@ def test_gradients_of_shape(shape):
     ("causal", "blocks"),
     [("", (32, 16)), ("top_left", (16, 32)), ("bottom_right", (64, 64)), ("top_left", (128, 32))],
 )
-def test_gradients_with_tile_size(causal, blocks):
+def test_gradients_are_within_bounds_for_tile_size(causal, blocks):
     launch = Launch(block_query=blocks[0], block_kv=blocks[1])
     assert worst(pack(causal, dtype="bf16"), launch) <= 1
 

@@ -60,14 +60,16 @@ def test_gradients_equal_torchs_autograd(backward, mask, score, sink, allowance)
 @every_backward
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("dlse", [False, True], ids=["", "dLSE"])
-def test_head_groups_with_and_without_a_loss_of_lse(backward, kv_heads, dlse, allowance):
+def test_gradients_for_head_groups_with_and_without_a_loss_of_lse(
+    backward, kv_heads, dlse, allowance
+):
     inputs = tiny(kv_heads=kv_heads, dlse=dlse)
     exact = Definition.of(inputs).gradients(inputs)
     assert not allowed_of(inputs, allowance).misses(backward(inputs), exact)
 
 
 @every_backward
-def test_loss_of_lse_alone(backward, allowance):
+def test_gradients_of_a_loss_of_lse_alone(backward, allowance):
     inputs = tiny(sink=True, mask=Spec.of("causal"))
     inputs = inputs.replace(dout=torch.zeros_like(inputs.dout))
     gradients = backward(inputs)

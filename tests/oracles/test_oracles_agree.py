@@ -106,7 +106,7 @@ def test_scores_of_a_thousand_do_not_overflow(oracle, python_loop, allowance):
 
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 2.0**-149, 300.0])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_scale_of_any_sign_and_size(scale, mask, python_loop, allowance):
+def test_oracles_equal_the_definition_for_any_scale(scale, mask, python_loop, allowance):
     inputs = _tiny(mask=mask, scale=scale)
     truth, bound = python_loop(inputs, MASKS[mask], SCORES[Spec.of("none")]), allowance(inputs)
     # The naive formula overflows for scores of thousands.
