@@ -44,7 +44,7 @@ def packed(q, k, v, *, launch=LAUNCH, **keywords):
     return varlen_forward(q, k, v, starts(rows), starts(keys), **places, **keywords)
 
 
-def one_by_one(q, k, v, mask_of, *, score=None, descale=None, **keywords):
+def one_by_one(q, k, v, mask_of, *, score=None, descale=None, launch=LAUNCH, **keywords):
     """Run FlashAttention-2 on each document, with the mask ``mask_of(query, kv)``."""
     outs, lses = [], []
     ends = itertools.accumulate(LENGTHS, lambda one, other: (one[0] + other[0], one[1] + other[1]))
@@ -57,7 +57,7 @@ def one_by_one(q, k, v, mask_of, *, score=None, descale=None, **keywords):
             **{n: getattr(descale, n)[document : document + 1] for n in "qkv"}
         )
         mods = {"mask": to_triton(trace_mask(mask_of(query, kv))), "score": score}
-        keywords |= {"scale": 0.3, "launch": LAUNCH, "descale": scale}
+        keywords |= {"scale": 0.3, "launch": launch, "descale": scale}
         out, lse = flash2_forward(*one, **mods, **keywords)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
@@ -142,8 +142,7 @@ def test_fp8_uses_the_descale_of_each_document():
     launch = Launch(block_query=16, block_kv=32, weights_scale=256.0)
     keywords = {"descale": descale, "out_dtype": torch.bfloat16}
     results = packed(*tensors, launch=launch, **keywords)
-    one = Descale(**{n: torch.ones(shape) for n in "qkv"})
-    assert not same_bits(results, packed(*tensors, launch=launch, **keywords | {"descale": one}))
+    assert same_bits(results, one_by_one(*tensors, MASKS[""], launch=launch, **keywords))
     moved = Descale(**{n: getattr(descale, n).roll(1, 0) for n in "qkv"})
     assert not same_bits(results, packed(*tensors, launch=launch, **keywords | {"descale": moved}))
 
