@@ -1,4 +1,4 @@
-"""Somebody's own faults: one that is seen, one that ends its process, and one that is none."""
+"""A user's own faults: one that is caught, one that ends its process, and a right kernel."""
 
 import math
 import os
@@ -22,7 +22,7 @@ def ends_its_process(query, key, value, *, is_causal=False, scale=None):
 
 
 class Right(Ideal):
-    """Of so little that all of a gate is soon asked."""
+    """A right kernel for small problems only, so that a whole gate takes little time."""
 
     name = "right"
     summary = "the ideal kernel, of few keys"

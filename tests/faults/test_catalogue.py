@@ -1,4 +1,4 @@
-"""Every entry of the catalogue: whole, planted where it says, and one of each category caught."""
+"""The fault catalogue: entries are complete, their patches apply, and a gate catches the faults."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from attncheck.workers.units import Unit
 
 pytestmark = pytest.mark.usefixtures("shared_evidence")
 
-OF = Spec.of
-HOW_MANY = dict(
+ENTRIES = dict(
     zip(
         CATEGORIES,
         (8, 4, 6, 6, 5, 6, 9, 5, 6, 3, 4, 3, 2, 6, 5, 6, 3, 3, 5, 3, 5, 4, 1),
@@ -38,27 +37,27 @@ PLACES = [
     for host, how in fault.hosts.items()
     for dtype in how.dtypes
 ]
-# What brings a kernel to what was changed, beside a mask.
-SCORES = {"softcap": OF("softcap", cap=20.0), "score mods": OF("alibi")}
+# Faults in these categories change code that runs only with a score mod.
+SCORES = {"softcap": Spec.of("softcap", cap=20.0), "score mods": Spec.of("alibi")}
 
 
-def test_every_category_has_its_entries_and_each_says_everything():
-    assert Counter(fault.category for fault in FAULTS.values()) == HOW_MANY
+def test_catalogue_entries_are_complete():
+    assert Counter(fault.category for fault in FAULTS.values()) == ENTRIES
     for name, fault in FAULTS.items():
         assert set(fault.hosts) == (set() if name in UNPLANTED else set(HOSTS)), name
         assert bool(fault.unplanted) == (name in UNPLANTED), name
         assert all((fault.summary, fault.when, fault.seen, fault.reports, fault.category)), name
 
 
-def test_every_patch_fits_the_text_that_it_changes(tmp_path):
-    """All at once, for who changes a kernel: of the tests below few run without ``-m slow``."""
+def test_every_patch_applies_to_its_host(tmp_path):
+    """Fast, so it always covers all patches; most cases of the sweep below need ``-m slow``."""
     for change in (*FAULTS.values(), *CONTROLS.values()):
         for host in change.hosts:
             plant(change, host, tmp_path)  # raises NotPlanted
 
 
 @pytest.mark.parametrize(("name", "host", "dtype"), PLACES)
-def test_it_is_planted_and_gives_an_answer_of_the_right_shape(name, host, dtype, tmp_path):
+def test_planted_fault_runs_and_returns_the_right_shapes(name, host, dtype, tmp_path):
     prepare("cpu")
     fault = FAULTS[name]
     kernel = load_subject(plant(fault, host, tmp_path))
@@ -70,7 +69,7 @@ def test_it_is_planted_and_gives_an_answer_of_the_right_shape(name, host, dtype,
         kv=5,
         head_dim=8,
         dtype=dtype,
-        mask=OF("causal_bottom_right"),
+        mask=Spec.of("causal_bottom_right"),
         backward=backward,
         dcaptured=backward and fault.category == "score mods",
         paging=Paging(size=4, seed=1) if fault.hosts[host].kernel == "triton-paged" else None,
@@ -109,7 +108,7 @@ ONE_OF_EACH = [
 
 
 @pytest.mark.parametrize(("name", "host", "stages", "question"), ONE_OF_EACH)
-def test_one_of_each_category_is_caught(name, host, stages, question, tmp_path):
+def test_gate_catches_one_fault_of_each_category(name, host, stages, question, tmp_path):
     unit = Unit(
         kind="fault",
         stage="contract",
@@ -125,31 +124,33 @@ def test_one_of_each_category_is_caught(name, host, stages, question, tmp_path):
     assert (record.status, record.case["question"]) == ("fail", question)
 
 
-def test_each_category_is_among_them():
-    """But what a gate comes to late, and 2³¹ numbers, which none asks of."""
-    tried = {FAULTS[name].category for name, *_ in ONE_OF_EACH}
-    assert set(CATEGORIES) - tried == {"integer overflow", "documents", "sinks"}
+def test_one_of_each_covers_all_but_three_categories():
+    """A gate reaches documents and sinks late (tested below), and never asks for 2³¹ numbers."""
+    covered = {FAULTS[name].category for name, *_ in ONE_OF_EACH}
+    assert set(CATEGORIES) - covered == {"integer overflow", "documents", "sinks"}
 
 
-PREFIX_AND_PADDING = OF("and", OF("prefix_lm", prefix=4), OF("padding", lengths=[15]))
-DOCUMENTS = OF("documents", query_lengths=[0, 1, 1], kv_lengths=[5, 7, 8])
+PREFIX_AND_PADDING = Spec.of(
+    "and", Spec.of("prefix_lm", prefix=4), Spec.of("padding", lengths=[15])
+)
+DOCUMENTS = Spec.of("documents", query_lengths=[0, 1, 1], kv_lengths=[5, 7, 8])
 
 
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
         ("sink-ignored-or-wrong-form", {"query": 3, "kv": 40, "sink": True}),
-        ("doc-mask-ignored", {"query": 9, "mask": OF("document", lengths=[4, 5])}),
+        ("doc-mask-ignored", {"query": 9, "mask": Spec.of("document", lengths=[4, 5])}),
         (
             "prefix-lost-in-causal-tile-skip",
-            {"query": 9, "kv": 90, "mask": OF("prefix_lm", prefix=80)},
+            {"query": 9, "kv": 90, "mask": Spec.of("prefix_lm", prefix=80)},
         ),
         ("pad-tokens-treated-as-prefix", {"query": 9, "kv": 20, "mask": PREFIX_AND_PADDING}),
         ("varlen-max-seqlen-one", {"query": 2, "kv": 20, "mask": DOCUMENTS}),
     ],
 )
 @pytest.mark.parametrize("host", HOSTS)
-def test_what_a_gate_comes_to_late_is_caught_where_it_is_asked(name, problem, host, tmp_path):
+def test_fault_reached_late_in_a_gate_fails_its_own_problem(name, problem, host, tmp_path):
     prepare("cpu")
     kernel = load_subject(plant(FAULTS[name], host, tmp_path))
     record = run_case(kernel, Case(problem=Problem(head_dim=16, **problem)), device="cpu")
@@ -165,15 +166,15 @@ def test_what_a_gate_comes_to_late_is_caught_where_it_is_asked(name, problem, ho
         for dtype in how.dtypes
     ],
 )
-def test_a_control_is_right_where_it_differs(name, host, dtype, tmp_path):
-    """Maxima that rise, a sink and gradients; a gate asks far more."""
+def test_control_passes_where_it_differs_from_its_host(name, host, dtype, tmp_path):
+    """Rising maxima, a sink and gradients: where controls compute otherwise, and rightly."""
     kernel = load_subject(plant(CONTROLS[name], host, tmp_path))
-    few = {"dtype": dtype, "query": 5, "kv": 70, "head_dim": 16}
-    gradients = {"backward": kernel.backward, "mask": OF("causal_bottom_right")}
+    sizes = {"dtype": dtype, "query": 5, "kv": 70, "head_dim": 16}
+    gradients = {"backward": kernel.backward, "mask": Spec.of("causal_bottom_right")}
     prepare("cpu")
-    for each in (
-        Case(problem=Problem(**few, **gradients, sink=True)),
-        case("ramp", Problem(**few)),
+    for question in (
+        Case(problem=Problem(**sizes, **gradients, sink=True)),
+        case("ramp", Problem(**sizes)),
     ):
-        record = run_case(kernel, each, device="cpu")
-        assert record.status == "pass", (each.question, record.reason)
+        record = run_case(kernel, question, device="cpu")
+        assert record.status == "pass", (question.question, record.reason)

@@ -1,7 +1,7 @@
-"""Faults on the judge's side, as other projects' test suites had them, planted in attncheck.
+"""Faults in the judge itself, as other projects' test suites had them, planted in attncheck.
 
-Something of attncheck shows each: that a right kernel is blamed, a wrong one excused, or a question
-never asked.
+Each blames a right kernel, excuses a wrong one or drops a question; a second mechanism of attncheck
+must reveal it.
 """
 
 from __future__ import annotations
@@ -39,42 +39,41 @@ def ask(subject, problem, question="compare", **parameters):
     return run_case(subject, case, device="cpu", brief=False)
 
 
-def asked_first(problem, question, subject=None):
-    """With the most telling parameters."""
+def ask_first(problem, question, subject=None):
+    """Ask with the first, most telling, of the allowed parameters."""
     parameters = {name: values[0] for name, values in allowed_parameters(question, problem).items()}
     return ask(subject or Ideal(), problem, question, **parameters)
 
 
-HALVED = spoiled(lambda _, found: dataclasses.replace(found, out=found.out * 0.5))
+HALVED = spoiled(lambda _, outputs: dataclasses.replace(outputs, out=outputs.out * 0.5))
 
 
-def test_a_tolerance_that_cannot_fail(monkeypatch):
-    """An allowance so large that no error is beyond it.
+def test_blind_spot_and_probes_reveal_an_allowance_no_error_exceeds(monkeypatch):
+    """With an allowance 10⁶ times too large, a kernel that returns half of O passes ``compare``.
 
-    Shown by the blind spot of every pass, which grows with the allowance; and probes, whose answers
-    are whole numbers.
+    The blind spot reported with every pass grows with the allowance, and the probe ``mean`` and the
+    relation ``zero_query`` have margins of their own, so both still fail the kernel.
     """
     assert ask(HALVED, FULL).status == "fail"
     assert ask(Ideal(), FULL).judgement.blind_spot.half
     right = EvidenceBuilder._allowance
 
     def generous(self, arithmetic):
-        found = right(self, arithmetic)
-        samples = [scaled(one, 1e6) for one in found.samples]
-        return dataclasses.replace(scaled(found, 1e6), samples=samples)
+        allowed = right(self, arithmetic)
+        samples = [scale_tensors(sample, 1e6) for sample in allowed.samples]
+        return dataclasses.replace(scale_tensors(allowed, 1e6), samples=samples)
 
     monkeypatch.setattr(EvidenceBuilder, "_allowance", generous)
     assert ask(HALVED, FULL).status not in FAILED_STATUSES, "half of O passes"
     spot = ask(Ideal(), FULL).judgement.blind_spot
     assert (spot.half, spot.zeros, spot.dropped_keys) == (False, False, 0.0)
-    # Others have margins of their own: a probe, and a relation.
-    record = asked_first(FULL, "mean", HALVED)
+    record = ask_first(FULL, "mean", HALVED)
     assert (record.status, record.judgement.rule) == ("fail", "structure")
-    assert asked_first(FULL, "zero_query", HALVED).status == "fail"
+    assert ask_first(FULL, "zero_query", HALVED).status == "fail"
 
 
-def scaled(allowance, factor):
-    """With every tensor of it so many times as large."""
+def scale_tensors(allowance, factor):
+    """Multiply every tensor of an allowance."""
     tensors = {
         field.name: getattr(allowance, field.name) * factor
         for field in dataclasses.fields(allowance)
@@ -83,76 +82,70 @@ def scaled(allowance, factor):
     return dataclasses.replace(allowance, **tensors)
 
 
-def test_nan_is_close(monkeypatch):
-    """A comparison that says close where the difference is NaN.
+def test_either_of_two_rules_alone_fails_a_nan_output(monkeypatch):
+    """Two independent rules guard against a comparison that treats a NaN difference as close.
 
-    Shown by two rules that do not know each other: what is not finite fails before anything is
-    compared, and a share of NaN is beyond any bound.
+    Outputs that are not finite fail before anything is compared, and a share of NaN exceeds any
+    bound. Each rule is switched off here, and the other one still fails the kernel.
     """
 
-    def to_nan(_, found):
-        found.out[0, 1, 3, 5] = math.nan
-        return found
+    def set_nan(_, outputs):
+        outputs.out[0, 1, 3, 5] = math.nan
+        return outputs
 
-    broken = spoiled(to_nan)
+    broken = spoiled(set_nan)
     right = allowance.shares
 
-    def close(*given):
-        return right(*given).nan_to_num(0.0)
+    def close(*arguments):
+        return right(*arguments).nan_to_num(0.0)
 
-    # NaN is no share: the rule of what is finite needs none.
     with monkeypatch.context() as patch:
         for room in (allowance, verdict, verdict_rules):
             if hasattr(room, "shares"):
                 patch.setattr(room, "shares", close)
         record = ask(broken, FULL)
         assert (record.status, record.judgement.rule) == ("fail", "finite")
-    # And without that rule a share of NaN is beyond its bound.
     monkeypatch.setattr(verdict_rules, "nonfinite", lambda _: [])
     record = ask(broken, FULL)
     assert (record.status, record.judgement.rule) == ("fail", "bound")
 
 
-def test_an_oracle_with_the_kernels_mask(monkeypatch):
-    """Oracle and kernel share a mask that is not the one that was asked for.
-
-    Shown by relations that know a mask by its name and never call it.
-    """
+def test_relations_reveal_a_mask_that_is_wrong_in_oracle_and_kernel_alike(monkeypatch):
+    """The relations know a mask by its name and never call it, so a shared bug cannot hide."""
     causal = FULL.replace(mask=Spec.of("causal"), kv=20)
     wider = dataclasses.replace(
         library.MASKS["causal"],
         build=lambda *_: lambda b, h, q_idx, kv_idx: q_idx + 1 >= kv_idx,
     )
     for question in ("future_keys", "first_row"):
-        assert asked_first(causal, question).status == "pass"
+        assert ask_first(causal, question).status == "pass"
     monkeypatch.setitem(library.MASKS, "causal", wider)
-    assert ask(Ideal(), causal).status == "pass", "the fault is planted: both are wrong alike"
+    assert ask(Ideal(), causal).status == "pass", "oracle and kernel share the wrong mask"
     for question in ("future_keys", "first_row"):
-        assert asked_first(causal, question).status == "fail"
+        assert ask_first(causal, question).status == "fail"
 
 
 @pytest.mark.parametrize(
     ("dtype", "oracle"),
     [("fp32", torch.float32), ("fp32", torch.bfloat16), ("bf16", torch.float16)],
 )
-def test_a_low_precision_oracle(monkeypatch, dtype, oracle):
-    """The truth is rounded to the kernel's own dtype, or to fp32.
+def test_low_precision_oracle_does_not_fail_a_right_kernel(monkeypatch, dtype, oracle):
+    """A second oracle is consulted before a kernel fails, so a rounded truth blames nobody.
 
-    Shown by a second oracle, asked before a kernel is failed: the oracles disagree.
+    Either the oracle's error is small beside what rounding may cost, and the kernel passes, or the
+    oracles disagree.
     """
     problem = FULL.replace(dtype=dtype)
     right = oracles.truth
 
-    def rounded(inputs):
-        found = right(inputs)
+    def round_truth(inputs):
+        truth = right(inputs)
         return dataclasses.replace(
-            found, out=found.out.to(oracle).double(), lse=found.lse.to(oracle).double()
+            truth, out=truth.out.to(oracle).double(), lse=truth.lse.to(oracle).double()
         )
 
-    monkeypatch.setattr(oracles, "truth", rounded)
+    monkeypatch.setattr(oracles, "truth", round_truth)
     record = ask(Ideal(), problem)
-    # Nobody is blamed: it passes, as what the oracle is off by is small beside what rounding may
-    # cost, or the oracles disagree.
     assert record.status in {"pass", "oracle disagrees"}
     if oracle is torch.bfloat16:
         assert record.status == "oracle disagrees"
@@ -162,27 +155,25 @@ PAGED = FULL.replace(kv=40, paging=Paging(size=16, seed=3))
 
 
 class ReadsOnePageMore(Ideal):
-    """Sums what its last page and a free one hold beyond the last key, with weights of 0."""
+    """Adds the values of the cache's last page, with weights of 0."""
 
     name, summary = "one page more", "reads what no row sees"
 
     def prepare(self, inputs):
         call = super().prepare(inputs)
-        given = paged_inputs(inputs)
+        paged = paged_inputs(inputs)
 
-        def reading():
-            found = call()
-            free = given.v[-1].float().sum() * 0.0
-            return dataclasses.replace(found, out=(found.out.float() + free).to(found.out.dtype))
+        def read_one_more():
+            outputs = call()
+            free = paged.v[-1].float().sum() * 0.0
+            out = (outputs.out.float() + free).to(outputs.out.dtype)
+            return dataclasses.replace(outputs, out=out)
 
-        return reading
+        return read_one_more
 
 
-def test_a_cache_of_zeros(monkeypatch):
-    """Free pages and free slots of a cache hold zeros, which add nothing to a wrong sum.
-
-    Shown by they hold NaN, so that one such key read is a row that is not finite.
-    """
+def test_nan_in_free_pages_reveals_a_kernel_that_reads_them(monkeypatch):
+    """Zeros there would hide the read; attncheck fills free pages with NaN, so the row is NaN."""
     assert ask(Ideal(), PAGED).status == "pass"
     record = ask(ReadsOnePageMore(), PAGED)
     assert (record.status, record.judgement.rule) == ("fail", "finite")
@@ -195,65 +186,60 @@ def test_a_cache_of_zeros(monkeypatch):
 PLAIN = covering.PLAIN_ROW
 
 
-def absent_values():
-    """Values of the axes that make the problem of a value before them."""
-    absent = set()
+def values_without_effect():
+    """Values of the covering axes that give the same problem as an earlier value of their axis."""
+    ineffective = set()
     for axis, values in covering.AXES.items():
-        # How far a mask reaches is said of one that has a reach.
+        # The extent counts only for a mask that has one.
         row = PLAIN | ({"mask": "sliding_window"} if axis == "extent" else {})
-        made = set()
+        problems = set()
         for value in covering.SHAPES["small"] if axis == "shape" else values:
             problem = covering.row_problem(row | {axis: value}, "small", 0)
-            absent |= {(axis, value)} if problem in made else set()
-            made.add(problem)
-    return absent
+            ineffective |= {(axis, value)} if problem in problems else set()
+            problems.add(problem)
+    return ineffective
 
 
-def test_a_parameter_silently_off(monkeypatch):
-    """A value of an axis is in the table and in no problem.
-
-    Shown by each value of each axis is looked for in the problem that is made of it.
-    """
-    assert absent_values() == set()
+def test_every_axis_value_changes_the_problem(monkeypatch):
+    """A value in the covering table that reaches no problem would count as asked and never be."""
+    assert values_without_effect() == set()
     right = covering.row_problem
 
     def without_softcap(row, shapes, seed):
         return right(row | ({"score": "none"} if row["score"] == "softcap" else {}), shapes, seed)
 
     monkeypatch.setattr(covering, "row_problem", without_softcap)
-    assert absent_values() == {("score", "softcap")}
+    assert values_without_effect() == {("score", "softcap")}
     row = PLAIN | {"score": "softcap"}
-    # A plan does not count the pairs of what was dropped as asked.
-    had = covering.row_values(row, without_softcap(row, "small", 0), "small")
-    assert had == row | {"score": None}
+    # Nor does a plan count pairs with the dropped value as asked.
+    counted = covering.row_values(row, without_softcap(row, "small", 0), "small")
+    assert counted == row | {"score": None}
 
 
-def wrong_every_other_time(inputs, found):
-    """By the sign of one number: a race, say, that every other draw wins."""
+def spoil_half_of_all_draws(inputs, outputs):
+    """Scale O wrongly depending on the sign of one input, as a race lost every other time would."""
     odd = bool(inputs.q[0, 0, 0, 0] > 0)
-    return dataclasses.replace(found, out=found.out * (1.25 if odd else 1.0))
+    return dataclasses.replace(outputs, out=outputs.out * (1.25 if odd else 1.0))
 
 
-def test_a_seed_that_hides_half(monkeypatch):
-    """One seed for all, with which what fails every other time passes.
+def test_each_seed_draws_its_own_inputs(monkeypatch):
+    """If all seeds drew the same inputs, a kernel that fails half of all draws could pass them all.
 
-    Shown by a seed for each question, and a case that carries its own.
+    The fault is planted and the kernel does pass; comparing the draws of two seeds reveals it.
     """
-    kernel, seeds = spoiled(wrong_every_other_time), range(8)
-    said = [ask(kernel, FULL.replace(seed=seed)).status for seed in seeds]
-    assert {"pass", "fail"} <= set(said)
-    passes = said.index("pass")
-    # The fault: every problem is drawn as that one.
+    kernel, seeds = spoiled(spoil_half_of_all_draws), range(8)
+    statuses = [ask(kernel, FULL.replace(seed=seed)).status for seed in seeds]
+    assert {"pass", "fail"} <= set(statuses)
+    passing = statuses.index("pass")
     right = inputs_room.unrounded_inputs
 
-    def same(problem, *device):
-        drawn = right(problem.replace(seed=passes), *device)
-        return dataclasses.replace(drawn, problem=fp64(problem))
+    def draw_passing(problem, *device):
+        inputs = right(problem.replace(seed=passing), *device)
+        return dataclasses.replace(inputs, problem=problem.replace(dtype="fp64"))
 
-    monkeypatch.setattr(inputs_room, "unrounded_inputs", same)
-    said = [ask(kernel, FULL.replace(seed=seed)).status for seed in seeds]
-    assert set(said) == {"pass"}, "what one seed hides"
-    # What a Case is asked of is its own: another seed that draws the same bits is noticed.
+    monkeypatch.setattr(inputs_room, "unrounded_inputs", draw_passing)
+    statuses = [ask(kernel, FULL.replace(seed=seed)).status for seed in seeds]
+    assert set(statuses) == {"pass"}
     first, second = (draw_inputs(FULL.replace(seed=seed)).q for seed in (0, 1))
     monkeypatch.undo()
     assert bool((first == second).all())
@@ -261,24 +247,17 @@ def test_a_seed_that_hides_half(monkeypatch):
     assert not bool((first == second).any(-1).all())
 
 
-def fp64(problem):
-    return problem.replace(dtype="fp64")
-
-
 @pytest.mark.parametrize("tensor", ["dq", "dk", "dv"])
-def test_a_backward_oracle_that_blames(monkeypatch, tensor):
-    """The exact gradients are wrong.
-
-    Shown by a second backward, of another recurrence, asked before a kernel is failed.
-    """
+def test_wrong_backward_oracle_does_not_fail_a_right_kernel(monkeypatch, tensor):
+    """A second backward, by another recurrence, is consulted before a kernel fails."""
     assert ask(Ideal(), BACKWARD).status == "pass"
     right = oracles.truth
 
     def wrong(inputs):
-        found = right(inputs)
-        if found.dq is None:
-            return found
-        return dataclasses.replace(found, **{tensor: getattr(found, tensor) * 1.25})
+        truth = right(inputs)
+        if truth.dq is None:
+            return truth
+        return dataclasses.replace(truth, **{tensor: getattr(truth, tensor) * 1.25})
 
     monkeypatch.setattr(oracles, "truth", wrong)
     record = ask(Ideal(), BACKWARD)
@@ -287,7 +266,7 @@ def test_a_backward_oracle_that_blames(monkeypatch, tensor):
 
 
 class AssumesContiguous(Ideal):
-    """Reads dO by the strides of O, in which the harness is thought to have laid it out."""
+    """Assumes that dO is contiguous, as O is."""
 
     name, summary = "assumes contiguous", "reads dO by the strides of O"
 
@@ -302,23 +281,20 @@ class AssumesContiguous(Ideal):
         return super().prepare(inputs)
 
 
-def test_a_gradient_with_other_strides(monkeypatch):
-    """The loss's gradient is laid out otherwise than it is said to be.
-
-    Shown by the relation of strides lays it out in several ways, each with the same numbers.
-    """
+def test_strides_relation_reveals_a_kernel_that_ignores_the_strides_of_dout(monkeypatch):
+    """In ``compare`` dO is contiguous, so only the relation, which varies layouts, can tell."""
     kernel = AssumesContiguous()
-    assert ask(kernel, BACKWARD).status == "pass", "laid out as it thinks"
+    assert ask(kernel, BACKWARD).status == "pass"
     assert ask(kernel, BACKWARD, "strides_heads_last").status == "fail"
     right = inputs_room.round_inputs
 
-    def laid_out_otherwise(exact, problem):
-        found = right(exact, problem)
-        if found.dout is None:
-            return found
-        return found.replace(dout=found.dout.transpose(1, 2).contiguous().transpose(1, 2))
+    def with_heads_last(exact, problem):
+        inputs = right(exact, problem)
+        if inputs.dout is None:
+            return inputs
+        return inputs.replace(dout=inputs.dout.transpose(1, 2).contiguous().transpose(1, 2))
 
-    monkeypatch.setattr(inputs_room, "round_inputs", laid_out_otherwise)
-    # Who reads numbers where they are is right whatever the layout; and the other one is caught.
+    # With another layout ``compare`` fails this kernel, and still none that honours strides.
+    monkeypatch.setattr(inputs_room, "round_inputs", with_heads_last)
     assert ask(Ideal(), BACKWARD).status == "pass"
     assert ask(kernel, BACKWARD).status == "fail"

@@ -1,9 +1,8 @@
-"""Scores of mutants: caught, missed, stillborn, crashed, hung; the table; the report."""
+"""Scoring of mutants (caught, missed, stillborn, crashed, hung), their table and their report."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from attncheck.faults.score_report import mutant_report
 from attncheck.records.fault_scores import MutantScore
 from attncheck.reporting import exit_codes, rendering
 from attncheck.workers.journal_format import JournalContent
-from attncheck.workers.units import Done
+from attncheck.workers.units import Done, Unit
 
 KERNEL = """
 import torch
@@ -62,14 +61,14 @@ def mine(tmp_path):
     return f"{tmp_path / 'mine.py'}::attention"
 
 
-def scored(mine, pattern, tool="check", most=None):
+def score_mutants(mine, pattern, tool="check", most=None):
     units = mutant_units([mine], tool=tool, most=None, names=[pattern])[:most]
     return [MutantScorer().do(unit).facts["score"] for unit in units]
 
 
 @pytest.mark.parametrize("tool", ["check", "smoke"])
-def test_a_wrong_mask_is_caught(mine, tool):
-    (score,) = [one for one in scored(mine, "mine:drop-mask:14:*", tool) if one]
+def test_mutant_with_a_wrong_mask_is_caught(mine, tool):
+    (score,) = score_mutants(mine, "mine:drop-mask:14:*", tool)
     assert score["outcome"] == "caught"
     assert score["first"]
     assert score["questions"] > 0
@@ -78,33 +77,33 @@ def test_a_wrong_mask_is_caught(mine, tool):
         assert score["peers"]["allclose(1e-2)"]
 
 
-def test_what_no_question_reaches_is_missed_with_the_same_bits(mine):
-    """Planted: only in a dtype that nobody asks is it wrong."""
-    (score,) = scored(mine, "mine:flip-operator:8:*", most=1)
+def test_mutant_that_no_question_reaches_is_missed_with_identical_bits(mine):
+    """The mutated line runs only for fp64, which no question uses."""
+    (score,) = score_mutants(mine, "mine:flip-operator:8:*", most=1)
     assert (score["outcome"], score["identical"]) == ("missed", True)
     assert not any(score["peers"].values())
 
 
-def test_what_raises_at_once_is_stillborn(mine):
-    (score,) = scored(mine, "mine:flip-operator:9:*")  # no group at all
+def test_mutant_that_raises_at_once_is_stillborn(mine):
+    (score,) = score_mutants(mine, "mine:flip-operator:9:*")  # group = heads * kv_heads
     assert score["outcome"] == "stillborn"
     assert "RuntimeError" in score["reason"]
 
 
-def test_what_writes_to_its_inputs_is_not_stillborn(tmp_path):
+def test_mutant_that_writes_to_its_inputs_is_not_stillborn(tmp_path):
     path = tmp_path / "writes.py"
     path.write_text(KERNEL.replace("unused = 1 + 2", "query.detach().mul_(2)"))
     job = mutant_scoring._Job(None, path, "attention", "check")
     assert job._immediate_error(f"{path}::attention") == ""
 
 
-def test_what_the_table_argues_counts_for_neither_side(mine):
-    (score,) = scored(mine, "mine:drop-term:6:*", most=1)
+def test_mutant_argued_equivalent_in_the_table_is_not_scored(mine):
+    (score,) = score_mutants(mine, "mine:drop-term:6:*", most=1)
     assert (score["outcome"], score["reason"]) == ("equivalent", "nothing reads it")
 
 
-def test_an_argument_excuses_nothing_that_is_caught():
-    """Planted: an argument that is wrong, or a check that flags what is right."""
+def test_argument_in_the_table_does_not_excuse_a_caught_mutant():
+    """Caught though argued equivalent: the argument is wrong or the check is, and it must show."""
     table = MutantTable(equivalent=(mutant_scoring.Argument(mutants=("m",), because="why"),))
     facts = {"mutant": "m", "kernel": "k", "operator": "o", "line": 1, "diff": "", "tool": "check"}
     caught = MutantScore(**facts, outcome="caught")
@@ -115,55 +114,55 @@ def test_an_argument_excuses_nothing_that_is_caught():
     assert (known.outcome, known.reason) == ("missed", "why")
 
 
-def test_a_name_is_judged_by_the_table(mine):
-    (score,) = scored(mine, "mine:flip-operator:11:*", most=1)
+def test_diagnosis_is_rated_by_the_family_of_the_table(mine):
+    (score,) = score_mutants(mine, "mine:flip-operator:11:*", most=1)
     assert score["family"] == "scale"
     assert score["named"] != "unjudged"
     family = read_table(Path(mine.partition("::")[0]).parent).families[0]
     facts = {"mutant": "m", "kernel": "k", "operator": "o", "line": 1, "diff": "", "tool": "check"}
     score = MutantScore(**facts, outcome="caught", status="fail", level="named", certain=1)
 
-    def judged(of=family, **facts):
+    def rate(of=family, **facts):
         return mutant_scoring.rate_diagnosis(msgspec.structs.replace(score, **facts), of).named
 
-    assert judged(models=("scale-twice", "mask-ignored")) == "right"
-    assert judged(models=("mask-ignored", "scale-twice"), certain=2) == "right"
-    assert judged(models=("mask-ignored",), kind="mask") == "wrong"
-    assert judged(models=("sum-missing",), kind="factor") == "neighbour"
-    assert judged(models=("scale-twice",), of=None) == "unjudged"
-    # What is told without certainty is not told, however it fits.
-    assert judged(models=("scale-twice",), level="unknown", certain=0) == "none"
-    assert judged(models=(), level="family", certain=0, kind="factor") == "family"
-    assert judged(models=(), level="family", certain=0, kind="mask") == "wrong"
-    assert judged(models=(), level="family", certain=0, kind="mask", of=None) == "unjudged"
-    # That LSE alone is wrong is seen; what was proven holds whatever was changed.
-    assert judged(models=(), level="family", certain=0, kind="lse") == "family"
-    assert judged(models=("free-memory-read",), level="proven", of=None) == "proven"
-    assert judged(status="crash") == ""
+    assert rate(models=("scale-twice", "mask-ignored")) == "right"
+    assert rate(models=("mask-ignored", "scale-twice"), certain=2) == "right"
+    assert rate(models=("mask-ignored",), kind="mask") == "wrong"
+    assert rate(models=("sum-missing",), kind="factor") == "neighbour"
+    assert rate(models=("scale-twice",), of=None) == "unjudged"
+    # A diagnosis without certainty counts for nothing, even if it is right.
+    assert rate(models=("scale-twice",), level="unknown", certain=0) == "none"
+    assert rate(models=(), level="family", certain=0, kind="factor") == "family"
+    assert rate(models=(), level="family", certain=0, kind="mask") == "wrong"
+    assert rate(models=(), level="family", certain=0, kind="mask", of=None) == "unjudged"
+    # A wrong LSE alone is observed, not guessed; a proof holds whatever was changed.
+    assert rate(models=(), level="family", certain=0, kind="lse") == "family"
+    assert rate(models=("free-memory-read",), level="proven", of=None) == "proven"
+    assert rate(status="crash") == ""
 
 
-def test_what_is_written_out_of_bounds_is_its_own_cause():
-    """Nobody calls such a kernel again: no search is there to."""
+def test_write_out_of_bounds_is_diagnosed_without_calling_the_kernel_again():
+    """The kernel passed is None: a search for other causes, which would call it, fails the test."""
     failed = SimpleNamespace(judgement=SimpleNamespace(rule="memory"))
-    told = {}
-    mutant_scoring._Job._diagnose(failed, None, None, lambda **fields: told.update(fields))
-    assert (told["level"], told["models"], told["certain"]) == ("proven", ["memory"], 1)
+    facts = {}
+    mutant_scoring._Job._diagnose(failed, None, None, lambda **fields: facts.update(fields))
+    assert (facts["level"], facts["models"], facts["certain"]) == ("proven", ["memory"], 1)
 
 
-def test_one_that_ends_its_process_or_hangs_is_caught(monkeypatch):
+def test_mutant_that_kills_its_process_or_hangs_is_caught(monkeypatch):
     monkeypatch.setattr(mutant_scoring, "_PATIENCE", 0.5)
 
     def crashes(tell):
         tell(questions=3)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    found = mutant_scoring._run_in_fork(crashes)
-    assert (found["outcome"], found["status"], found["questions"]) == ("caught", "crash", 3)
-    found = mutant_scoring._run_in_fork(lambda _: time.sleep(100))
-    assert (found["outcome"], found["status"]) == ("caught", "timeout")
+    facts = mutant_scoring._run_in_fork(crashes)
+    assert (facts["outcome"], facts["status"], facts["questions"]) == ("caught", "crash", 3)
+    facts = mutant_scoring._run_in_fork(lambda _: time.sleep(100))
+    assert (facts["outcome"], facts["status"]) == ("caught", "timeout")
 
 
-def test_one_that_is_killed_leaves_no_folder(mine, tmp_path, monkeypatch):
+def test_killed_mutant_leaves_no_temporary_folder(mine, tmp_path, monkeypatch):
     folders = tmp_path / "temporary"
     folders.mkdir()
     monkeypatch.setattr(mutant_scoring.tempfile, "tempdir", str(folders))
@@ -174,12 +173,12 @@ def test_one_that_is_killed_leaves_no_folder(mine, tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(mutant_scoring._Job, "run", run)
-    assert {one["status"] for one in scored(mine, "mine:flip-operator:11:*")} == {"crash"}
+    assert {each["status"] for each in score_mutants(mine, "mine:flip-operator:11:*")} == {"crash"}
     assert [*folders.iterdir()] == []
 
 
-def test_what_attncheck_raises_is_no_catch():
-    """Planted: else a scorer that is broken catches everything."""
+def test_exception_of_attncheck_itself_is_not_a_catch():
+    """Otherwise a broken scorer would catch every mutant."""
 
     def broken(_):
         raise AssertionError("ours")
@@ -187,7 +186,7 @@ def test_what_attncheck_raises_is_no_catch():
     assert mutant_scoring._run_in_fork(broken) == {"reason": "AssertionError('ours')"}
 
 
-def test_what_cannot_be_mutated_is_said(mine, tmp_path):
+def test_bad_kernel_pattern_or_table_is_refused(mine, tmp_path):
     for spec, message in (
         ("package:name", "must be FILE.py::NAME"),
         (f"{tmp_path}/none.py::f", "there is no file"),
@@ -196,7 +195,6 @@ def test_what_cannot_be_mutated_is_said(mine, tmp_path):
             mutant_units([spec], tool="check", most=None, names=[])
     with pytest.raises(UsageError, match="no mutant"):
         mutant_units([mine], tool="check", most=None, names=["mine:none:*"])
-    shutil.copy(tmp_path / "mine.py", tmp_path / "other.py")
     (tmp_path / "sub").mkdir()
     assert read_table(tmp_path / "sub") == MutantTable()
     (tmp_path / "sub" / "mutants.toml").write_text("kernel = 3")
@@ -205,12 +203,12 @@ def test_what_cannot_be_mutated_is_said(mine, tmp_path):
         read_table(tmp_path / "sub")
 
 
-def test_a_few_are_the_same_whatever_else_there_is(mine):
+def test_limit_takes_the_first_mutants_of_the_full_order(mine):
     every, ten = (mutant_units([mine], tool="check", most=n, names=[]) for n in (None, 10))
     assert every[:10] == ten
 
 
-def test_the_strangers_have_their_mutants(pytestconfig):
+def test_table_of_examples_strangers_is_up_to_date(pytestconfig):
     folder = pytestconfig.rootpath / "examples" / "strangers"
     specs = mutant_scoring.kernels_of_table(folder / "mutants.toml")
     assert {Path(spec.partition("::")[0]).name for spec in specs} == {
@@ -220,13 +218,16 @@ def test_the_strangers_have_their_mutants(pytestconfig):
     assert len(units) == len({unit.id for unit in units}) > 500
     table = read_table(folder)
     every = [unit.kernel.rpartition("@")[0] for unit in units]
-    # An argument that fits no mutant any more speaks of another source.
+    # An argument that matches no mutant was written for an older source.
     for pattern in (each for argument in table.equivalent for each in argument.mutants):
-        assert any(mutant_scoring.fnmatch.fnmatchcase(one, pattern) for one in every), pattern
+        assert any(mutant_scoring.fnmatch.fnmatchcase(name, pattern) for name in every), pattern
 
 
 def report_of(**outcomes):
-    units = mutant_units_of(outcomes)
+    units = [
+        Unit(kind="fault", stage="contract", kernel=f"k:o:1:{name}@mutant", device="cpu")
+        for name in outcomes
+    ]
     results = {}
     for unit, (name, facts) in zip(units, outcomes.items(), strict=True):
         score = {"mutant": f"k:o:1:{name}", "kernel": "k", "operator": "o", "line": 1}
@@ -238,16 +239,7 @@ def report_of(**outcomes):
     return mutant_report(content, units, tool="check", command="attncheck faults --mutants")
 
 
-def mutant_units_of(names):
-    from attncheck.workers.units import Unit
-
-    return [
-        Unit(kind="fault", stage="contract", kernel=f"k:o:1:{name}@mutant", device="cpu")
-        for name in names
-    ]
-
-
-def test_a_report_says_what_was_missed_and_how_soon_the_rest_was_caught():
+def test_report_lists_missed_mutants_and_questions_until_each_catch():
     report = report_of(
         a={"outcome": "caught", "questions": 1, "named": "right", "peers": {"2×": False}},
         b={"outcome": "caught", "questions": 3, "named": "wrong", "models": ["x"], "certain": 1},
@@ -262,7 +254,7 @@ def test_a_report_says_what_was_missed_and_how_soon_the_rest_was_caught():
     assert "+ b" in text
 
 
-def test_exit_codes():
+def test_exit_code_of_caught_stillborn_and_lost_mutants():
     assert exit_codes.exit_code(report_of(a={"outcome": "caught", "questions": 1})) == 0
     assert exit_codes.exit_code(report_of(a={"outcome": "stillborn"})) == exit_codes.UNTESTED
     lost = report_of(a={"outcome": "caught", "questions": 1}, b={})
@@ -270,13 +262,13 @@ def test_exit_codes():
     assert exit_codes.exit_code(lost) == exit_codes.INCOMPLETE
 
 
-def test_a_family_is_of_a_line_and_a_rule(mine):
+def test_family_matches_both_code_and_operator(mine):
     table = read_table(Path(mine.partition("::")[0]).parent)
 
     def family(operator, code):
         mutant = Mutant(id="m", operator=operator, line=1, text="", diff="", code=code)
-        found = table.family(mutant)
-        return found and found.name
+        match = table.family(mutant)
+        return match and match.name
 
     assert family("flip-operator", "x = scale or 1") == "scale"
     assert family("drop-term", "x = scale or 1") is None

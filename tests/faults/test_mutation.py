@@ -1,4 +1,4 @@
-"""Mutants by rule: each rule on a small source, and what is none."""
+"""Mutation operators: what each makes of a small kernel, and which mutants are discarded."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def kernel(q, k, v, stride_qb, stride_kb, n):
 '''
 
 
-def lines(operator, source=KERNEL):
-    """What each mutant of one rule makes of its line."""
+def mutated_lines(operator, source=KERNEL):
+    """The new text of the line that each mutant of one operator changes."""
     return [
         line[1:].strip()
         for mutant in mutants_of("k", source, (operator,))
@@ -46,7 +46,7 @@ def lines(operator, source=KERNEL):
 
 
 @pytest.mark.parametrize(
-    ("operator", "made"),
+    ("operator", "line"),
     [
         ("off-by-one", "for start in range(0, (n + 1), 16):"),
         ("off-by-one", "x = tl.load(k + batch * stride_kb + cols[:, None], mask=cols < (n - 1))"),
@@ -71,21 +71,22 @@ def lines(operator, source=KERNEL):
         ("transpose", "x = tl.load(k + batch * stride_kb + cols[None, :], mask=cols < n)"),
     ],
 )  # fmt: skip
-def test_a_rule_makes_of_its_line(operator, made):
-    """Compared as Python: how a rule puts brackets is nobody's matter."""
-    same = {ast.dump(ast.parse(line)) for line in lines(operator) if not line.endswith(":")}
-    if made.endswith(":"):
-        assert made in lines(operator)
+def test_operator_makes_the_mutant(operator, line):
+    """Compared as syntax trees: redundant brackets do not matter."""
+    made = mutated_lines(operator)
+    if line.endswith(":"):
+        assert line in made
     else:
-        assert ast.dump(ast.parse(made)) in same
+        trees = {ast.dump(ast.parse(each)) for each in made if not each.endswith(":")}
+        assert ast.dump(ast.parse(line)) in trees
 
 
-def test_every_rule_changes_the_small_kernel():
-    """A rule that finds nothing would be noticed by nobody."""
+def test_every_operator_changes_the_small_kernel():
+    """An operator that never matches would go unnoticed."""
     assert {mutant.operator for mutant in mutants_of("k", KERNEL)} == set(OPERATORS)
 
 
-def test_every_mutant_is_another_program_and_ids_are_their_own():
+def test_mutants_are_distinct_programs_with_unique_ids():
     mutants = mutants_of("k", KERNEL)
     programs = [ast.dump(ast.parse(mutant.text)) for mutant in mutants]
     assert len(set(programs)) == len(programs) == len({mutant.id for mutant in mutants})
@@ -93,27 +94,27 @@ def test_every_mutant_is_another_program_and_ids_are_their_own():
     assert all(mutant.id.startswith(f"k:{mutant.operator}:{mutant.line}:") for mutant in mutants)
 
 
-def test_a_rule_that_changes_nothing_makes_no_mutant(monkeypatch):
-    """Planted: it would count as a fault that nobody catches."""
+def test_unchanged_source_is_no_mutant(monkeypatch):
+    """It would be scored as a fault that is always missed."""
     monkeypatch.setitem(OPERATORS, "drop-term", lambda site: iter([site.node]))
     assert mutants_of("k", KERNEL, ("drop-term",)) == []
 
 
-def test_mutants_are_the_same_each_time():
+def test_mutants_are_deterministic():
     assert mutants_of("k", KERNEL) == mutants_of("k", KERNEL)
 
 
-def test_what_is_raised_and_said_is_left_alone():
+def test_raise_statements_are_not_mutated():
     assert not any("too few" in mutant.diff for mutant in mutants_of("k", KERNEL))
 
 
-def test_columns_count_bytes():
+def test_change_after_multibyte_characters_is_placed_by_bytes():
     source = 'def f(a, b):\n    s = "ß→∞"; c = a - b\n    return c\n'
-    (line,) = lines("swap-operands", source)
+    (line,) = mutated_lines("swap-operands", source)
     assert line == 's = "ß→∞"; c = (b - a)'
 
 
-def test_what_is_no_python_or_no_rule_is_said():
+def test_invalid_python_or_operator_is_refused():
     with pytest.raises(UsageError, match="k is no Python"):
         mutants_of("k", "def f(:")
     with pytest.raises(UnknownName, match="operator 'drop'"):

@@ -1,4 +1,4 @@
-"""Patches: found by their text alone, and refused where that moved."""
+"""Patches of kernel sources: located by their text, refused unless it occurs exactly once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SOURCES = {
 }
 
 
-def test_text_is_found_but_for_indentation_comments_and_empty_lines():
+def test_patch_matches_ignoring_indentation_comments_and_empty_lines():
     texts = apply_patches(
         SOURCES,
         [
@@ -31,7 +31,7 @@ def test_text_is_found_but_for_indentation_comments_and_empty_lines():
     assert texts["b"] == SOURCES["b"]
 
 
-def test_later_patches_see_what_earlier_ones_left_and_functions_are_appended():
+def test_patches_apply_in_order_and_may_append_functions():
     first = "+def h():\n+    return 0"
     texts = apply_patches(
         SOURCES, [first, " if x:\n-    return 1\n+    return h()", "-return h()\n+return -h()"]
@@ -41,7 +41,7 @@ def test_later_patches_see_what_earlier_ones_left_and_functions_are_appended():
 
 
 @pytest.mark.parametrize(
-    ("patch", "said"),
+    ("patch", "message"),
     [
         ("-y = x - 1\n+pass", "0 times"),
         ("-return 3\n+pass", "0 times"),
@@ -49,8 +49,8 @@ def test_later_patches_see_what_earlier_ones_left_and_functions_are_appended():
         ("+pass", "only appends"),
     ],
 )
-def test_what_is_not_there_once_is_refused(patch, said):
-    with pytest.raises(NotPlanted, match=said):
+def test_patch_whose_text_does_not_occur_once_is_refused(patch, message):
+    with pytest.raises(NotPlanted, match=message):
         apply_patches(SOURCES, [patch])
     with pytest.raises(NotPlanted, match="2 times"):
         apply_patches(SOURCES | {"c": SOURCES["a"]}, ["-y = x + 1\n+pass"])

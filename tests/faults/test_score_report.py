@@ -1,4 +1,4 @@
-"""A journal of scores as a report: totals, and what has no score."""
+"""Fault scores in the report: totals, and units without a score."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def unit(fault):
 NAMED = (Explanation(model="m", sentence="s", share=1.0, explains_all=True),)
 
 
-def test_totals_count_what_was_scored():
-    said = (PeerVerdict(rule="2×", problems=3, caught=True),)
+def test_totals_by_outcome_and_category():
+    peers = (PeerVerdict(rule="2×", problems=3, caught=True),)
     scores = [
-        score("a", "caught", seconds=1.0, problems=10, peers=said, diagnosis=NAMED, rank=1),
+        score("a", "caught", seconds=1.0, problems=10, peers=peers, diagnosis=NAMED, rank=1),
         score("b", "caught", seconds=3.0, problems=30, diagnosis=NAMED, rank=3),
         score("c", "missed", "softcap", seconds=50.0, problems=200),
         score("d", "equivalent", "softcap"),
@@ -42,16 +42,16 @@ def test_totals_count_what_was_scored():
     assert softcap.seconds is None
 
 
-def test_what_is_planted_nowhere_is_no_part_of_a_score():
+def test_totals_leave_out_unplanted_faults():
     assert list(totals([FaultScore(fault="x", category="gqa", outcome="unplanted")])) == []
 
 
-def test_a_fault_that_is_not_discrete_is_not_to_be_named():
+def test_totals_expect_no_diagnosis_of_a_fault_that_is_not_discrete():
     (whole, _) = totals([score("a", "caught", discrete=False, diagnosis=NAMED, rank=1)])
     assert whole.diagnosed == 0
 
 
-def test_a_unit_without_a_result_is_unfinished():
+def test_report_counts_units_without_a_result_as_unfinished():
     first, second = unit("missing-alpha-on-acc"), unit("missing-alpha-on-l")
     facts = {"score": to_builtins(score("missing-alpha-on-acc", "caught")), "kind": "fault"}
     content = JournalContent(
@@ -59,13 +59,14 @@ def test_a_unit_without_a_result_is_unfinished():
         results={first.id: Done(unit=first.id, facts=facts)},
         why="interrupted",
     )
-    found = fault_report(content, FaultSelection(units=(first, second)), command="attncheck faults")
-    assert [each.fault for each in found.scores] == ["missing-alpha-on-acc"]
-    assert (found.unfinished, found.unfinished_because) == (1, "interrupted")
+    selection = FaultSelection(units=(first, second))
+    report = fault_report(content, selection, command="attncheck faults")
+    assert [each.fault for each in report.scores] == ["missing-alpha-on-acc"]
+    assert (report.unfinished, report.unfinished_because) == (1, "interrupted")
 
 
-def test_a_unit_that_was_given_up_has_no_score_and_says_why():
-    one = unit("missing-alpha-on-acc")
-    found = score_of(one, Done(unit=one.id, harness="its process died twice"))
-    assert (found.outcome, found.reason) == ("harness", "its process died twice")
-    assert found.category == "online softmax"
+def test_unit_that_failed_in_the_harness_keeps_its_reason():
+    failed = unit("missing-alpha-on-acc")
+    result = score_of(failed, Done(unit=failed.id, harness="its process died twice"))
+    assert (result.outcome, result.reason) == ("harness", "its process died twice")
+    assert result.category == "online softmax"

@@ -1,4 +1,4 @@
-"""One fault in one host: caught, missed, or no score at all where what was planted does not run."""
+"""Scoring one fault in one host: caught, missed, or no score where the code cannot run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PLANTED = {
 }
 
 
-def scored(monkeypatch, name, *, stages="probes", host="ideal", file=""):
+def score_planted(monkeypatch, name, *, stages="probes", host="ideal", file=""):
     planted = PLANTED.get(name)
     if planted is not None:
         everything = catalogue.FAULTS if isinstance(planted, Fault) else catalogue.CONTROLS
@@ -69,8 +69,8 @@ def scored(monkeypatch, name, *, stages="probes", host="ideal", file=""):
     return msgspec.convert(done.facts["score"], kind)
 
 
-def test_a_fault_is_caught_and_made_smaller(monkeypatch):
-    score = scored(monkeypatch, "wrong")
+def test_caught_fault_is_shrunk_and_rated_by_peer_rules(monkeypatch):
+    score = score_planted(monkeypatch, "wrong")
     assert score.outcome == "caught"
     first, shrunk = score.caught.first, score.caught.shrunk
     assert (first.stage, first.status) == ("probes", "fail")
@@ -78,62 +78,62 @@ def test_a_fault_is_caught_and_made_smaller(monkeypatch):
     assert score.seconds > 0
     small, large = (Case.from_json(each.case).problem for each in (shrunk, first))
     assert small.query * small.kv < large.query * large.kv
-    assert {said.rule for said in score.peers} == {"allclose(1e-2)", "2×", "1.1× mean"}
+    assert {peer.rule for peer in score.peers} == {"allclose(1e-2)", "2×", "1.1× mean"}
     assert score.environment
 
 
-def test_a_fault_that_is_none_is_missed(monkeypatch):
-    score = scored(monkeypatch, "no-op", stages="contract")
+def test_patch_without_effect_is_missed(monkeypatch):
+    score = score_planted(monkeypatch, "no-op", stages="contract")
     assert (score.outcome, score.caught) == ("missed", None)
     assert score.problems > 1
-    assert not any(said.caught for said in score.peers)
-    assert any(said.problems for said in score.peers)
+    assert not any(peer.caught for peer in score.peers)
+    assert any(peer.problems for peer in score.peers)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "reason"),
     [("broken", "NameError"), ("syntax", "SyntaxError"), ("absent", "0 times, not once")],
 )
-def test_what_does_not_run_is_no_catch(monkeypatch, name, said):
-    score = scored(monkeypatch, name)
+def test_fault_that_cannot_be_planted_or_run_is_not_caught(monkeypatch, name, reason):
+    score = score_planted(monkeypatch, name)
     assert score.outcome == "harness"
-    assert said in score.reason
+    assert reason in score.reason
 
 
-def test_a_control_that_is_wrong_is_flagged(monkeypatch):
-    score = scored(monkeypatch, "wrong-control", stages="contract")
+def test_wrong_control_is_flagged(monkeypatch):
+    score = score_planted(monkeypatch, "wrong-control", stages="contract")
     assert score.outcome == "flagged"
     assert score.flagged
     assert {each.status for each in score.flagged} == {"fail"}
 
 
-def test_a_control_that_is_right_is_clean(monkeypatch):
-    score = scored(monkeypatch, "right-control", stages="contract")
+def test_right_control_is_clean(monkeypatch):
+    score = score_planted(monkeypatch, "right-control", stages="contract")
     assert (score.outcome, score.flagged) == ("clean", ())
     assert score.problems > 1
 
 
-def test_what_takes_nothing_has_no_score(monkeypatch, tmp_path):
+def test_kernel_that_supports_no_problem_has_no_score(monkeypatch, tmp_path):
     file = tmp_path / "nothing.py"
     file.write_text(
         "from attncheck.subjects.ideal import Ideal\n\n\nclass Nothing(Ideal):\n"
         "    name, summary = 'nothing', 'takes nothing'\n\n"
         "    def unsupported(self, problem, device):\n        return 'too much'\n"
     )
-    score = scored(monkeypatch, "Nothing", host="file", file=str(file), stages="probes")
+    score = score_planted(monkeypatch, "Nothing", host="file", file=str(file), stages="probes")
     assert score.outcome == "harness"
     assert "nothing was asked" in score.reason
 
 
-def test_a_rule_that_refuses_the_right_kernel_too_has_caught_nothing(monkeypatch):
-    score = scored(monkeypatch, "none", host="file", file=str(OWN))
+def test_peer_rule_that_fails_the_right_kernel_too_catches_nothing(monkeypatch):
+    score = score_planted(monkeypatch, "none", host="file", file=str(OWN))
     assert score.outcome == "missed"
-    mean = next(said for said in score.peers if said.rule == "1.1× mean")
+    mean = next(peer for peer in score.peers if peer.rule == "1.1× mean")
     assert mean.alarms > 0
     assert not mean.caught
 
 
-def test_the_rank_is_that_of_the_best_of_its_models():
+def test_rank_is_that_of_the_first_matching_model():
     diagnosis = tuple(
         Explanation(model=model, sentence=model, share=0.5, explains_all=False)
         for model in ("a", "b", "c")

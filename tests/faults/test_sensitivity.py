@@ -1,4 +1,4 @@
-"""The smallest fault that is seen: found by asking few, confirmed at both ends."""
+"""The smallest detected fault size: searched with few questions, confirmed at both ends."""
 
 import itertools
 
@@ -28,68 +28,69 @@ from attncheck.verify.run_case import run_case
 SIZES = tuple(2.0**-n for n in range(40))
 
 
-def seeing(thresholds):
-    """Questions that see the fault of a number up to their own; −1 sees none."""
-    asked = []
+def make_questions(thresholds):
+    """Questions that detect the sizes up to a threshold's index (−1: none), and their call log."""
+    calls = []
 
     def question(name, last):
-        def sees(number):
-            assert 0 <= number < len(SIZES)
-            asked.append((name, number))
-            return number <= last
+        def detects(index):
+            assert 0 <= index < len(SIZES)
+            calls.append((name, index))
+            return index <= last
 
-        return str(name), sees
+        return str(name), detects
 
-    return [question(name, last) for name, last in enumerate(thresholds)], asked
+    return [question(name, last) for name, last in enumerate(thresholds)], calls
 
 
 @given(st.lists(st.integers(-1, len(SIZES) - 1), max_size=8))
-def test_the_smallest_is_found_and_every_question_is_asked_about_the_next(thresholds):
-    questions, asked = seeing(thresholds)
-    found = smallest_detected(questions, SIZES)
+def test_smallest_detected_asks_every_question_about_the_next_smaller_size(thresholds):
+    questions, calls = make_questions(thresholds)
+    result = smallest_detected(questions, SIZES)
     best = max(thresholds, default=-1)
-    assert found.size == (SIZES[best] if best >= 0 else None)
-    assert found.below == (SIZES[best + 1] if best + 1 < len(SIZES) else None)
-    assert found.asked == len(asked)
+    assert result.size == (SIZES[best] if best >= 0 else None)
+    assert result.below == (SIZES[best + 1] if best + 1 < len(SIZES) else None)
+    assert result.asked == len(calls)
     if best >= 0:
-        assert thresholds[int(found.question)] == best
-        assert (int(found.question), best) in asked
-    if found.below is not None:
-        assert {(name, best + 1) for name in range(len(thresholds))} <= set(asked)
+        assert thresholds[int(result.question)] == best
+        assert (int(result.question), best) in calls
+    if result.below is not None:
+        assert {(name, best + 1) for name in range(len(thresholds))} <= set(calls)
 
 
-def test_where_the_best_is_first_others_are_asked_once():
-    questions, asked = seeing([20, *itertools.repeat(3, 50)])
+def test_smallest_detected_asks_less_sensitive_questions_once():
+    questions, calls = make_questions([20, *itertools.repeat(3, 50)])
     assert smallest_detected(questions, SIZES).size == SIZES[20]
-    # Up to the best one twice as far each time, then by halves: two logarithms.
-    assert len(asked) == 50 + len([each for each in asked if each[0] == 0])
-    assert len([each for each in asked if each[0] == 0]) <= 2 * 5 + 2
+    of_first = [each for each in calls if each[0] == 0]
+    assert len(calls) == 50 + len(of_first)
+    # Doubling steps up to the threshold, then bisection: two logarithms.
+    assert len(of_first) <= 2 * 5 + 2
 
 
-def test_seeing_need_not_be_monotone():
-    def sees(number):
-        return number in {0, 1, 2, 3, 7, 8}
+def test_smallest_detected_accepts_detection_that_is_not_monotone():
+    def detects(index):
+        return index in {0, 1, 2, 3, 7, 8}
 
-    found = smallest_detected([("odd", sees)], SIZES)
-    assert sees(SIZES.index(found.size))
-    assert not sees(SIZES.index(found.below))
+    result = smallest_detected([("odd", detects)], SIZES)
+    assert detects(SIZES.index(result.size))
+    assert not detects(SIZES.index(result.below))
 
 
 @pytest.mark.parametrize("name", CONTINUOUS_FAULTS)
-def test_the_largest_size_is_a_fault_and_the_smallest_is_less(name):
+def test_largest_fault_size_fails_and_errs_more_than_the_smallest(name):
     fault = continuous_fault_named(name)
     problem = Problem(query=40, kv=200, head_dim=16, dtype="fp32", heads=2)
     inputs, sizes = draw_inputs(problem), fault.sizes("fp32")
-    right, off = Ideal().run(inputs).out, []
+    right, errors = Ideal().run(inputs).out, []
     for size in (sizes[0], sizes[-1]):
         kernel = fault.kernel(size)
-        off.append(float((kernel.run(inputs).out - right).abs().max()))
+        errors.append(float((kernel.run(inputs).out - right).abs().max()))
         if size == sizes[0]:
             assert run_case(kernel, Case(problem=problem), device="cpu").status == "fail"
-    assert off[0] > off[1]
+    assert errors[0] > errors[1]
 
 
-def test_sizes_are_quarters_of_octaves_or_bits_that_are_too_few():
+def test_fault_sizes_are_quarter_octaves_or_numbers_of_bits():
     scale = continuous_fault_named("scale-off").sizes("bf16")
     assert scale[:2] == (1.0, 2.0**-0.25)
     assert continuous_fault_named("weights-of-few-bits").sizes("bf16") == tuple(range(1, 8))
@@ -98,19 +99,19 @@ def test_sizes_are_quarters_of_octaves_or_bits_that_are_too_few():
         continuous_fault_named("scale")
 
 
-def test_rules_and_the_gate_on_a_few_questions(monkeypatch):
+def test_gate_detects_a_smaller_fault_than_allclose(monkeypatch):
     everything = sensitivity._gate_questions
 
-    def few(*asked):
-        units = list(everything(*asked))
+    def one_question(*arguments):
+        units = list(everything(*arguments))
         assert {unit.stage for unit in units} == set(sensitivity.STAGES)
         return [next(unit for unit in units if unit.stage == "bounds")]
 
-    monkeypatch.setattr(sensitivity, "_gate_questions", few)
+    monkeypatch.setattr(sensitivity, "_gate_questions", one_question)
     monkeypatch.setattr(continuous_faults, "_STEPS_OF_OCTAVE", 1)
-    found = measure_sensitivity("scale-off", "fp32", tier="smoke")
-    assert (found.questions, found.unit) == (1, "ε")
-    ours, theirs = found.rules[ATTNCHECK_RULE], found.rules["allclose(1e-2)"]
+    result = measure_sensitivity("scale-off", "fp32", tier="smoke")
+    assert (result.questions, result.unit) == (1, "ε")
+    ours, theirs = result.rules[ATTNCHECK_RULE], result.rules["allclose(1e-2)"]
     assert ours.size is not None
     assert ours.below < ours.size
     assert theirs.size is None or theirs.size > ours.size
@@ -125,7 +126,7 @@ def report(size=2.0**-9):
         ),
         "2×": SmallestFault(size=None, below=1.0, asked=3),
     }
-    seen = FaultSensitivity(
+    sensitivity_of_one = FaultSensitivity(
         fault="scale-off",
         summary="the softmax scale is 1 + ε times its own",
         unit="ε",
@@ -137,10 +138,10 @@ def report(size=2.0**-9):
         rules=rules,
         seconds=9.0,
     )
-    return SensitivityReport(command="attncheck faults --sensitivity", seen=(seen,))
+    return SensitivityReport(command="attncheck faults --sensitivity", seen=(sensitivity_of_one,))
 
 
-def test_the_page_says_what_each_sees():
+def test_report_page_shows_sizes_and_questions():
     page = render(report(), "md")
     assert number_text.scientific(2.0**-9) in page.replace("\\", "")
     assert "none" in page
@@ -151,5 +152,5 @@ def test_the_page_says_what_each_sees():
 
 
 @pytest.mark.parametrize(("size", "code"), [(0.1, 0), (None, 1)])
-def test_a_fault_that_the_gate_sees_in_no_size_fails(size, code):
+def test_exit_code_is_1_for_a_fault_the_gate_detects_in_no_size(size, code):
     assert exit_code(report(size)) == code

@@ -1,4 +1,4 @@
-"""A kernel author's tests, scored with faulty kernels in place of their function."""
+"""Scoring a kernel author's own test suite: faulty kernels replace the function under test."""
 
 import pytest
 
@@ -50,14 +50,13 @@ def test_ragged():
     scores = (q @ k.mT) * 64**-0.5
     torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
     dout = torch.randn_like(out)
-    found = torch.autograd.grad(out, (q, k, v), dout)
-    for mine_, right in zip(found, torch.autograd.grad(expected, (q, k, v), dout)):
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    for mine_, right in zip(gradients, torch.autograd.grad(expected, (q, k, v), dout)):
         torch.testing.assert_close(mine_, right, rtol=1e-4, atol=1e-5)
 """
 
 
-TAIL = "tail-keys-not-masked-exp0"
-"""Of keys beyond the last one, which 128 of them have not."""
+TAIL = "tail-keys-not-masked-exp0"  # shows only where the last tile is not full: not with 128 keys
 
 
 @pytest.fixture(scope="module")
@@ -86,28 +85,28 @@ def suite(project):
     return suite
 
 
-def test_the_control_passes_also_with_gradients_and_lse(suite):
-    found = run_control(suite("tests"))
-    assert (found.status, found.left) == ("not shown", ())
+def test_right_kernel_passes_the_suite(suite):
+    score = run_control(suite("tests"))
+    assert (score.status, score.left) == ("not shown", ())
 
 
-def test_a_strict_suite_catches_a_fault_and_the_test_is_named(suite):
-    found = score_suite(suite("tests/test_strict.py"), TAIL)
-    assert (found.status, found.tests) == ("caught", ("tests/test_strict.py::test_ragged",))
-    assert (found.category, found.host) == ("tail tile", "ideal")
+def test_strict_suite_catches_a_fault_and_names_the_test(suite):
+    score = score_suite(suite("tests/test_strict.py"), TAIL)
+    assert (score.status, score.tests) == ("caught", ("tests/test_strict.py::test_ragged",))
+    assert (score.category, score.host) == ("tail tile", "ideal")
 
 
-def test_what_nice_shapes_do_not_show_is_no_question_of_tolerances(suite):
-    found = score_suite(suite("tests/test_usual.py"), TAIL)
-    assert (found.status, found.tests) == ("not shown", ())
+def test_fault_that_changes_no_bit_at_the_suites_shapes_is_not_shown(suite):
+    score = score_suite(suite("tests/test_usual.py"), TAIL)
+    assert (score.status, score.tests) == ("not shown", ())
 
 
-def test_what_a_tolerance_hides_is_missed(suite):
+def test_fault_within_the_suites_tolerance_is_missed(suite):
     assert score_suite(suite("tests/test_usual.py"), "approx-reciprocal").status == "missed"
 
 
 @pytest.mark.parametrize(
-    ("command", "replace", "says"),
+    ("command", "replace", "message"),
     [
         ("quick", "mine.empty:attn", "'attn' of module 'mine.empty' is not there"),
         ("quick", "mine.empty:number", "'number' of module 'mine.empty' is int, no function"),
@@ -116,42 +115,42 @@ def test_what_a_tolerance_hides_is_missed(suite):
         ("no_such_folder", "m:f", "ends with 4: ERROR: file or directory not found"),
     ],
 )
-def test_what_cannot_be_scored_says_why(suite, command, replace, says):
+def test_suite_that_cannot_be_scored_is_refused_with_the_reason(suite, command, replace, message):
     with pytest.raises(UsageError, match="cannot be scored") as error:
         run_control(suite(command, replace))
-    assert says in str(error.value)
+    assert message in str(error.value)
 
 
-def test_a_suite_that_does_not_end_cannot_be_scored(suite):
+def test_suite_that_exceeds_its_timeout_is_refused(suite):
     with pytest.raises(UsageError, match="did not end within 2 s"):
         run_control(suite("slow", timeout=2))
 
 
 @pytest.fixture
-def ended(monkeypatch):
-    """Runs that end as is said, one after the other."""
+def fake_runs(monkeypatch):
+    """Replace runs of the suite by ones with these exit codes and events, in this order."""
 
-    def ended(*runs):
-        left = [SuiteRun(code=code, events=said, output="", seconds=1.0) for code, said in runs]
-        monkeypatch.setattr(user_suite, "run_suite", lambda *_, **__: left.pop(0))
+    def fake_runs(*runs):
+        queue = [SuiteRun(code=code, events=each, output="", seconds=1.0) for code, each in runs]
+        monkeypatch.setattr(user_suite, "run_suite", lambda *_, **__: queue.pop(0))
 
-    return ended
+    return fake_runs
 
 
 FAILS = (1, {"replaced": [""], "called": [""], "failed": ["t.py::test"]})
 PASSES = (0, {"replaced": [""], "called": [""], "shown": [""]})
 
 
-@pytest.mark.parametrize(("alone", "says"), [(0, "passes"), (1, "fails too")])
-def test_a_suite_that_a_right_kernel_fails_cannot_be_scored(suite, ended, alone, says):
-    ended(FAILS, (alone, {}))
+@pytest.mark.parametrize(("alone", "message"), [(0, "passes"), (1, "fails too")])
+def test_suite_that_fails_the_right_kernel_is_refused(suite, fake_runs, alone, message):
+    fake_runs(FAILS, (alone, {}))
     with pytest.raises(UsageError, match=r"t\.py::test with the right kernel 'ideal'") as error:
         run_control(suite("tests"))
-    assert f"{says} with its own" in str(error.value)
+    assert f"{message} with its own" in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("ran", "status", "says"),
+    ("run", "status", "message"),
     [
         (FAILS, "caught", ""),
         (PASSES, "missed", ""),
@@ -164,40 +163,40 @@ def test_a_suite_that_a_right_kernel_fails_cannot_be_scored(suite, ended, alone,
         ((None, {"replaced": [""], "called": [""]}), "not scored", "did not end"),
     ],
 )
-def test_how_a_run_ends_is_what_it_says_of_a_fault(suite, ended, ran, status, says):
-    ended(ran)
-    found = score_suite(suite("tests"), TAIL)
-    assert found.status == status
-    assert says in found.reason
+def test_status_of_a_fault_by_exit_code_and_events(suite, fake_runs, run, status, message):
+    fake_runs(run)
+    score = score_suite(suite("tests"), TAIL)
+    assert score.status == status
+    assert message in score.reason
 
 
-def test_a_suite_that_calls_no_kernel_cannot_be_scored(suite, ended):
-    ended((0, {"replaced": [""], "left": ["it has dropout"]}))
+def test_suite_that_never_calls_the_kernel_is_refused(suite, fake_runs):
+    fake_runs((0, {"replaced": [""], "left": ["it has dropout"]}))
     with pytest.raises(UsageError, match="takes its calls: it has dropout"):
         check_scorable(suite("tests"), [TAIL], "ideal")
 
 
 @pytest.mark.parametrize("replace", ["mine.kernel", "mine/kernel.py:attention", "a:b.c", ":f"])
-def test_a_target_is_a_function_of_a_module(replace):
+def test_replace_must_be_module_colon_name(replace):
     with pytest.raises(UsageError, match=r"package\.module:name"):
         UserSuite(command="tests", replace=replace)
 
 
-def test_a_command_and_a_convention_are_checked():
+def test_bad_command_or_convention_is_refused():
     with pytest.raises(UsageError, match="cannot be split"):
         UserSuite(command="tests -k 'a", replace="m:f")
     with pytest.raises(UnknownName, match="flash_attn"):
         UserSuite(command="tests", replace="m:f", convention="paged")
 
 
-def test_a_fault_that_is_not_known_or_not_in_the_host_is_said(suite):
+def test_unknown_fault_or_host_without_it_is_refused(suite):
     with pytest.raises(UnknownName, match="no-such-fault"):
         score_suite(suite("tests"), "no-such-fault")
     with pytest.raises(UsageError, match="not planted in metal"):
         score_suite(suite("tests"), TAIL, "metal")
 
 
-def test_a_project_is_what_is_pythons_and_its_own(tmp_path):
+def test_project_digest_covers_own_python_files_only(tmp_path):
     suite = UserSuite(command="tests", replace="m:f", folder=tmp_path)
 
     def write(name, text="x = 1"):
@@ -205,8 +204,8 @@ def test_a_project_is_what_is_pythons_and_its_own(tmp_path):
         (tmp_path / name).write_text(text)
         return user_suite.project_digest(suite)
 
-    known = [write("tests/test_a.py"), write("tests/test_a.py", "x = 2"), write("tests/test_b.py")]
-    assert len(set(known)) == 3
+    own = [write("tests/test_a.py"), write("tests/test_a.py", "x = 2"), write("tests/test_b.py")]
+    assert len(set(own)) == 3
     write("venv/pyvenv.cfg")
     others = ("venv/lib/a.py", ".tox/a.py", "reports/results.jsonl", "a/site-packages/b.py")
-    assert {write(name) for name in others} == {known[-1]}
+    assert {write(name) for name in others} == {own[-1]}

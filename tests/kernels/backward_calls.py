@@ -1,4 +1,4 @@
-"""Calls of FlashAttention-2's backward, and what tests of every backward ask."""
+"""Calls of FlashAttention-2's backward, and helpers shared by the tests of all backwards."""
 
 import functools
 import math
@@ -27,7 +27,7 @@ SMALL = Launch(block_query=32, block_kv=32)
 
 @functools.cache
 def mods(mask, score):
-    """The TritonMods of a mask and a score mod; None of none."""
+    """The TritonMods of a mask, a score mod and its slope; None for what is None."""
     return {
         "mask": mask and to_triton(trace_mask(mask)),
         "score": score and to_triton(trace_score(score.mod)),
@@ -35,21 +35,21 @@ def mods(mask, score):
     }
 
 
-def lists(asked, launch=SMALL) -> dict[str, VisitList]:
-    """Both lists of the tiles that are not hidden."""
-    batch, heads, query, _ = asked.q.shape
-    found = block_mask(
-        asked.mask,
-        Dimensions(batch=batch, heads=heads, query=query, kv=asked.k.shape[2]),
+def visit_lists(question, launch=SMALL) -> dict[str, VisitList]:
+    """The visible tiles, listed by rows (``tiles``) and by keys (``by_keys``)."""
+    batch, heads, query, _ = question.q.shape
+    blocks = block_mask(
+        question.mask,
+        Dimensions(batch=batch, heads=heads, query=query, kv=question.k.shape[2]),
         block_query=launch.block_query,
         block_kv=launch.block_kv,
     )
-    by_keys = VisitList(*list_visits(found.transposed()))
-    return {"tiles": VisitList(*list_visits(found)), "by_keys": by_keys}
+    by_keys = VisitList(*list_visits(blocks.transposed()))
+    return {"tiles": VisitList(*list_visits(blocks)), "by_keys": by_keys}
 
 
 def wrong_list(fault: str, right: VisitList) -> VisitList:
-    """A list with one fault: of three blocks of rows under a causal mask each is noticed."""
+    """Plant a fault in a list that shows in three blocks of rows under a causal mask."""
     runs, counts = right.runs.clone(), right.counts.clone()
     if fault == "last run dropped":
         counts[..., -1] -= 1
@@ -58,7 +58,7 @@ def wrong_list(fault: str, right: VisitList) -> VisitList:
     elif fault == "first run dropped":
         runs[:, :, 1, 0] = runs[:, :, 1, 1]
     elif fault == "one tile long":
-        runs[..., 1, 0, 1] += 1  # full, so that the next is taken for full as well
+        runs[..., 1, 0, 1] += 1  # a run of full tiles, so a partial one is taken for full
     elif fault == "partial called full":
         runs[..., 0] += ((runs[..., 0] & 3) == 1).int()
     elif fault == "one twice":
@@ -69,43 +69,56 @@ def wrong_list(fault: str, right: VisitList) -> VisitList:
     return VisitList(runs, counts)
 
 
-def run(asked, launch=SMALL, *, backward=flash2_backward, listed=False, **keywords):
-    """out, lse and the gradients by name."""
-    of_both = dict(mods(asked.mask, asked.score)) | {"scale": asked.scale, "sink": asked.sink}
-    slope = of_both.pop("slope")
-    precision = "tf32" if asked.dtype == "tf32" else "ieee"
-    launch = replace(launch, precision=precision, free=asked.mask is masks.full)
-    q, k, v = asked.q, asked.k, asked.v
-    out, lse = flash2_forward(q, k, v, **of_both, launch=launch)
+def run(question, launch=SMALL, *, backward=flash2_backward, listed=False, **keywords):
+    """Run forward and backward; return out, lse and the gradients by name."""
+    common = dict(mods(question.mask, question.score)) | {
+        "scale": question.scale,
+        "sink": question.sink,
+    }
+    slope = common.pop("slope")
+    precision = "tf32" if question.dtype == "tf32" else "ieee"
+    launch = replace(launch, precision=precision, free=question.mask is masks.full)
+    q, k, v = question.q, question.k, question.v
+    out, lse = flash2_forward(q, k, v, **common, launch=launch)
     if listed:
-        keywords |= lists(asked, launch)
-    found = backward(
-        q, k, v, out, lse, asked.dout, asked.dlse, **of_both, slope=slope, launch=launch, **keywords
+        keywords |= visit_lists(question, launch)
+    gradients = backward(
+        q,
+        k,
+        v,
+        out,
+        lse,
+        question.dout,
+        question.dlse,
+        **common,
+        slope=slope,
+        launch=launch,
+        **keywords,
     )
-    return out, lse, dict(zip(NAMES, found, strict=True))
+    return out, lse, dict(zip(NAMES, gradients, strict=True))
 
 
-def worst_of(asked, found) -> float:
-    """The largest error of any gradient over what is allowed."""
-    out, lse, gradients = found
-    return max(worst_by_name(gradients, asked, out, lse).values())
+def worst_of(question, results) -> float:
+    """The largest error of any gradient in units of its allowance."""
+    out, lse, gradients = results
+    return max(worst_by_name(gradients, question, out, lse).values())
 
 
-def worst(asked, launch=SMALL, **keywords) -> float:
-    return worst_of(asked, run(asked, launch, **keywords))
+def worst(question, launch=SMALL, **keywords) -> float:
+    return worst_of(question, run(question, launch, **keywords))
 
 
 def same(one, other) -> bool:
-    """Whether two runs gave the same bits of every gradient."""
+    """Whether all gradients of two runs are bitwise equal."""
     gradients, others = one[2], other[2]
     return gradients.keys() == others.keys() and all(
-        others[name] is None if mine is None else torch.equal(mine, others[name])
-        for name, mine in gradients.items()
+        others[name] is None if gradient is None else torch.equal(gradient, others[name])
+        for name, gradient in gradients.items()
     )
 
 
 def scattered(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, no two of them beside each other."""
+    """A view of the same numbers in which no two are adjacent in memory."""
     wide = torch.full((*x.shape[:2], x.shape[3], 2 * x.shape[2]), math.nan, dtype=x.dtype)
     view = wide.mT[:, :, ::2]
     view.copy_(x)

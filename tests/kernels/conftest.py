@@ -1,4 +1,4 @@
-"""The repaired interpreter."""
+"""Kernels run in Triton's interpreter with attncheck's repairs; skipped where compiled."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The numbers of the formats that the repaired interpreter must get right."""
+"""Bit patterns and reference casts for tests of the repaired interpreter's number formats."""
 
 # ruff: noqa: N803  # Triton: constexprs in capitals
 
@@ -40,7 +40,7 @@ def patterns(name: str) -> torch.Tensor:
 
 
 def around(target: str, source: str) -> torch.Tensor:
-    """Every finite number of ``target``, each tie, the neighbours of both, overflow, inf, NaN."""
+    """All finite numbers of ``target``, all ties, the neighbours of both, overflow, inf and NaN."""
     numbers = patterns(target).double().numpy()
     numbers = np.unique(numbers[np.isfinite(numbers)])
     step = numbers[-1] - numbers[-2]
@@ -54,7 +54,7 @@ def around(target: str, source: str) -> torch.Tensor:
 
 
 def double_to(numbers: torch.Tensor, name: str) -> torch.Tensor:
-    """fp64 rounded once; torch's own casts to 8 and 16 bits go through fp32 and round twice."""
+    """Round fp64 once; torch's own casts to 8 and 16 bits go through fp32 and round twice."""
     near = numbers.float()
     odd = (near.double() != numbers) & numbers.isfinite()
     away = near.double().abs() > numbers.abs()
@@ -63,7 +63,7 @@ def double_to(numbers: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def mismatches(left: torch.Tensor, right: torch.Tensor) -> int:
-    """How many numbers differ; NaN equals NaN, zero has a sign."""
+    """How many numbers differ; NaN equals NaN, and 0 differs from −0."""
     a, b = left.double(), right.double()
     same = (a == b) & (a.signbit() == b.signbit()) | a.isnan() & b.isnan()
     return int((~same).sum())

@@ -1,4 +1,4 @@
-"""Calls of the backward of packed documents: one call with every kind of document."""
+"""Calls of the backward of packed documents, with every kind of document in one call."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 import torch
 from tests.kernels import gradient_reference as reference
 from tests.kernels.backward_calls import NAMES, mods
-from tests.kernels.gradient_reference import Score
+from tests.kernels.gradient_reference import Question, Score
 
 from attncheck.kernels.launch import Launch
 from attncheck.kernels.varlen_backward import key_program_list, varlen_backward
 from attncheck.kernels.varlen_forward import program_list, varlen_forward
 from attncheck.mods import masks, scores
 
-# One without rows, one without keys, one without either, one of one row and key; longer than tiles.
+# Documents without rows, without keys, without both, with one row and key, longer than a tile.
 LENGTHS = ((3, 19), (0, 5), (4, 0), (0, 0), (17, 33), (1, 1), (5, 18))
 BEFORE, BEHIND = 2, 3  # keys in no document
 ROWS, KEYS = (sum(lengths[side] for lengths in LENGTHS) for side in (0, 1))
@@ -48,34 +48,34 @@ SCORES = {
 
 
 def flagged(causal, i, j, lengths):
-    """Whether the flag shows a row a key, by their places in a document."""
+    """Whether row ``i`` of a document sees its key ``j`` under the causal flag."""
     query, kv = lengths
     shown = {"": j >= 0, "top_left": j <= i, "bottom_right": j <= i + kv - query}
     return shown[causal]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the kernel is asked, ``given`` in the reference's axes: all documents as one sequence.
+class Packed:
+    """The arguments of the packed kernel; ``whole``: the reference's, documents as one sequence.
 
-    ``local``: the mods count from each document's first row and key, and b is its number.
+    ``local``: mods count from each document's first row and key, and b is its number.
     """
 
-    given: object
+    whole: Question
     causal: str = ""
     within: object = None
     score: object = None
     local: bool = True
 
     def but(self, **changes):
-        return replace(self, given=self.given.but(**changes))
+        return replace(self, whole=self.whole.but(**changes))
 
-    def packed(self) -> dict[str, torch.Tensor]:
-        """The reference's tensors in the kernel's axes, packed."""
-        named = {name: getattr(self.given, name)[0].transpose(0, 1) for name in "qkv"}
-        dlse = self.given.dlse
-        return named | {
-            "dout": self.given.dout[0].transpose(0, 1),
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors in the kernel's axes."""
+        tensors = {name: getattr(self.whole, name)[0].transpose(0, 1) for name in "qkv"}
+        dlse = self.whole.dlse
+        return tensors | {
+            "dout": self.whole.dout[0].transpose(0, 1),
             "dlse": None if dlse is None else dlse[0],
         }
 
@@ -91,8 +91,8 @@ def document_of(ends) -> torch.Tensor:
     return torch.repeat_interleave(torch.arange(len(ends)), lengths)
 
 
-def asked_of(causal="", within=None, score=None, dtype="fp32", *, local=True, **changes) -> Asked:
-    """Standard normal numbers, and the mask and score mod as the whole has them."""
+def pack(causal="", within=None, score=None, dtype="fp32", *, local=True, **changes) -> Packed:
+    """Draw standard normal tensors, and translate mask and score mod for the reference."""
     shape = changes.pop("shape", (2, 1, 20, 7))
     heads, kv_heads, dim, value_dim = shape
     of_row = document_of([rows for rows, _ in ENDS])
@@ -123,62 +123,63 @@ def asked_of(causal="", within=None, score=None, dtype="fp32", *, local=True, **
         document, row, key = place(i, j)
         return score.mod(s, *((document, h, row, key) if local else (b + 7, h, i, j)))
 
-    whole = None if score is None else Score(mod=mod, bend=score.bend)
+    whole_score = None if score is None else Score(mod=mod, bend=score.bend)
     sizes = (1, heads, kv_heads, ROWS, BEFORE + KEYS + BEHIND, dim, value_dim)
-    given = reference.given(mask, dtype, shape=sizes, score=whole, **changes)
-    return Asked(given=given, causal=causal, within=within, score=score, local=local)
+    whole = reference.make_question(mask, dtype, shape=sizes, score=whole_score, **changes)
+    return Packed(whole=whole, causal=causal, within=within, score=score, local=local)
 
 
-def run(asked, launch=LAUNCH, *, by_keys=None, backward=varlen_backward, **keywords):
-    """out, lse and the gradients by name, in the kernel's axes."""
-    called = dict(mods(asked.within, asked.score))
-    slope = called.pop("slope")
-    tensors, by_keys = asked.packed(), by_keys or launch
+def run(packed, launch=LAUNCH, *, by_keys=None, backward=varlen_backward, **keywords):
+    """Run forward and backward; return out, lse and the gradients by name, in the kernel's axes."""
+    traced = dict(mods(packed.within, packed.score))
+    slope = traced.pop("slope")
+    tensors, by_keys = packed.tensors(), by_keys or launch
     q, k, v, dout, dlse = tensors.values()
-    if asked.given.dtype == "tf32":
+    if packed.whole.dtype == "tf32":
         launch, by_keys = (replace(x, precision="tf32") for x in (launch, by_keys))
     starts = [
         torch.tensor([first + start[side] for start in STARTS], dtype=torch.int32)
         for side, first in enumerate((0, BEFORE))
     ]
     rows, keys = zip(*LENGTHS, strict=True)
-    both = called | {"scale": asked.given.scale, "sink": asked.given.sink, "causal": asked.causal}
-    both |= {"places": asked.places(), "programs": program_list(rows, launch.block_query)}
-    out, lse = varlen_forward(q, k, v, *starts, **both, launch=launch)
-    both |= {"key_programs": key_program_list(keys, by_keys.block_kv), "launch": launch}
-    both |= {"slope": slope, "launch_by_keys": by_keys} | keywords
-    found = backward(q, k, v, out, lse, dout, dlse, *starts, **both)
-    return out, lse, dict(zip(NAMES[:4], found, strict=True))
+    common = traced | {"scale": packed.whole.scale, "sink": packed.whole.sink}
+    common |= {"causal": packed.causal, "places": packed.places()}
+    common |= {"programs": program_list(rows, launch.block_query)}
+    out, lse = varlen_forward(q, k, v, *starts, **common, launch=launch)
+    common |= {"key_programs": key_program_list(keys, by_keys.block_kv), "launch": launch}
+    common |= {"slope": slope, "launch_by_keys": by_keys} | keywords
+    gradients = backward(q, k, v, out, lse, dout, dlse, *starts, **common)
+    return out, lse, dict(zip(NAMES[:4], gradients, strict=True))
 
 
-def in_reference_axes(found):
-    out, lse, gradients = found
+def in_reference_axes(results):
+    out, lse, gradients = results
     batched = {
-        name: one if one is None or name == "dsink" else one.transpose(0, 1)[None]
-        for name, one in gradients.items()
+        name: each if each is None or name == "dsink" else each.transpose(0, 1)[None]
+        for name, each in gradients.items()
     }
     return out.transpose(0, 1)[None], lse[None], batched
 
 
-def one_of(given, row, key, lengths):
-    """A document's part of what the reference is asked; its own mask at the whole's indices."""
+def document_part(whole, row, key, lengths):
+    """One document of the reference's question, with mask and score mod at the whole's indices."""
     query, kv = lengths
     rows, keys = slice(row, row + query), slice(key, key + kv)
-    parts = {name: getattr(given, name)[:, :, rows] for name in ("q", "dout")}
-    parts |= {name: getattr(given, name)[:, :, keys] for name in ("k", "v")}
-    parts["dlse"] = None if given.dlse is None else given.dlse[:, :, rows]
-    score = given.score and Score(
-        mod=lambda s, b, h, i, j: given.score.mod(s, b, h, i + row, j + key), bend=given.score.bend
+    parts = {name: getattr(whole, name)[:, :, rows] for name in ("q", "dout")}
+    parts |= {name: getattr(whole, name)[:, :, keys] for name in ("k", "v")}
+    parts["dlse"] = None if whole.dlse is None else whole.dlse[:, :, rows]
+    score = whole.score and Score(
+        mod=lambda s, b, h, i, j: whole.score.mod(s, b, h, i + row, j + key), bend=whole.score.bend
     )
-    return given.but(
-        **parts, score=score, mask=lambda b, h, i, j: given.mask(b, h, i + row, j + key)
+    return whole.but(
+        **parts, score=score, mask=lambda b, h, i, j: whole.mask(b, h, i + row, j + key)
     )
 
 
-def worst_of(asked, found) -> float:
-    """The largest error over what is allowed: of each document by itself, and of the whole."""
-    out, lse, gradients = in_reference_axes(found)
-    shares = [reference.worst(gradients, asked.given, out, lse)]
+def worst_of(packed, results) -> float:
+    """The largest error in units of its allowance: of the whole, and of each document by itself."""
+    out, lse, gradients = in_reference_axes(results)
+    shares = [reference.worst(gradients, packed.whole, out, lse)]
     for (row, key), (query, kv) in zip(STARTS, LENGTHS, strict=False):
         if not (query and kv):
             continue
@@ -186,11 +187,11 @@ def worst_of(asked, found) -> float:
         rows, keys = slice(row, row + query), slice(first, first + kv)
         own = {"dq": gradients["dq"][:, :, rows]}
         own |= {name: gradients[name][:, :, keys] for name in ("dk", "dv")}
-        one = one_of(asked.given, row, first, (query, kv)).but(sink=None)
-        if asked.given.sink is None:
+        one = document_part(packed.whole, row, first, (query, kv)).but(sink=None)
+        if packed.whole.sink is None:
             shares.append(reference.worst(own, one, out[:, :, rows], lse[:, :, rows]))
     return max(max(share.values()) for share in shares)
 
 
-def worst(asked, launch=LAUNCH, **keywords) -> float:
-    return worst_of(asked, run(asked, launch, **keywords))
+def worst(packed, launch=LAUNCH, **keywords) -> float:
+    return worst_of(packed, run(packed, launch, **keywords))

@@ -1,4 +1,4 @@
-"""Copies of kernels' sources in which one text is changed: the planted faults of these tests."""
+"""Copies of kernel sources with one text replaced: the planted faults of these tests."""
 
 import importlib.util
 import re
@@ -14,21 +14,21 @@ FLASH2 = ("tile", "gradient_terms", "flash2_backward")
 
 
 PLANTED = tomllib.loads(Path(__file__).with_name("planted_faults.toml").read_text())
-"""Of each kernel what faults are called: what is changed, and what shows it."""
+"""Kernel → name of a fault → the text that is replaced, and the question that reveals it."""
 
 
 def copy_kernels(
     folder: Path, names: tuple[str, ...], where: str, right: str, wrong: str, more: str = ""
 ) -> SimpleNamespace:
-    """Import copies of the kernel modules ``names``, which import each other's copies.
+    """Import patched copies of the kernel modules ``names``, which import each other's copies.
 
     Args:
-        folder: Gets the copies.
+        folder: Where the copies are written.
         names: Below ``attncheck.kernels``, in the order of their imports.
-        where: The one function or class of them that is changed; empty: the one module that has it.
-        right: A text of it.
-        wrong: What stands there instead.
-        more: Text behind the last copy.
+        where: The function or class to patch; empty: the one module that contains ``right``.
+        right: The text to replace.
+        wrong: Its replacement.
+        more: Code appended to the last copy.
 
     Returns:
         Each module by its name.
@@ -42,7 +42,7 @@ def copy_kernels(
         place = rf"^ *(?:def|class) {where}\b" if where else re.escape(right)
         start = re.search(place, source, re.MULTILINE)
         if start is not None:
-            # Two empty lines are behind everything on the top level.
+            # Everything on the top level is followed by two empty lines.
             end = source.find("\n\n\n", start.start()) if where else len(source)
             region = source[start.start() : end]
             assert right in region, right
@@ -60,10 +60,10 @@ def copy_kernels(
 
 
 def faulty(folder: Path, names: tuple[str, ...], where: str, *fault: str) -> Callable[..., Any]:
-    """The function of the last of ``names``, from copies in one of which there is ``fault``."""
+    """The function of the last of ``names``, from copies with ``fault`` planted in one of them."""
     return getattr(vars(copy_kernels(folder, names, where, *fault))[names[-1]], names[-1])
 
 
 def faulty_forward(folder: Path, kernel: str, right: str, wrong: str) -> Callable[..., Any]:
-    """A forward from copies of its source and its tiles', one of which has a fault."""
+    """A forward from copies of its module and of ``tile``, with a fault planted in one of them."""
     return faulty(folder, ("tile", kernel), "", right, wrong)

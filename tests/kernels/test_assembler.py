@@ -1,4 +1,4 @@
-"""Which ptxas our kernels get, and that nobody else gets it."""
+"""Which ptxas assembles attncheck's kernels; kernels of others keep their own."""
 
 import os
 from contextlib import nullcontext
@@ -23,15 +23,15 @@ def tool(version):
         ("13.10", "12.9", None),
     ],
 )
-def test_another_ptxas_is_chosen_where_the_default_is_wrong_and_it_is_not(default, other, path):
+def test_sound_ptxas_replaces_a_faulty_default(default, other, path):
     assert compilation.choose_assembler(tool(default), tool(other)) == path
 
 
-def test_the_interpreter_needs_none():
+def test_interpreter_needs_no_ptxas():
     assert isinstance(compilation.sound_assembler("cpu"), nullcontext)
 
 
-def test_other_kernels_keep_theirs(monkeypatch):
+def test_replacement_ptxas_leaves_the_default_of_other_kernels(monkeypatch):
     path = knobs.nvidia.ptxas_blackwell.path
     before = knobs.nvidia.ptxas.path
     monkeypatch.setattr(compilation, "replacement_assembler", lambda: path)

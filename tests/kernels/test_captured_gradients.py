@@ -1,5 +1,5 @@
-"""Gradients of the numbers that a score mod reads from tensors: torch's in float64 within what fp32
-sums allow, hidden keys have no part in them, and every planted fault is noticed."""
+"""Gradients of *captured* numbers, which a score mod reads from tensors: against torch's in
+float64, within the error that fp32 sums allow."""
 
 import functools
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.kernels import backward_calls
 from tests.kernels.backward_calls import NAMES
-from tests.kernels.gradient_reference import Score, given, worst
+from tests.kernels.gradient_reference import Score, make_question, worst
 from tests.kernels.patched_kernels import FLASH2, PLANTED, copy_kernels
 
 from attncheck.core.errors import UsageError
@@ -44,7 +44,6 @@ def two_tensors(slopes, table):
 
 
 def read_twice(column):
-    """By its row and by its key."""
     return lambda s, b, h, i, j: s + column[i].to(s.dtype) - column[j].to(s.dtype)
 
 
@@ -61,7 +60,7 @@ def of_one_number(number):
 
 
 def factors(column):
-    """Of the score itself: what is read has a derivative that depends on the score."""
+    """Factors of the score: their derivative depends on the score."""
     return lambda s, b, h, i, j: s * column[j].to(s.dtype)
 
 
@@ -91,144 +90,144 @@ MASKS = {
 
 @functools.cache
 def reads_of(score):
-    """The slopes and places of what a score mod reads, in Triton."""
-    found = captured_reads.trace_reads(score.mod)
-    return tuple((to_triton(r.slope), to_triton(r.place), r.start) for r in found)
+    """Slope and place, in Triton, of each captured number of a score mod."""
+    reads = captured_reads.trace_reads(score.mod)
+    return tuple((to_triton(r.slope), to_triton(r.place), r.start) for r in reads)
 
 
-def run(asked, *, rooms=(gradient_terms, flash2_backward), asks=True, **keywords):
-    """out, lse and the gradients by name."""
-    terms, backward = rooms
-    count = sum(tensor.numel() for tensor in asked.score.tensors)
-    captured = terms.CapturedReads(reads_of(asked.score), count) if asks else None
-    return backward_calls.run(asked, backward=backward, captured=captured, **keywords)
+def run(question, *, kernel=(gradient_terms, flash2_backward), with_captured=True, **keywords):
+    """Run forward and backward; return out, lse and the gradients by name."""
+    terms, backward = kernel
+    count = sum(tensor.numel() for tensor in question.score.tensors)
+    captured = terms.CapturedReads(reads_of(question.score), count) if with_captured else None
+    return backward_calls.run(question, backward=backward, captured=captured, **keywords)
 
 
-def share(asked, **keywords) -> float:
-    """The largest error of dcaptured over what is allowed."""
-    out, lse, found = run(asked, **keywords)
-    return worst(found, asked, out, lse)["dcaptured"]
+def share(question, **keywords) -> float:
+    """The largest error of dcaptured in units of its allowance."""
+    out, lse, gradients = run(question, **keywords)
+    return worst(gradients, question, out, lse)["dcaptured"]
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("score", SCORES)
-def test_any_read(score, mask):
-    asked = given(MASKS[mask], shape=SHAPE, score=SCORES[score])
-    assert share(asked) <= 1
+def test_dcaptured_is_within_bounds_for_every_kind_of_read(score, mask):
+    question = make_question(MASKS[mask], shape=SHAPE, score=SCORES[score])
+    assert share(question) <= 1
 
 
 @pytest.mark.parametrize("atomic", [False, True], ids=["", "atomic"])
 @pytest.mark.parametrize("score", ["alibi", "a cap over a bias"])
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16"])
-def test_any_dtype(dtype, score, atomic):
-    """In 16 bits dZ is not rounded on its way; beside dQ that is added up in memory, too."""
-    asked = given(masks.causal, dtype, shape=SHAPE, score=SCORES[score], sink=True)
-    assert share(asked, atomic=atomic) <= 1
-    found = run(asked, atomic=atomic)[2]["dcaptured"]
-    assert found.dtype == torch.float32
-    assert found.shape == (asked.score.tensors[0].numel(),)
+def test_dcaptured_is_within_bounds_in_every_dtype(dtype, score, atomic):
+    """In 16 bits dZ is summed unrounded, whether or not dQ is summed atomically."""
+    question = make_question(masks.causal, dtype, shape=SHAPE, score=SCORES[score], sink=True)
+    assert share(question, atomic=atomic) <= 1
+    gradient = run(question, atomic=atomic)[2]["dcaptured"]
+    assert gradient.dtype == torch.float32
+    assert gradient.shape == (question.score.tensors[0].numel(),)
 
 
 @pytest.mark.parametrize("listed", [False, True], ids=["all tiles", "listed"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_what_is_read_for_hidden_keys_alone_has_a_gradient_of_0(mask, listed):
-    asked = given(MASKS[mask], shape=SHAPE, score=SCORES["bias of heads"])
-    found = run(asked, listed=listed)
-    assert worst(found[2], asked, *found[:2])["dcaptured"] <= 1
-    seen = asked.seen().any(0)  # by a sequence
-    assert not found[2]["dcaptured"].view(2, 40, 50)[~seen].any()
-    assert found[2]["dcaptured"].view(2, 40, 50)[seen].any()
+def test_numbers_read_for_hidden_keys_alone_have_gradient_0(mask, listed):
+    question = make_question(MASKS[mask], shape=SHAPE, score=SCORES["bias of heads"])
+    results = run(question, listed=listed)
+    assert worst(results[2], question, *results[:2])["dcaptured"] <= 1
+    seen = question.seen().any(0)  # in any sequence
+    assert not results[2]["dcaptured"].view(2, 40, 50)[~seen].any()
+    assert results[2]["dcaptured"].view(2, 40, 50)[seen].any()
 
 
 @pytest.mark.parametrize("score", ["alibi", "bias of heads", "one tensor twice"])
 @pytest.mark.parametrize("poison", [math.inf, math.nan])
-def test_hidden_keys_have_no_part_and_what_is_done_again_counts_once(score, poison):
-    """A key that is not finite has its blocks of rows done again."""
-    asked = given(masks.causal, shape=SHAPE, score=SCORES[score])  # 40 rows, 50 keys
-    k, v = asked.k.clone(), asked.v.clone()
+def test_blocks_redone_for_a_hidden_infinite_key_count_once(score, poison):
+    """Rows near a key that is not finite are computed again, and must not be added twice."""
+    question = make_question(masks.causal, shape=SHAPE, score=SCORES[score])  # 40 rows, 50 keys
+    k, v = question.k.clone(), question.v.clone()
     k[:, :, 40:], v[:, :, 40:] = poison, -poison
-    found, plain = run(asked.but(k=k, v=v))[2], run(asked)[2]
-    assert torch.equal(found["dcaptured"], plain["dcaptured"])
-    assert torch.equal(found["dq"], plain["dq"])
+    results, plain = run(question.but(k=k, v=v))[2], run(question)[2]
+    assert torch.equal(results["dcaptured"], plain["dcaptured"])
+    assert torch.equal(results["dq"], plain["dq"])
 
 
-def test_hidden_numbers_may_be_nan():
+def test_captured_nan_of_hidden_keys_changes_no_gradient():
     table = numbers(1, 2, 40, 50)
-    hidden = ~given(masks.causal, shape=SHAPE).seen()[:1]
-    asked = given(masks.causal, shape=SHAPE, score=Score.of(scores.bias, table))
+    hidden = ~make_question(masks.causal, shape=SHAPE).seen()[:1]
+    question = make_question(masks.causal, shape=SHAPE, score=Score.of(scores.bias, table))
     poisoned = Score.of(scores.bias, table.masked_fill(hidden, math.nan))
-    found, plain = run(asked.but(score=poisoned))[2], run(asked)[2]
-    assert torch.equal(found["dcaptured"], plain["dcaptured"])
+    results, plain = run(question.but(score=poisoned))[2], run(question)[2]
+    assert torch.equal(results["dcaptured"], plain["dcaptured"])
 
 
-def test_what_a_row_sees_and_is_nan_reaches_what_it_reads():
-    asked = given(masks.causal, shape=SHAPE, score=SCORES["rows"])
-    v = asked.v.clone()
+def test_visible_nan_reaches_the_numbers_its_rows_read():
+    question = make_question(masks.causal, shape=SHAPE, score=SCORES["rows"])
+    v = question.v.clone()
     v[:, :, 20] = math.nan
-    isnan = run(asked.but(v=v))[2]["dcaptured"].isnan()
+    isnan = run(question.but(v=v))[2]["dcaptured"].isnan()
     assert isnan[20:].all()
     assert not isnan[:20].any()
 
 
-def test_no_other_gradient_moves_by_a_bit():
-    asked = given(masks.causal, "bf16", shape=SHAPE, score=SCORES["bias"], sink=True)
-    found, plain = run(asked)[2], run(asked, asks=False)[2]
+def test_dcaptured_changes_no_bit_of_other_gradients():
+    question = make_question(masks.causal, "bf16", shape=SHAPE, score=SCORES["bias"], sink=True)
+    results, plain = run(question)[2], run(question, with_captured=False)[2]
     assert plain["dcaptured"] is None
-    assert all(torch.equal(found[name], plain[name]) for name in NAMES[:4])
+    assert all(torch.equal(results[name], plain[name]) for name in NAMES[:4])
 
 
-def test_a_loss_that_is_0_has_none():
-    asked = given(masks.causal, shape=SHAPE, score=SCORES["alibi"], dlse=False)
-    assert not run(asked.but(dout=torch.zeros_like(asked.dout)))[2]["dcaptured"].any()
+def test_zero_loss_gives_zero_dcaptured():
+    question = make_question(masks.causal, shape=SHAPE, score=SCORES["alibi"], dlse=False)
+    assert not run(question.but(dout=torch.zeros_like(question.dout)))[2]["dcaptured"].any()
 
 
-def test_it_needs_a_score_mod():
-    asked = given(masks.causal, score=SCORES["alibi"])
+def test_captured_without_a_score_mod_is_refused():
+    question = make_question(masks.causal, score=SCORES["alibi"])
 
     def without(*tensors, **keywords):
         return flash2_backward(*tensors, **keywords | {"score": None, "slope": None})
 
     with pytest.raises(UsageError, match="give no captured"):
-        run(asked, rooms=(gradient_terms, without))
+        run(question, kernel=(gradient_terms, without))
 
 
 @pytest.mark.parametrize(
     ("score", "additions"),
-    # Of four heads: three tiles have a key that is seen. Rows 32 to 39 see keys in two.
+    # Four heads; three tiles have a visible key. Rows 32 to 39 see keys in two tiles.
     [("alibi", 4 * 3), ("rows", 4 * (40 + 8)), ("keys", 4 * (32 + 40))],
 )
-def test_what_is_one_place_in_a_tile_is_one_addition_of_it(score, additions, monkeypatch):
-    """Additions to one place in memory wait for one another."""
+def test_each_tile_adds_once_to_each_place(score, additions, monkeypatch):
+    """Atomic additions to one place are serialised, so each tile must sum its own first."""
     from triton.runtime import interpreter
 
-    builder, counted = interpreter.InterpreterBuilder, []
+    builder, counts = interpreter.InterpreterBuilder, []
     right = builder.create_atomic_rmw
 
     def counting(self, operation, pointers, values, mask, *rest):
-        counted.append(int(mask.data.sum()))
+        counts.append(int(mask.data.sum()))
         return right(self, operation, pointers, values, mask, *rest)
 
     monkeypatch.setattr(builder, "create_atomic_rmw", counting)
-    run(given(masks.causal, shape=SHAPE, score=SCORES[score]))
-    assert sum(counted) == additions
+    run(make_question(masks.causal, shape=SHAPE, score=SCORES[score]))
+    assert sum(counts) == additions
 
 
-def with_a_fault(folder, where, right, wrong):
-    """The rooms' copies, one of which has a fault: of terms, and the backward itself."""
+def plant(folder, where, right, wrong):
+    """The module of gradient terms and the backward, from copies with a fault in one of them."""
     copies = copy_kernels(folder, FLASH2, where, right, wrong)
     return copies.gradient_terms, copies.flash2_backward.flash2_backward
 
 
 @pytest.mark.parametrize("fault", PLANTED["captured_gradients"])
-def test_planted_faults_are_noticed(fault, tmp_path):
+def test_planted_fault_exceeds_the_bounds(fault, tmp_path):
     where, right, wrong, score = PLANTED["captured_gradients"][fault].values()
-    asked = given(masks.causal, shape=SHAPE, score=SCORES[score])
-    k = asked.k.clone()
-    k[:, :, 40:] = math.nan  # hidden: the blocks of rows are done again
-    out, lse, found = run(asked.but(k=k), rooms=with_a_fault(tmp_path, where, right, wrong))
-    assert worst(found, asked, out, lse)["dcaptured"] > 1
+    question = make_question(masks.causal, shape=SHAPE, score=SCORES[score])
+    k = question.k.clone()
+    k[:, :, 40:] = math.nan  # hidden: blocks of rows are computed again
+    out, lse, gradients = run(question.but(k=k), kernel=plant(tmp_path, where, right, wrong))
+    assert worst(gradients, question, out, lse)["dcaptured"] > 1
 
 
-def test_the_copy_without_a_fault_is_right(tmp_path):
-    asked = given(masks.causal, shape=SHAPE, score=SCORES["two tensors"])
-    assert share(asked, rooms=with_a_fault(tmp_path, "weights", "power", "power")) <= 1
+def test_copy_without_a_fault_is_within_bounds(tmp_path):
+    question = make_question(masks.causal, shape=SHAPE, score=SCORES["two tensors"])
+    assert share(question, kernel=plant(tmp_path, "weights", "power", "power")) <= 1

@@ -1,4 +1,4 @@
-"""Decoding: within the judge's bounds in any number of splits; faults in it are caught."""
+"""The decode kernel passes the judge with any number of splits; planted faults fail."""
 
 import dataclasses
 import math
@@ -53,8 +53,7 @@ def small(**changes) -> Problem:
     return Problem(**(sizes | {"value_dim": 8, "dtype": "fp32"} | changes))
 
 
-def judged(problem: Problem, subject: Decode) -> Judgement:
-    """What the judge says of it beside exact attention."""
+def judge(problem: Problem, subject: Decode) -> Judgement:
     evidence = EvidenceBuilder(Case(problem=problem), "cpu", draw_inputs(problem))
     record = run_case(subject, evidence.case, device=evidence.device, evidence=evidence, brief=True)
     assert record.judgement is not None, record.reason
@@ -62,35 +61,35 @@ def judged(problem: Problem, subject: Decode) -> Judgement:
 
 
 def launch_with(monkeypatch, **changes) -> None:
-    """Let it choose so much otherwise."""
+    """Override fields of the launch that ``Decode`` chooses."""
     launch = Decode.launch
     monkeypatch.setattr(
-        Decode, "launch", lambda *asked: dataclasses.replace(launch(*asked), **changes)
+        Decode, "launch", lambda *arguments: dataclasses.replace(launch(*arguments), **changes)
     )
 
 
 def assert_passes(problem: Problem, splits: int | None = None) -> None:
-    judgement = judged(problem, Decode(splits))
+    judgement = judge(problem, Decode(splits))
     assert judgement.status == "pass", judgement.reason
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, KV + 1])
-def test_any_number_of_splits(splits):
-    """From 3 on some are empty; a sequence of nothing but padding sees none of them."""
+def test_outputs_pass_with_any_number_of_splits(splits):
+    """From 3 on some splits are empty; a sequence of padding alone sees no key in any."""
     assert_passes(small(mask=PADDING, dtype="bf16"), splits)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_masks_in_every_dtype(mask, dtype):
+def test_outputs_pass_for_mask_in_every_dtype(mask, dtype):
     assert_passes(small(mask=mask, dtype=dtype, distribution="large_logits"))
 
 
 @pytest.mark.parametrize(
     ("heads", "query"), [((1, 1), 1), ((8, 1), 4), ((6, 3), 5), ((4, 4), 33), ((16, 1), 8)], ids=str
 )
-def test_any_group_and_rows_up_to_128(heads, query):
-    """16 to 128 packed rows, and blocks that they do not fill."""
+def test_outputs_pass_for_groups_of_up_to_128_rows(heads, query):
+    """16 to 128 packed rows, some of which leave a block partly empty."""
     problem = small(heads=heads[0], kv_heads=heads[1], query=query, batch=1, mask=BOTTOM_RIGHT)
     rows = query * heads[0] // heads[1]
     assert rows <= Decode().launch(problem, "cpu").block_query < max(17, 2 * rows)
@@ -98,15 +97,15 @@ def test_any_group_and_rows_up_to_128(heads, query):
 
 
 @pytest.mark.parametrize("question", ["alone_in_batch", "batch_permutation", "head_permutation"])
-def test_its_bits_do_not_depend_on_the_batch(question):
+def test_outputs_do_not_depend_on_the_batch(question):
     allowed = allowed_parameters(question, small())
     parameters = {name: numbers[-1] for name, numbers in allowed.items()}
     case = Case(problem=small(), question=question, parameters=parameters)
     assert run_case(Decode(), case, device="cpu").status == "pass"
 
 
-def test_rows_in_several_blocks(monkeypatch):
-    """As on a GPU, where a block of all rows may not fit."""
+def test_outputs_pass_with_rows_in_several_blocks(monkeypatch):
+    """On a GPU, one block of all rows may not fit."""
     launch_with(monkeypatch, block_query=16)
     assert_passes(small(query=7, mask=BOTTOM_RIGHT, score=ALIBI, sink=True))
 
@@ -120,27 +119,26 @@ def test_rows_in_several_blocks(monkeypatch):
     ],
     ids=str,
 )
-def test_any_dims_keys_and_scores(changes):
-    """Scores are asked with the head and row that they are of."""
+def test_outputs_pass_for_dims_lengths_and_score_mods(changes):
     assert_passes(small(**changes))
 
 
 @pytest.mark.parametrize("splits", [1, 3, 4])
 @pytest.mark.parametrize("mask", [BOTTOM_RIGHT, PADDING], ids=str)
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
-def test_a_sink_is_merged_once(dtype, mask, splits):
+def test_sink_is_merged_once(dtype, mask, splits):
     assert_passes(small(mask=mask, dtype=dtype, score=ALIBI, sink=True), splits)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
 @pytest.mark.parametrize("size", [1, 16, 48, 128])
 @pytest.mark.parametrize("mask", [FULL, PADDING, BOTTOM_RIGHT], ids=str)
-def test_keys_in_pages(mask, size, dtype):
+def test_outputs_pass_with_keys_in_pages(mask, size, dtype):
     paging = Paging(size=size, seed=3, shared=1)
     assert_passes(small(mask=mask, dtype=dtype, paging=paging, sink=True))
 
 
-def test_rows_that_see_nothing_are_zero_or_the_sink():
+def test_rows_without_keys_give_zero_and_the_sink():
     inputs = draw_inputs(small(mask=PADDING))
     outputs = Decode().run(inputs)
     assert (outputs.out[0] == 0).all()
@@ -152,8 +150,8 @@ def test_rows_that_see_nothing_are_zero_or_the_sink():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_hidden_values_that_are_not_finite_move_no_bit(value):
-    """And those that a row sees reach it, and no other row of its block."""
+def test_infinite_or_nan_value_reaches_only_rows_that_see_it(value):
+    """Other rows of the same block keep all their bits, and so do its other columns."""
     inputs = draw_inputs(small(query=2, mask=BOTTOM_RIGHT, dtype="bf16"))
     v = inputs.v.clone()
     v[:, :, -1, 3] = value  # the last row sees it alone
@@ -167,7 +165,7 @@ def test_hidden_values_that_are_not_finite_move_no_bit(value):
     assert (seen[..., 3].isnan() if math.isnan(value) else seen[..., 3] == value).all()
 
 
-def test_what_it_does_not_take():
+def test_decode_refuses_more_than_128_packed_rows_and_softmax():
     decode = load_subject("triton-decode")
     assert decode.unsupported(small(query=MOST_ROWS // 3), "cpu") is None
     reason = decode.unsupported(small(query=MOST_ROWS // 3 + 1), "cpu")
@@ -176,8 +174,8 @@ def test_what_it_does_not_take():
     assert not decode.concerns(Problem(operation="softmax", query=2, kv=3))
 
 
-def test_splits_do_not_follow_the_batch():
-    """On a GPU they grow as the root of the keys; interpreted there are up to three."""
+def test_number_of_splits_depends_on_the_keys_and_not_on_the_batch():
+    """On a GPU it grows with the square root of the keys; the interpreter uses at most three."""
     lengths = {
         1: (1, 1),
         511: (1, 1),
@@ -204,8 +202,10 @@ def test_splits_do_not_follow_the_batch():
     ],
     ids=str,
 )
-def test_where_splits_are_added_changes_no_bit(monkeypatch, changes, splits, together):
-    """By one program, for whom there are others, or by the merge: a batch may ask for either."""
+def test_adding_splits_in_one_program_or_by_a_merge_gives_the_same_bits(
+    monkeypatch, changes, splits, together
+):
+    """Which of the two runs depends on the batch and the GPU's multiprocessors."""
     launch_with(monkeypatch, together=together)
     problem = small(kv=300, **changes)  # 5 blocks
     inputs, programs = draw_inputs(problem), []
@@ -222,7 +222,7 @@ def test_where_splits_are_added_changes_no_bit(monkeypatch, changes, splits, tog
         assert torch.equal(one.lse, other.lse)
 
 
-def test_it_is_launched_otherwise():
+def test_other_launches_have_other_numbers_of_splits():
     launches = Decode().launches(small(), "cpu")
     splits = {name: each.launch(small(), "cpu").splits for name, each in launches.items()}
     assert splits == {"1 split": 1, "3 splits": 3, "7 splits": 7}  # 2 are its own, 3 are too many
@@ -230,33 +230,33 @@ def test_it_is_launched_otherwise():
     assert list(longer) == ["1 split", "2 splits", "7 splits", "9 splits"]
 
 
-def test_the_judge_is_told_how_many_parts_are_merged():
-    """A sink is one; only what is in one part rounds as the ideal kernel at its tiling does."""
+def test_declared_arithmetic_counts_the_merged_parts():
+    """A sink is one part. A tiling is declared for one part alone, which rounds as it does."""
     for splits, sink, parts in ((1, False, 1), (1, True, 2), (7, False, 7), (7, True, 8)):
         problem = small(sink=sink)
         assert Decode(splits).arithmetic(problem, "cpu").splits == parts
         assert (Decode(splits).tiling(problem, "cpu") is None) == (parts > 1)
 
 
-def test_one_part_rounds_as_the_ideal_kernel_does():
-    """Within what the judge allows to a declared tiling, and it asks."""
+def test_one_split_is_within_the_bounds_of_its_declared_tiling():
     assert_passes(small(head_dim=40, value_dim=40, dtype="bf16", query=32), splits=1)
 
 
 @pytest.mark.parametrize("fault", PLANTED["decode_forward"])
-def test_planted_faults_are_noticed(fault, tmp_path, monkeypatch):
+def test_planted_fault_fails(fault, tmp_path, monkeypatch):
     changes = dict(PLANTED["decode_forward"][fault])
     right, wrong, splits = changes.pop("right"), changes.pop("wrong"), changes.pop("splits", 2)
     launch_with(monkeypatch, together=changes.pop("together", 1))
-    named = {"padding": PADDING, "bottom_right": BOTTOM_RIGHT, "alibi": ALIBI, "pages": PAGES}
-    problem = small(**{name: named.get(value, value) for name, value in changes.items()})
-    assert judged(problem, Decode(splits)).status == "pass"
+    known = {"padding": PADDING, "bottom_right": BOTTOM_RIGHT, "alibi": ALIBI, "pages": PAGES}
+    problem = small(**{name: known.get(value, value) for name, value in changes.items()})
+    assert judge(problem, Decode(splits)).status == "pass"
     planted = faulty(tmp_path, ("decode_forward",), "", right, wrong)
     monkeypatch.setattr(Decode, "forward", lambda self: planted)
-    assert judged(problem, Decode(splits)).status == "fail"
+    assert judge(problem, Decode(splits)).status == "fail"
 
 
-def test_a_careless_kernel_lets_hidden_values_through(tmp_path, monkeypatch):
+def test_without_the_check_for_finite_values_hidden_nan_spreads(tmp_path, monkeypatch):
+    """The planted fault against ``test_infinite_or_nan_value_reaches_only_rows_that_see_it``."""
     planted = faulty(tmp_path, ("decode_forward",), "", "if not all_finite(part):", "if False:")
     monkeypatch.setattr(Decode, "forward", lambda self: planted)
     inputs = draw_inputs(small(query=2, mask=BOTTOM_RIGHT, dtype="bf16"))

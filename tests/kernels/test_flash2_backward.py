@@ -1,5 +1,5 @@
-"""FlashAttention-2's gradients: torch's in float64 within what fp32 sums and roundings allow, the
-same bits whatever the tiles' list and the strides are, and every planted fault is noticed."""
+"""FlashAttention-2's gradients: against torch's in float64 within the error of fp32 sums and
+roundings, the same bits for any list of tiles and strides, and planted faults exceed the bounds."""
 
 import math
 
@@ -7,15 +7,15 @@ import pytest
 import torch
 from tests.kernels.backward_calls import (
     SMALL,
-    lists,
     run,
     same,
     scattered,
+    visit_lists,
     worst,
     worst_of,
     wrong_list,
 )
-from tests.kernels.gradient_reference import Score, given
+from tests.kernels.gradient_reference import Score, make_question
 from tests.kernels.patched_kernels import FLASH2, PLANTED, faulty
 from tests.messages import one_line
 
@@ -51,7 +51,7 @@ SCORES = {
     "both": Score(mod=lambda s, b, h, i, j: 2 * torch.tanh((s + 0.1 * (i - j)) / 2), bend=0.5),
     "rows": Score(mod=lambda s, b, h, i, j: torch.where(i % 2 == 0, s, s * 0.5)),
 }
-# Beside a sink the reference's allowance knows nothing of scores of −∞.
+# Scores of −∞: the reference's allowance does not support them together with a sink.
 HIDING = {
     "hides later rows": Score(mod=lambda s, b, h, i, j: torch.where(i > 35, -math.inf, s)),
 }
@@ -59,29 +59,29 @@ HIDING = {
 
 @pytest.mark.parametrize("listed", [False, True], ids=["all tiles", "listed"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_any_mask(mask, listed):
-    asked = given(MASKS[mask])
-    found = run(asked, listed=listed)
-    assert worst_of(asked, found) <= 1
-    seen = asked.seen()
-    dead, unseen = ~seen.any(-1), ~seen.any((1, 2))[:, None]
-    assert not found[2]["dq"][dead].any()
-    assert not found[2]["dk"][unseen].any()
-    assert not found[2]["dv"][unseen].any()
+def test_gradients_are_within_bounds_for_mask(mask, listed):
+    question = make_question(MASKS[mask])
+    results = run(question, listed=listed)
+    assert worst_of(question, results) <= 1
+    seen = question.seen()
+    empty_rows, unseen = ~seen.any(-1), ~seen.any((1, 2))[:, None]
+    assert not results[2]["dq"][empty_rows].any()
+    assert not results[2]["dk"][unseen].any()
+    assert not results[2]["dv"][unseen].any()
 
 
 @pytest.mark.parametrize("mask", ["causal", "window", "of heads", "nothing"])
-def test_the_listed_tiles_give_what_all_give(mask):
-    """To the bit: what a hidden key adds is 0."""
-    asked = given(MASKS[mask], "bf16", sink=True)
-    assert same(run(asked), run(asked, listed=True))
+def test_listed_tiles_give_the_same_bits_as_all_tiles(mask):
+    """A hidden key adds exactly 0."""
+    question = make_question(MASKS[mask], "bf16", sink=True)
+    assert same(run(question), run(question, listed=True))
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("score", SCORES)
-def test_any_score_mod(score, mask):
-    asked = given(MASKS[mask], score=SCORES[score], sink=True)
-    assert worst(asked) <= 1
+def test_gradients_are_within_bounds_for_score_mod(score, mask):
+    question = make_question(MASKS[mask], score=SCORES[score], sink=True)
+    assert worst(question) <= 1
 
 
 SHAPES = {
@@ -97,26 +97,26 @@ SHAPES = {
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_any_shape(shape, mask):
-    assert worst(given(MASKS[mask], shape=SHAPES[shape])) <= 1
+def test_gradients_are_within_bounds_for_shape(shape, mask):
+    assert worst(make_question(MASKS[mask], shape=SHAPES[shape])) <= 1
 
 
 @pytest.mark.parametrize("blocks", [(16, 16), (32, 16), (64, 64), (128, 32)])
-def test_any_tiles(blocks):
-    asked = given(masks.causal, "bf16")
-    assert worst(asked, Launch(block_query=blocks[0], block_kv=blocks[1]), listed=True) <= 1
+def test_gradients_are_within_bounds_for_tile_size(blocks):
+    question = make_question(masks.causal, "bf16")
+    assert worst(question, Launch(block_query=blocks[0], block_kv=blocks[1]), listed=True) <= 1
 
 
-def test_keys_may_have_tiles_of_their_own():
-    asked = given(masks.causal)
-    first, mixed = run(asked), run(asked, launch_by_keys=Launch(block_query=16, block_kv=64))
-    assert worst_of(asked, mixed) <= 1
+def test_pass_by_keys_may_have_other_tiles():
+    question = make_question(masks.causal)
+    first, mixed = run(question), run(question, launch_by_keys=Launch(block_query=16, block_kv=64))
+    assert worst_of(question, mixed) <= 1
     assert torch.equal(mixed[2]["dq"], first[2]["dq"])
     assert not torch.equal(mixed[2]["dk"], first[2]["dk"])
 
 
 def in_wider_memory(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, other ones behind each row."""
+    """A view of the same numbers, with other numbers behind each row."""
     return torch.cat([x, torch.ones_like(x)], -1)[..., : x.shape[-1]]
 
 
@@ -132,38 +132,38 @@ POISONS = [(7.0, -7.0), (1e30, -1e30), (math.inf, -math.inf), (math.nan, math.na
     + [(how, 1e30, math.nan) for how in ({}, {"atomic": True})],
     ids=str,
 )
-def test_hidden_keys_move_no_bit(how, keys, values):
-    asked = given(masks.causal, sink=True)  # 40 rows, 50 keys
-    k, v = asked.k.clone(), asked.v.clone()
+def test_hidden_keys_change_no_bit(how, keys, values):
+    question = make_question(masks.causal, sink=True)  # 40 rows, 50 keys
+    k, v = question.k.clone(), question.v.clone()
     k[:, :, 40:], v[:, :, 40:] = keys, values
-    assert same(run(asked.but(k=k, v=v), **how), run(asked, **how))
+    assert same(run(question.but(k=k, v=v), **how), run(question, **how))
 
 
-def test_a_score_mod_may_leave_a_row_without_keys():
-    """Its scores are −∞ then, and the mask hides none of them."""
-    none_of, all_of = (
+def test_row_whose_score_mod_is_minus_infinity_has_no_keys():
+    """The same bits as if the mask hid the row's keys."""
+    hides_row, hides_none = (
         Score(mod=lambda s, b, h, i, j, row=row: torch.where(i == row, -math.inf, s))
         for row in (3, -1)
     )
-    found = run(given(masks.full, score=none_of))
-    assert not found[2]["dq"][:, :, 3].any()
-    assert same(found, run(given(lambda b, h, i, j: i != 3, score=all_of)))
+    results = run(make_question(masks.full, score=hides_row))
+    assert not results[2]["dq"][:, :, 3].any()
+    assert same(results, run(make_question(lambda b, h, i, j: i != 3, score=hides_none)))
 
 
 def test_atomic_sums_change_dq_alone():
-    asked = given(masks.causal, "bf16", sink=True)
-    one, other = run(asked)[2], run(asked, atomic=True)[2]
+    question = make_question(masks.causal, "bf16", sink=True)
+    one, other = run(question)[2], run(question, atomic=True)[2]
     assert all(torch.equal(one[name], other[name]) for name in ("dk", "dv", "dsink"))
 
 
-def test_slopes_of_hidden_scores_may_be_infinite():
-    """As those of a bias that grows without end above the diagonal are."""
+def test_infinite_slope_of_a_hidden_score_changes_no_gradient():
+    """Such a slope arises from a bias that grows without bound above the diagonal."""
 
-    def divided(by):
+    def divide_hidden(by):
         mod = Score(mod=lambda s, b, h, i, j: s / torch.where(j <= i, 1.0, by))
-        return run(given(masks.causal, score=mod))
+        return run(make_question(masks.causal, score=mod))
 
-    assert same(divided(0.0), divided(1.0))
+    assert same(divide_hidden(0.0), divide_hidden(1.0))
 
 
 SCORES["later keys"] = Score(mod=lambda s, b, h, i, j: torch.where(j > 49, 100, s))
@@ -171,49 +171,50 @@ SCORES["later rows"] = Score(mod=lambda s, b, h, i, j: torch.where(i > 39, math.
 
 
 @pytest.mark.parametrize("fault", PLANTED["flash2_backward"])
-def test_planted_faults_are_noticed(fault, tmp_path):
+def test_planted_fault_exceeds_the_bounds(fault, tmp_path):
     changes = dict(PLANTED["flash2_backward"][fault])
     planted = faulty(tmp_path, FLASH2, *(changes.pop(name) for name in ("where", "right", "wrong")))
     moved = {name: MOVED[changes.pop(name)] for name in ("q", "k", "dout") if name in changes}
     listed = changes.pop("listed", False)
     score = (SCORES | HIDING).get(changes.pop("score", None))
-    asked = given(MASKS[changes.pop("mask", "causal")], score=score, **changes)
-    asked = asked.but(**{name: move(getattr(asked, name)) for name, move in moved.items()})
-    assert worst(asked, listed=listed) <= 1
-    assert worst(asked, listed=listed, backward=planted) > 1
+    question = make_question(MASKS[changes.pop("mask", "causal")], score=score, **changes)
+    question = question.but(**{name: move(getattr(question, name)) for name, move in moved.items()})
+    assert worst(question, listed=listed) <= 1
+    assert worst(question, listed=listed, backward=planted) > 1
 
 
-def test_a_careless_kernel_lets_hidden_keys_through(tmp_path):
+def test_without_the_careful_pass_a_hidden_nan_key_spreads(tmp_path):
     careless = faulty(tmp_path, FLASH2, "row_gradients", "    if CAREFUL:", "    if False:")
-    asked = given(masks.causal)
-    k = asked.k.clone()
+    question = make_question(masks.causal)  # 40 rows, 50 keys
+    k = question.k.clone()
     k[:, :, 40:] = math.nan
-    assert run(asked.but(k=k), backward=careless)[2]["dq"].isnan().any()
+    assert run(question.but(k=k), backward=careless)[2]["dq"].isnan().any()
 
 
 @pytest.mark.parametrize("which", ["tiles", "by_keys"])
 @pytest.mark.parametrize(
     "fault", ["nothing", "last run dropped", "last tile short", "partial called full"]
 )
-def test_a_wrong_list_is_noticed(fault, which):
-    asked = given(masks.causal, shape=(1, 2, 1, 50, 50, 20, 12))
-    found = lists(asked, SMALL)
-    found[which] = wrong_list(fault, found[which])
-    assert (worst(asked, **found) <= 1) == (fault == "nothing")
+def test_wrong_list_of_tiles_exceeds_the_bounds(fault, which):
+    question = make_question(masks.causal, shape=(1, 2, 1, 50, 50, 20, 12))
+    lists = visit_lists(question, SMALL)
+    lists[which] = wrong_list(fault, lists[which])
+    assert (worst(question, **lists) <= 1) == (fault == "nothing")
 
 
 @pytest.mark.parametrize("name", ["tiles", "by_keys"])
-def test_a_list_of_other_blocks_is_refused(name):
-    """Along its own axis, and of tiles that are not there along the other: 40 rows, 50 keys."""
-    asked = given(masks.full)
+def test_list_for_other_tile_sizes_is_refused(name):
+    """Along its own axis the number of blocks differs; along the other it names missing tiles."""
+    question = make_question(masks.full)
     own, across = ("block_query", "block_kv") if name == "tiles" else ("block_kv", "block_query")
-    length, other = (40, 50) if name == "tiles" else (50, 40)
-    wrong = lists(asked, Launch(**{own: 16, across: 32}))[name]
+    length, other = (40, 50) if name == "tiles" else (50, 40)  # 40 rows, 50 keys
+    wrong = visit_lists(question, Launch(**{own: 16, across: 32}))[name]
     with pytest.raises(UsageError) as error:
-        run(asked, **{name: wrong})
+        run(question, **{name: wrong})
     blocks = -(-length // 16)
     assert f"{name} lists the tiles of {blocks} blocks: {length} in blocks" in str(error.value)
-    wrong = lists(asked, Launch(**{own: 32, across: 16}))[name]
-    said = f"{name} lists tile {-(-other // 16) - 1}, counted from 0: {other} in tiles of 32 are 2."
-    with one_line(UsageError, whole=said):
-        run(asked, **{name: wrong})
+    wrong = visit_lists(question, Launch(**{own: 32, across: 16}))[name]
+    last = -(-other // 16) - 1
+    message = f"{name} lists tile {last}, counted from 0: {other} in tiles of 32 are 2."
+    with one_line(UsageError, whole=message):
+        run(question, **{name: wrong})

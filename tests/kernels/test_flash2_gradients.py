@@ -1,8 +1,8 @@
-"""FlashAttention-2's backward as its subject launches it, and compiled for Hopper without one."""
+"""FlashAttention-2's backward as its subject launches it, and its launches for Hopper."""
 
 import pytest
 import torch
-from tests.kernels.gradient_reference import Given, Score, worst
+from tests.kernels.gradient_reference import Question, Score, worst
 
 from attncheck.core.mod_spec import FULL, NONE, Spec
 from attncheck.core.tensor_names import GRADIENTS
@@ -16,17 +16,16 @@ BLOCKS = (32, 32)
 
 def problem(**changes) -> Problem:
     sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "query": 40, "kv": 50, "head_dim": 20}
-    asked = {"mask": Spec.of("causal"), "backward": True, "dlse": True, "sink": True}
-    return Problem(**(sizes | {"value_dim": 12, "dtype": "bf16"} | asked | changes))
+    options = {"mask": Spec.of("causal"), "backward": True, "dlse": True, "sink": True}
+    return Problem(**(sizes | {"value_dim": 12, "dtype": "bf16"} | options | changes))
 
 
-def of_problem(inputs):
-    """The same question in this file's terms."""
+def reference_question(inputs):
     case = inputs.problem
-    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "dout", "dlse", "sink")}
+    tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "dout", "dlse", "sink")}
     score = None if case.score == NONE else Score(mod=case.score_mod("cpu"), bend=0.2)
     mods = {"mask": case.mask_mod("cpu"), "score": score}
-    return Given(**named, **mods, dtype=case.dtype, scale=case.scale)
+    return Question(**tensors, **mods, dtype=case.dtype, scale=case.scale)
 
 
 @pytest.mark.parametrize("subject", [Flash2(), Flash2(BLOCKS), Flash2Atomic(BLOCKS)])
@@ -40,34 +39,34 @@ def of_problem(inputs):
     ],
     ids=["causal", "full", "softcap", "alibi"],
 )
-def test_the_subject_gives_gradients(changes, subject):
+def test_gradients_of_the_subject_are_within_bounds(changes, subject):
     inputs = draw_inputs(problem(**changes))
     assert subject.backward
     assert subject.concerns(inputs.problem)
-    found = subject.run(inputs)
-    assert found.gradients().keys() == {f"d{n}" for n in inputs.tensors()} & set(GRADIENTS)
-    reached = worst(found.gradients(), of_problem(inputs), found.out, found.lse)
-    assert max(reached.values()) <= 1
+    outputs = subject.run(inputs)
+    assert outputs.gradients().keys() == {f"d{n}" for n in inputs.tensors()} & set(GRADIENTS)
+    shares = worst(outputs.gradients(), reference_question(inputs), outputs.out, outputs.lse)
+    assert max(shares.values()) <= 1
     forward = subject.run(inputs.forward())
-    assert torch.equal(forward.out, found.out)
+    assert torch.equal(forward.out, outputs.out)
     assert not forward.gradients()
 
 
 @pytest.mark.parametrize("subject", [Flash2(), Flash2(BLOCKS)])
-def test_a_key_that_is_nan_has_no_part_in_the_gradients_of_keys_of_other_rows(subject):
-    asked = problem(mask=Spec.of("document", lengths=[30, 20]), kv=50, query=50, sink=False)
-    plain = draw_inputs(asked)
+def test_nan_key_of_one_document_changes_no_gradient_of_another(subject):
+    documents = problem(mask=Spec.of("document", lengths=[30, 20]), kv=50, query=50, sink=False)
+    plain = draw_inputs(documents)
     k = plain.k.clone()
     k[:, :, 3] = torch.nan
-    right, found = subject.run(plain), subject.run(plain.replace(k=k))
-    assert not bool(torch.isfinite(found.dk[:, :, :30]).all())
+    right, spoilt = subject.run(plain), subject.run(plain.replace(k=k))
+    assert not bool(torch.isfinite(spoilt.dk[:, :, :30]).all())
     for name in ("dk", "dv"):
-        given, wanted = (one.gradients()[name][:, :, 30:] for one in (found, right))
-        assert torch.equal(given, wanted)
+        one, other = (outputs.gradients()[name][:, :, 30:] for outputs in (spoilt, right))
+        assert torch.equal(one, other)
 
 
-def test_its_lists_have_the_tiles_of_their_launches():
-    """And dense it has none; to the bit the same."""
+def test_lists_by_rows_and_by_keys_have_the_visible_tiles():
+    """With and without lists (``dense``) the gradients have the same bits."""
     inputs = draw_inputs(problem(query=70, kv=70))
     listed, dense = Flash2(BLOCKS).run(inputs), Flash2(BLOCKS, dense=True).run(inputs)
     for name, one in listed.gradients().items():
@@ -78,13 +77,12 @@ def test_its_lists_have_the_tiles_of_their_launches():
     )
     assert by_rows.runs[..., 1].sum(-1).flatten().tolist() == [2, 4, 5]
     assert by_keys.runs[..., 1].sum(-1).flatten().tolist() == [3, 3, 2, 2, 1]
-    # Key block 2, of keys 32 to 47: rows 32 to 63 see some of them, the later ones not all exist.
+    # Key block 2 (keys 32 to 47): rows 32 to 63 see some of it, and 64 to 95 end at 69.
     assert by_keys.runs[0, 0, 2].tolist()[0] == [2 * 1, 2]
     assert by_keys.runs[0, 0, 0].tolist() == [[2 * 0, 1], [2 * 1 + 1, 1], [2 * 2, 1]]
 
 
-def test_every_dtype_has_tiles_that_hopper_holds():
-    """Those of both gradients are chosen for head dims as the forward's are."""
+def test_gradient_launches_have_8_warps_for_every_dtype_and_head_dim():
     for dtype in ("fp32", "tf32", "fp16", "bf16"):
         for dim in (64, 80, 256):
             rows, keys = Flash2().gradient_launches(problem(dtype=dtype, head_dim=dim), "cuda")

@@ -1,6 +1,6 @@
-"""FlashAttention-3's backward without a GPU: its Python, emulated.
+"""FlashAttention-3's backward without a GPU: its Gluon source runs as Python, in an emulation.
 
-That it waits long enough, and how fast it is, shows on a GPU alone.
+Whether its waits suffice on hardware, and its speed, can be tested on a GPU only.
 """
 
 import pytest
@@ -30,7 +30,7 @@ SHAPES = [
     {"heads": 4, "kv_heads": 2, "query": 300, "head_dim": 40, "value_dim": 48, "mask": WINDOW},
     {"heads": 2, "kv_heads": 1, "query": 300, "kv": 100, "head_dim": 128, "mask": CAUSAL},
     {"heads": 1, "query": 70, "kv": 300, "head_dim": 72, "mask": CAUSAL},
-    # Where a key that is not there would weigh infinitely much.
+    # A key beyond the last would have an infinite weight here.
     {
         "heads": 1,
         "query": 70,
@@ -45,18 +45,18 @@ SHAPES = [
 
 @pytest.fixture
 def emulate(monkeypatch):
-    """``emulate(room, resident)``: its kernel's Python in place of the kernel."""
+    """``emulate(module, resident)``: replace the module's kernel by an emulation of its source."""
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here")
 
-    def patched(room, resident):
-        callees = [getattr(room, name) for name in CALLEES]
-        kernel = Emulated(room._backward, [*callees, tile.place], resident)
-        monkeypatch.setattr(room, "_backward", kernel)
-        monkeypatch.setattr(room, "on_hopper", lambda device: True)
-        return room.flash3_backward
+    def emulate(module, resident):
+        callees = [getattr(module, name) for name in CALLEES]
+        kernel = Emulated(module._backward, [*callees, tile.place], resident)
+        monkeypatch.setattr(module, "_backward", kernel)
+        monkeypatch.setattr(module, "on_hopper", lambda device: True)
+        return module.flash3_backward
 
-    return patched
+    return emulate
 
 
 def gradients(inputs, *subjects):
@@ -66,7 +66,7 @@ def gradients(inputs, *subjects):
 
 
 def is_right(launcher, shape) -> bool:
-    """Whether what it gives after FlashAttention-2's forward is within the bounds, and repeats."""
+    """Whether gradients (after FlashAttention-2's forward) are within bounds and deterministic."""
 
     class Emulation(Flash3):
         def absent(self, device):
@@ -84,21 +84,25 @@ def is_right(launcher, shape) -> bool:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda x: "-".join(map(str, x.values())))
 @pytest.mark.parametrize("resident", [2, 64])
-def test_its_gradients_are_within_the_bounds(shape, resident, emulate):
-    """Whether two programs run at a time or all of them."""
+def test_gradients_are_within_bounds_and_deterministic(shape, resident, emulate):
+    """With two programs at a time, or all of them."""
     assert is_right(emulate(flash3_backward, resident), shape)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_it_waits_for_nothing_that_may_have_gone_on(head_dim, emulate, monkeypatch):
-    """A late wait is planted in the forward: here it would leave threads that ask for ever."""
+def test_no_wait_depends_on_timing(head_dim, emulate, monkeypatch):
+    """With ``dawdle``, whoever releases something pauses, so a phase waited for late has passed.
+
+    That this catches a late wait is shown for the forward, where one is planted: planted here, it
+    would leave threads that wait for ever.
+    """
     dawdle(monkeypatch)
     shape = {"heads": 1, "query": 700, "kv": 300, "head_dim": head_dim, "mask": WINDOW}
     assert is_right(emulate(flash3_backward, 64), shape)
 
 
 @pytest.mark.parametrize("redone", [True, False])
-def test_a_key_that_is_not_finite_reaches_only_rows_that_see_it(redone, emulate, monkeypatch):
+def test_nan_key_reaches_only_rows_that_see_it(redone, emulate, monkeypatch):
     launcher = emulate(flash3_backward, 64)
 
     class Emulation(Flash3):
@@ -122,7 +126,7 @@ def test_a_key_that_is_not_finite_reaches_only_rows_that_see_it(redone, emulate,
 
 
 @pytest.mark.parametrize("fault", PLANTED["flash3_backward"])
-def test_a_wrong_one_is_noticed(fault, emulate, tmp_path):
+def test_planted_fault_fails(fault, emulate, tmp_path):
     copy = copy_kernels(tmp_path, ("flash3_backward",), **PLANTED["flash3_backward"][fault])
     launcher = emulate(copy.flash3_backward, 64)
     assert not all(is_right(launcher, shape) for shape in SHAPES)

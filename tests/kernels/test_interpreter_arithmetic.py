@@ -1,4 +1,4 @@
-"""Arithmetic in the repaired interpreter rounds as a GPU does, and once."""
+"""Arithmetic in the repaired interpreter rounds once, and as a GPU does."""
 
 # ruff: noqa: N803  # Triton: constexprs in capitals
 
@@ -48,14 +48,9 @@ def binary(op: str, a: torch.Tensor, b: torch.Tensor, out: torch.dtype | None = 
     return result
 
 
-def test_one_and_one_is_two_in_bf16():
-    one = torch.ones(4, dtype=torch.bfloat16)
-    assert binary("add", one, one).tolist() == [2.0] * 4
-
-
 @pytest.mark.parametrize("op", ["add", "sub", "mul", "less", "abs", "neg"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_arithmetic_as_in_torch(dtype, op):
+def test_arithmetic_equals_torchs(dtype, op):
     a = patterns(dtype)
     b = a.view(torch.int16)[torch.randperm(len(a), generator=torch.Generator().manual_seed(1))]
     b = b.view(TORCH[dtype])
@@ -82,14 +77,14 @@ def test_fma_rounds_once(dtype):
         wide = exact.astype(np.longdouble) * other + other
         expected = torch.from_numpy(wide.astype(np.float64))
     got = binary("fma", a, b)[finite]
-    # Exact but for sums whose terms lie more than 48 bits apart; those are far from a tie here.
+    # Exact except for sums of terms more than 48 bits apart, which are far from a tie here.
     near = double_to(expected[finite], dtype) if dtype != "fp32" else expected[finite].float()
     assert mismatches(got, near) == 0
 
 
-def test_fma_rounding_twice_would_be_noticed():
+def test_fma_differs_from_rounding_twice():
     one, tiny = np.float32(1 + 2.0**-12), np.float32(2.0**-80)
-    # (1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 is a tie in fp32; only 2^-80 more decides it.
+    # (1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 is a tie in fp32, which the added 2^-80 breaks.
     a = torch.full((4,), float(one))
     from attncheck.kernels.interpreter.gpu_arithmetic import _fused_sum
 
@@ -98,19 +93,19 @@ def test_fma_rounding_twice_would_be_noticed():
     assert fused[0] == np.nextafter(twice, np.float32(2.0))
 
 
-def test_maximum_drops_nan_unless_told():
+def test_maximum_drops_nan_unless_it_is_to_propagate():
     nan, one = torch.full((4,), np.nan).bfloat16(), torch.ones(4).bfloat16()
     assert binary("max", nan, one).tolist() == [1.0] * 4
     assert binary("max_nan", nan, one).isnan().all()
 
 
-def test_what_is_nan_is_quiet(recwarn):
+def test_nan_result_raises_no_warning(recwarn):
     infinite = torch.full((4,), np.inf)
     assert binary("sub", infinite, infinite).isnan().all()
     assert not recwarn.list
 
 
-def test_atomic_addition_to_one_address_twice():
+def test_atomic_add_of_two_values_to_one_address():
     target = torch.zeros(4, dtype=torch.bfloat16)
     atomic_kernel[(1,)](target, torch.arange(1, 9).bfloat16(), 8)
     assert target.tolist() == [3.0, 7.0, 11.0, 7.0]

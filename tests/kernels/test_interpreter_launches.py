@@ -1,4 +1,4 @@
-"""Enabling the repairs, and what a launch leaves behind."""
+"""Enabling the interpreter's repairs, and the state of Triton after a launch."""
 
 # ruff: noqa: N803  # Triton: constexprs in capitals
 
@@ -29,8 +29,8 @@ def count_kernel(source, target, steps):
     tl.store(target, total)
 
 
-def test_an_exception_in_a_kernel_leaves_the_next_launch_working():
-    cast(torch.ones(4), "bf16")  # the first launch of a process leaves triton's own traces
+def test_launch_works_after_an_exception_in_a_kernel():
+    cast(torch.ones(4), "bf16")  # the first launch of a process changes triton's modules
     before = dict(vars(tl)), dict(vars(tl.tensor)), dict(vars(tl.core))
     with pytest.raises(Exception, match="planted"):
         faulty_kernel[(1,)](torch.zeros(4), torch.zeros(4), 4)
@@ -39,7 +39,7 @@ def test_an_exception_in_a_kernel_leaves_the_next_launch_working():
     assert (dict(vars(tl)), dict(vars(tl.tensor)), dict(vars(tl.core))) == before
 
 
-def test_a_loop_bound_may_be_loaded():
+def test_loop_bound_may_be_loaded_from_memory():
     target = torch.zeros(1)
     count_kernel[(1,)](torch.arange(8.0), target, torch.tensor([5], dtype=torch.int32))
     assert target.item() == 10.0
@@ -62,7 +62,7 @@ def fresh_process(code: str, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
-def test_enabling_after_compiled_triton_raises():
+def test_enabling_after_triton_was_imported_for_compilation_raises():
     done = fresh_process(
         "import os, triton\n"
         "from attncheck.kernels import interpreter\n"
@@ -75,7 +75,7 @@ def test_enabling_after_compiled_triton_raises():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_missing_name_is_named_and_nothing_is_patched():
+def test_enabling_names_what_triton_lacks_and_patches_nothing():
     done = fresh_process(
         "import triton, triton.runtime.interpreter as interp\n"
         "from attncheck.kernels import interpreter\n"
@@ -91,7 +91,8 @@ def test_a_missing_name_is_named_and_nothing_is_patched():
         assert part in done.stdout
 
 
-def test_the_stock_interpreter_is_never_taken_for_a_gpu():
+def test_cuda_is_refused_in_the_interpreter():
+    """Otherwise results of the interpreter would count as the GPU's."""
     from attncheck.kernels.compilation import prepare_triton
 
     with pytest.raises(InterpreterUnavailable, match="without TRITON_INTERPRET"):

@@ -1,4 +1,4 @@
-"""Reductions, scans and products in the repaired interpreter: exact where a GPU's are."""
+"""Reductions, scans and products in the repaired interpreter are exact where a GPU's are."""
 
 # ruff: noqa: N803  # Triton: constexprs in capitals
 
@@ -75,7 +75,7 @@ def test_reductions_of_integers_are_exact(op, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_reductions_drop_nan_and_keep_a_row_of_it(dtype):
+def test_max_and_min_drop_nan_except_in_a_row_of_nan(dtype):
     x = torch.tensor(
         [[1.0, np.nan, 3.0, 2.0], [np.nan] * 4, [-np.inf] * 4, [np.nan, -np.inf, 0, 1]]
     )
@@ -109,7 +109,7 @@ def uniform(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "fp8e4nv", "fp8e5"])
-def test_dot_is_the_fp32_product_of_the_values(dtype):
+def test_dot_multiplies_in_fp32(dtype):
     a, b = (x.to(TORCH[dtype]) for x in uniform(2, 32, 32))
     assert torch.equal(product(a, b), torch.from_numpy(a.float().numpy() @ b.float().numpy()))
 
@@ -119,7 +119,7 @@ def test_dot_does_not_round_products_of_fp16():
     assert torch.equal(product(a, a), torch.full((16, 16), 16e6))
 
 
-def test_dot_adds_to_its_accumulator_in_its_dtype():
+def test_dot_adds_in_the_dtype_of_its_accumulator():
     a = torch.eye(16, dtype=torch.bfloat16)
     c = torch.full((16, 16), 1.0 + 2.0**-20)
     assert torch.equal(product(a, a, c=c), c + torch.eye(16))
@@ -132,7 +132,7 @@ def test_dot_of_fp64_stays_fp64():
     assert torch.equal(product(a, torch.eye(16).double()), a)
 
 
-def test_tf32_truncates_to_ten_bits():
+def test_tf32_dot_truncates_operands_to_ten_bits():
     a, one = uniform(32, 32), torch.eye(32)
     truncated = (a.view(torch.int32) & ~0x1FFF).view(torch.float32)
     assert torch.equal(product(a, one, "tf32"), truncated)
@@ -142,7 +142,7 @@ def test_tf32_truncates_to_ten_bits():
 
 
 @pytest.mark.parametrize("precision", ["tf32x3", "bf16x3", "bf16x6"])
-def test_split_products_are_better_than_their_format(precision):
+def test_split_products_are_more_precise_than_their_format(precision):
     a, b = uniform(2, 32, 32)
     exact = a.double() @ b.double()
     plain = product(a, b, "tf32") if precision == "tf32x3" else product(a.bfloat16(), b.bfloat16())
@@ -152,7 +152,7 @@ def test_split_products_are_better_than_their_format(precision):
     assert torch.equal(product(infinite, torch.ones(16, 16), precision), infinite)
 
 
-def test_the_stock_dot_fails_this_check():
+def test_stock_dot_of_bf16_ones_is_wrong():
     a = torch.ones(16, 16, dtype=torch.bfloat16)
     stock = interpreter.stock("InterpreterBuilder.create_dot")
     interp = sys.modules["triton.runtime.interpreter"]

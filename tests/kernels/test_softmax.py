@@ -1,4 +1,4 @@
-"""Row softmax: within a bound of its roundings, at every row length; faults in it are caught."""
+"""The row softmax kernels: within a bound of their roundings; planted faults exceed it."""
 
 from pathlib import Path
 from typing import Any
@@ -12,36 +12,37 @@ from attncheck.kernels import softmax_forward as right
 from attncheck.kernels.softmax_forward import KINDS, Launch, softmax
 
 UNIT = 2.0**-24  # unit roundoff of fp32
-EXP = LOG = 8  # units: 4 ulp, the widest that numpy's vector code may be off; a GPU's exp2 is 2 ulp
+EXP = LOG = 8  # units: 4 ulp, the largest error of numpy's vector code; a GPU's exp2 has 2 ulp
 VECTOR = 8  # most elements of 16 bytes
 KINDS_THAT_SUBTRACT = ("safe", "online", "blocked")
 
 
 def half_ulp(values: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Half the distance between numbers of ``fmt`` at ``values``."""
+    """Half the spacing of the numbers of ``fmt`` at ``values``."""
     exponent = torch.frexp(values.abs()).exponent - 1
     exponent = exponent.clamp(min=fmt.min_exponent)
     return torch.ldexp(torch.ones_like(values), exponent - fmt.significand)
 
 
 def bounds(x: torch.Tensor, kind: str, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Largest errors of out and LSE that the roundings allow.
+    """The largest errors of out and LSE that the roundings can cause.
 
     In units of 2^-24, relative; z = x − m, m the row's maximum (0 in naive):
 
-    * e = exp2(fl(fl(x − m) · fl(log2 e))): three roundings move the exponent, each by at most |z|
-      of a unit; then exp2's own error. 3|z| + EXP.
+    * e = exp2(fl(fl(x − m) · fl(log2 e))): three roundings change the exponent, each by at most
+      |z| units; then exp2's own error. 3|z| + EXP.
     * A running maximum splits exp(x − m) into factors whose exponents have one sign and add up to
-      z, so 3|z| holds for all of them together. Each of the tiles costs one factor's EXP, its
-      product and an addition; bringing lanes together one factor and product more.
+      z, so 3|z| holds for all of them together. Each tile adds one factor's EXP, its product and
+      an addition; combining lanes adds one more factor and product.
     * The additions of one tile in any order: block_columns − 1; of the two ends: 2 · VECTOR; two
-      for joining them. A sum's relative error is at most the weighted mean of its terms' errors.
-    * out: e's error, the sum's, the reciprocal and the product, or a division of 2 ulp. Then half
-      an ulp of the output format; in fp32 the product's rounding is that one.
-    * LSE: the sum's relative error is log's absolute one; log's own; the rounding of m + log.
+      to combine them. A sum's relative error is at most the weighted mean of its terms' errors.
+    * out: the errors of e and of the sum, the reciprocal and the product, or a division of 2 ulp.
+      Then half an ulp of the output format; in fp32 that is the product's own rounding.
+    * LSE: the sum's relative error, which is an absolute one of log; log's own; the rounding of
+      m + log.
 
     Below 2^-126 a GPU's exp2 gives 0, and fp32 has no relative precision. (1 + 2^-10) covers the
-    products of errors: fewer than 2^13 units.
+    products of errors, as there are fewer than 2^13 units.
     """
     x = x.double()
     z = x if kind == "naive" else x - x.amax(-1, keepdim=True)
@@ -61,7 +62,7 @@ def bounds(x: torch.Tensor, kind: str, launch: Launch) -> tuple[torch.Tensor, to
 
 
 def excess(x: torch.Tensor, kind: str, launch: Launch, module: Any = right) -> float:
-    """The largest error over its bound: at most 1 in a right kernel; inf for a wrong NaN."""
+    """The largest error in units of its bound: at most 1 in a right kernel; inf for a wrong NaN."""
     out, lse = module.softmax(x, kind, launch)
     assert out.shape == x.shape
     assert out.dtype == x.dtype
@@ -87,7 +88,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 )
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_within_the_bound_of_its_roundings(kind, dtype, columns, block, aligned):
+def test_error_is_within_the_bound_at_every_row_length(kind, dtype, columns, block, aligned):
     x = normal(5, columns, dtype=FORMATS[dtype].torch_dtype, seed=columns)
     launch = Launch(block_rows=4, block_columns=block, aligned=aligned)
     assert excess(x, kind, launch) <= 1
@@ -95,7 +96,7 @@ def test_within_the_bound_of_its_roundings(kind, dtype, columns, block, aligned)
 
 @pytest.mark.parametrize("kind", KINDS_THAT_SUBTRACT)
 @pytest.mark.parametrize("columns", [50, 130])
-def test_large_and_small_logits(kind, columns):
+def test_error_is_within_the_bound_for_large_and_small_logits(kind, columns):
     for x in (
         100 * normal(4, columns),
         normal(4, columns) - 128.0,
@@ -107,7 +108,7 @@ def test_large_and_small_logits(kind, columns):
 
 
 @pytest.mark.parametrize("block", [16, 64])
-def test_naive_overflows_where_the_others_do_not(block):
+def test_naive_softmax_overflows_for_logits_the_others_can_handle(block):
     x = torch.tensor([[89.0] + [0.0] * 39, [88.0] * 40])
     launch = Launch(block_columns=block)
     out, lse = softmax(x, "naive", launch)
@@ -121,7 +122,7 @@ def test_naive_overflows_where_the_others_do_not(block):
 
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_hidden_dead_and_nan_rows(kind, block):
+def test_rows_of_minus_infinity_and_nan(kind, block):
     nan, inf = float("nan"), float("inf")
     x = normal(7, 45)
     x[0, 3:40] = -inf  # whole tiles of −inf
@@ -141,7 +142,7 @@ def test_hidden_dead_and_nan_rows(kind, block):
 
 
 @pytest.mark.parametrize("kind", KINDS_THAT_SUBTRACT)
-def test_an_infinite_logit_makes_its_row_nan(kind):
+def test_infinite_logit_makes_only_its_row_nan(kind):
     x = normal(3, 45)
     x[1, 20] = float("inf")
     out, lse = softmax(x, kind, Launch(block_columns=16))
@@ -169,7 +170,7 @@ def views() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", views())
 @pytest.mark.parametrize("kind", ["naive", "blocked"])
-def test_strided_input(kind, name):
+def test_strided_input_is_read_and_not_written(kind, name):
     x = views()[name]
     before = x.clone()
     for block in (16, 64):
@@ -177,16 +178,16 @@ def test_strided_input(kind, name):
     assert torch.equal(x, before)
 
 
-def planted(tmp_path: Path, old: str, new: str) -> Any:
-    """The kernels' source with ``new`` in the place of ``old``, as a module of its own."""
+def plant(tmp_path: Path, old: str, new: str) -> Any:
+    """A copy of the kernels' module with ``old`` replaced by ``new``."""
     return copy_kernels(tmp_path, ("softmax_forward",), "", old, new).softmax_forward
 
 
 @pytest.mark.parametrize("fault", PLANTED["softmax_forward"])
-def test_planted_faults_are_caught(fault, tmp_path):
-    asked = PLANTED["softmax_forward"][fault]
-    kinds = asked.get("kinds", KINDS)
-    module = planted(tmp_path, asked["right"], asked["wrong"])
+def test_planted_fault_exceeds_the_bound(fault, tmp_path):
+    entry = PLANTED["softmax_forward"][fault]
+    kinds = entry.get("kinds", KINDS)
+    module = plant(tmp_path, entry["right"], entry["wrong"])
     for kind in kinds or KINDS_THAT_SUBTRACT:
         launch, x = Launch(block_rows=4, block_columns=16), normal(4, 37)
         assert excess(x, kind, launch) <= 1
@@ -194,10 +195,9 @@ def test_planted_faults_are_caught(fault, tmp_path):
         assert excess(x, kind, launch, module) > 1, kind
 
 
-def test_a_maximum_that_drops_nan_from_the_sum_too_is_caught(tmp_path):
-    module = planted(
-        tmp_path, "return x.to(tl.float32)", "return tl.maximum(x.to(tl.float32), -9e9)"
-    )
+def test_planted_loss_of_nan_shows_in_out(tmp_path):
+    """A maximum that drops NaN from the sum too leaves a row that is not all NaN."""
+    module = plant(tmp_path, "return x.to(tl.float32)", "return tl.maximum(x.to(tl.float32), -9e9)")
     x = normal(2, 37)
     x[0, 5] = float("nan")
     out, _ = module.softmax(x, "safe", Launch(block_columns=16))

@@ -1,9 +1,10 @@
-"""Packed documents give, bit for bit, what FlashAttention-2 gives of each alone."""
+"""The forward of packed documents: bitwise equal to FlashAttention-2's of each document alone."""
 
 import itertools
 
 import pytest
 import torch
+from tests.kernels.packed_calls import LAUNCH, LENGTHS
 
 from attncheck.core.errors import UsageError
 from attncheck.inputs.input_tensors import Descale
@@ -15,9 +16,6 @@ from attncheck.mods.to_triton import to_triton
 from attncheck.mods.trace import trace_mask, trace_score
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 20, 7
-# One without rows, one without keys, one without either, one of one row and key; longer than tiles.
-LENGTHS = [(3, 19), (0, 5), (4, 0), (0, 0), (17, 33), (1, 1), (5, 18)]
-LAUNCH = Launch(block_query=16, block_kv=16)
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
 
@@ -25,9 +23,9 @@ def starts(lengths):
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
-def drawn(dtype=torch.float32, lengths=LENGTHS):
+def draw(dtype=torch.float32):
     numbers = torch.Generator().manual_seed(0)
-    rows, keys = (sum(length[side] for length in lengths) for side in (0, 1))
+    rows, keys = map(sum, zip(*LENGTHS, strict=True))
     shapes = [(rows, HEADS, DIM), (keys, KV_HEADS, DIM), (keys, KV_HEADS, VALUE_DIM)]
     return [torch.randn(shape, generator=numbers).to(dtype) for shape in shapes]
 
@@ -39,15 +37,15 @@ def traced(mask=None, score=None):
     }
 
 
-def packed(q, k, v, *, lengths=LENGTHS, launch=LAUNCH, **keywords):
-    rows, keys = ([length[side] for length in lengths] for side in (0, 1))
+def packed(q, k, v, *, launch=LAUNCH, **keywords):
+    rows, keys = zip(*LENGTHS, strict=True)
     programs = program_list(rows, launch.block_query)
     places = {"programs": programs, "scale": 0.3, "launch": launch}
     return varlen_forward(q, k, v, starts(rows), starts(keys), **places, **keywords)
 
 
-def one_by_one(q, k, v, mask_of, *, score=None, descale=None, **keywords):
-    """The same with the mask ``mask_of(query, kv)`` of each document."""
+def one_by_one(q, k, v, mask_of, *, score=None, descale=None, launch=LAUNCH, **keywords):
+    """Run FlashAttention-2 on each document, with the mask ``mask_of(query, kv)``."""
     outs, lses = [], []
     ends = itertools.accumulate(LENGTHS, lambda one, other: (one[0] + other[0], one[1] + other[1]))
     for document, ((query, kv), (end, kv_end)) in enumerate(zip(LENGTHS, ends, strict=True)):
@@ -59,7 +57,7 @@ def one_by_one(q, k, v, mask_of, *, score=None, descale=None, **keywords):
             **{n: getattr(descale, n)[document : document + 1] for n in "qkv"}
         )
         mods = {"mask": to_triton(trace_mask(mask_of(query, kv))), "score": score}
-        keywords |= {"scale": 0.3, "launch": LAUNCH, "descale": scale}
+        keywords |= {"scale": 0.3, "launch": launch, "descale": scale}
         out, lse = flash2_forward(*one, **mods, **keywords)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
@@ -78,27 +76,27 @@ MASKS = {
 
 
 @pytest.mark.parametrize("causal", MASKS)
-def test_a_document_is_what_it_is_alone(causal):
-    tensors = drawn()
+def test_document_has_the_outputs_flash2_gives_it_alone(causal):
+    tensors = draw()
     assert same_bits(packed(*tensors, causal=causal), one_by_one(*tensors, MASKS[causal]))
 
 
-def test_the_two_alignments_differ():
-    tensors = drawn()
+def test_top_left_and_bottom_right_alignment_differ():
+    tensors = draw()
     one, other = (packed(*tensors, causal=causal) for causal in ("top_left", "bottom_right"))
     assert not same_bits(one, other)
 
 
-def test_mods_count_from_the_documents_first_row_and_key():
-    tensors, window = drawn(), masks.sliding_window(9)
+def test_mods_index_from_the_first_row_and_key_of_the_document():
+    tensors, window = draw(), masks.sliding_window(9)
     mods = traced(window, scores.alibi(SLOPES))
     alone = one_by_one(*tensors, lambda _query, _kv: window, score=mods["score"])
     assert same_bits(packed(*tensors, **mods), alone)
 
 
-def test_mods_may_count_through_all_documents():
-    """By ``places``; they say which document a row and a key is of as a mask does."""
-    tensors = drawn()
+def test_mods_index_across_all_documents_with_places():
+    """A mask of documents over global indices then restricts nothing further."""
+    tensors = draw()
     rows, keys = (starts(length[side] for length in LENGTHS)[:-1] for side in (0, 1))
     places = torch.stack([torch.zeros_like(rows), rows, keys], 1)
     of_row, of_key = (
@@ -110,11 +108,11 @@ def test_mods_may_count_through_all_documents():
     assert not same_bits(packed(*tensors, **own), packed(*tensors))
 
 
-def test_b_is_the_documents_number_or_its_sequence():
+def test_index_b_is_the_documents_number_or_with_places_its_sequence():
     def first_only(b, h, q_idx, kv_idx):
         return (b == 0) & (kv_idx >= 0)
 
-    tensors, mod = drawn(), traced(first_only)
+    tensors, mod = draw(), traced(first_only)
     _, of_number = packed(*tensors, **mod)
     places = torch.zeros(len(LENGTHS), 3, dtype=torch.int32)
     _, of_sequence = packed(*tensors, **mod, places=places)
@@ -124,52 +122,51 @@ def test_b_is_the_documents_number_or_its_sequence():
     assert torch.equal(of_sequence, whole)
 
 
-def test_a_sink_is_one_more_key_for_every_row():
-    tensors, sink = drawn(), torch.tensor([-1.0, 0.5, 2.0, 30.0])
-    given = packed(*tensors, sink=sink)
-    assert same_bits(given, one_by_one(*tensors, MASKS[""], sink=sink))
-    out, lse = given
+def test_sink_counts_for_every_row():
+    tensors, sink = draw(), torch.tensor([-1.0, 0.5, 2.0, 30.0])
+    results = packed(*tensors, sink=sink)
+    assert same_bits(results, one_by_one(*tensors, MASKS[""], sink=sink))
+    out, lse = results
     dead = slice(3, 7)  # the third document has no keys
     assert not out[dead].any()
     assert bool((lse[:, dead] == lse[:, dead][:, :1]).all())
     assert bool(lse[:, dead].isfinite().all())
 
 
-def test_fp8_has_descales_of_its_own_in_each_document():
+def test_fp8_uses_the_descale_of_each_document():
     numbers = torch.Generator().manual_seed(1)
     shape = (len(LENGTHS), KV_HEADS)
     descale = Descale(**{n: 0.5 + torch.rand(shape, generator=numbers) for n in "qkv"})
-    tensors = drawn(torch.float8_e4m3fn)
-    # fp8 products contract 32 at a time
+    tensors = draw(torch.float8_e4m3fn)
+    # fp8 products contract over 32 keys at a time
     launch = Launch(block_query=16, block_kv=32, weights_scale=256.0)
     keywords = {"descale": descale, "out_dtype": torch.bfloat16}
-    given = packed(*tensors, launch=launch, **keywords)
-    one = Descale(**{n: torch.ones(shape) for n in "qkv"})
-    assert not same_bits(given, packed(*tensors, launch=launch, **keywords | {"descale": one}))
+    results = packed(*tensors, launch=launch, **keywords)
+    assert same_bits(results, one_by_one(*tensors, MASKS[""], launch=launch, **keywords))
     moved = Descale(**{n: getattr(descale, n).roll(1, 0) for n in "qkv"})
-    assert not same_bits(given, packed(*tensors, launch=launch, **keywords | {"descale": moved}))
+    assert not same_bits(results, packed(*tensors, launch=launch, **keywords | {"descale": moved}))
 
 
-def test_strides_are_used():
-    tensors = drawn()
+def test_inputs_may_have_any_strides():
+    tensors = draw()
     views = [torch.stack([x, -x], -1).transpose(0, 1).contiguous()[..., 0] for x in tensors]
     views = [view.transpose(0, 1) for view in views]
     assert not any(view.is_contiguous() for view in views)
     assert same_bits(packed(*views), packed(*tensors))
 
 
-def test_what_is_not_finite_in_other_documents_does_not_matter():
-    q, k, v = drawn()
+def test_nan_in_another_document_changes_no_bit():
+    q, k, v = draw()
     right = packed(q, k, v, causal="bottom_right")
     k, v = k.clone(), v.clone()
     k[19:24] = v[19:24] = torch.nan  # keys of the document without rows
     assert same_bits(packed(q, k, v, causal="bottom_right"), right)
 
 
-def test_a_program_owns_rows_of_one_document():
+def test_each_program_has_rows_of_one_document():
     assert program_list([3, 0, 17, 32], 16).tolist() == [[0, 0], [2, 0], [2, 16], [3, 0], [3, 16]]
 
 
-def test_no_rows_at_all_are_refused():
+def test_documents_without_any_row_are_refused():
     with pytest.raises(UsageError, match=r"query_lengths=\(0, 0\): no document has a row"):
         program_list([0, 0], 16)

@@ -1,4 +1,4 @@
-"""Where Triton's interpreter reads and writes: it would copy from anywhere."""
+"""Detects accesses outside the tensors of a kernel, which Triton's interpreter does not check."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Watched:
-    """Counts what the interpreter loads and stores outside the tensors that it knows."""
+    """Counts loads and stores outside ``tensors``."""
 
     def __init__(self, monkeypatch, tensors):
         from triton.runtime import interpreter
@@ -21,15 +21,15 @@ class Watched:
         monkeypatch.setattr(interpreter, "_interpreter", SimpleNamespace(**others, **watched))
 
     def _watching(self, call, place):
-        def watching(*given):
-            addresses = torch.from_numpy(given[0].astype("int64"))
-            asked = addresses[torch.from_numpy(given[place].astype("bool"))]
-            inside = torch.zeros_like(asked, dtype=torch.bool)
+        def watching(*arguments):
+            addresses = torch.from_numpy(arguments[0].astype("int64"))
+            addresses = addresses[torch.from_numpy(arguments[place].astype("bool"))]
+            inside = torch.zeros_like(addresses, dtype=torch.bool)
             for tensor in self.tensors:
                 start = tensor.data_ptr()
                 end = start + tensor.numel() * tensor.element_size()
-                inside |= (asked >= start) & (asked < end)
+                inside |= (addresses >= start) & (addresses < end)
             self.outside += int((~inside).sum())
-            return call(*given)
+            return call(*arguments)
 
         return watching

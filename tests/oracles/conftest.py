@@ -1,4 +1,4 @@
-"""How far two evaluations of one problem may lie apart, an oracle that is only slow, and faults."""
+"""Error bounds for two evaluations of one problem, a slow reference oracle, and planted faults."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mpmath
 import numpy as np
@@ -15,55 +15,97 @@ import pytest
 import torch
 
 from attncheck import oracles
+from attncheck.cases.variants import VARIANTS, Shape
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.mods.mpmath_algebra import MPMATH
 from attncheck.oracles.float64_numbers import Float64
+from attncheck.oracles.mp_numbers import Mp
 from attncheck.oracles.recurrence_steps import Scores
+from attncheck.oracles.streaming_forward import Blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.oracles.mp_numbers import ManyDigits, Mp
+    from attncheck.oracles.mp_numbers import ManyDigits
     from attncheck.oracles.recurrence_steps import Result
 
 UNIT = 2.0**-53
+# value_dim ≠ head_dim; 9 > 4 leaves a window's last rows without keys.
+SHAPES = ["2x4/2x5/7x4/3", "1x2/1x9/4x3/5"]
+SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)  # many tiles in a tiny problem
 
 
 PLANTED = tomllib.loads(Path(__file__).with_name("planted_faults.toml").read_text())
-"""Of each kind of recurrence what faults are called, and what is changed."""
+"""Kind of recurrence → name of a fault → the text of the source that it replaces."""
 
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread):
-    """In every test of this room."""
+    """Many small calls: threads of torch would wait for one another."""
+
+
+def draw_variant(name: str, shape: str, **fields: object) -> Inputs:
+    """Inputs of the variant ``name`` in a shape of ``SHAPES``."""
+    parsed = Shape.parse(shape)
+    return draw_inputs(Problem(**VARIANTS[name].fields(parsed, parsed.kv_heads), **fields))
+
+
+class CoarseExp(Float64):
+    """A planted fault: exponentials in fp32."""
+
+    def exp(self, array: torch.Tensor) -> torch.Tensor:
+        return array.float().exp().double()
+
+
+def make_numbers(system: str, *evaluators: str, digits: int = 30) -> Any:
+    """An ``Mp`` or ``Ball`` with these of a mod's evaluators: score, slope, captures."""
+    if system == "Mp":
+        return Mp(digits, *(getattr(MPMATH, name) for name in evaluators))
+    pytest.importorskip("flint")
+    from attncheck.mods.ball_algebra import BALLS
+    from attncheck.oracles.ball_numbers import BITS, Ball
+
+    return Ball(BITS, *(getattr(BALLS, name) for name in evaluators))
+
+
+def assert_balls_contain(balls: Iterable[Any], numbers: Iterable[Any], mp: Mp) -> None:
+    """Assert that balls are small and contain the numbers of ``mp``, up to fifty decimals."""
+    for ball, number in zip(balls, numbers, strict=True):
+        assert float(ball.rad()) <= 2.0**-90
+        middle = mp.context.mpf(ball.mid().str(50, radius=False))
+        # The radius is rounded up to a float64, the decimals are truncated after fifty.
+        assert abs(middle - number) <= float(ball.rad()) * (1 + 2.0**-50) + 1e-48
 
 
 def _finest_bit(values: torch.Tensor, bits: int) -> int:
-    """A g with every one of these numbers of so many significant bits a multiple of 2^g."""
+    """A g such that all values, of ``bits`` significant bits, are multiples of 2^g."""
     magnitudes = values[values.isfinite() & (values != 0)].abs()
     return math.frexp(magnitudes.min().item())[1] - bits if magnitudes.numel() else 0
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """First-order error bounds of any of the oracles, in units of roundoff (2^-53 in float64).
+    """First-order error bounds that hold for every oracle, in units of roundoff (2^-53 in float64).
 
     A score: D + 1 roundings of Σ|q·k| unless the products are provably exact (the finest bit of
     any product against the largest sum), one for the scale, three for a score mod (its operations
     on numbers of the score's size). A weight: the score's error, one rounding of score − maximum
-    (≤ 2·size), three of the change of base (idem), 3|score − maximum| for the telescoped chain of
-    rescales, 4 for each of at most ``kv`` rescales, 4 for its own. FlashAttention-1 has the most
-    for each: an exponential, products with l and with it, and a division by l; what l itself is
-    off by cancels, as the next block multiplies by the l that this one divided by. Out: the
-    weights' error and ``kv`` additions, above and below the line, and a division; relative to
-    Σ p|v|, in softmax to p. LSE: the weights' error and ``kv`` additions, the logarithm and one
-    addition.
+    (≤ 2·size), three of the change of base (likewise), 3|score − maximum| for the telescoped chain
+    of rescales, 4 for each of at most ``kv`` rescales, 4 for its own exponential.
+    FlashAttention-1 needs the most for each: an exponential, products with l and with it, and a
+    division by l; the error of l itself cancels, as the next block multiplies by the l that this
+    one divided by. Out: the weights' error and ``kv`` additions, in numerator and denominator, and
+    a division; relative to Σ p|v|, in softmax to p. LSE: the weights' error and ``kv`` additions,
+    the logarithm and one addition.
 
     Attributes:
-        weight: Units of a weight's relative error.
-        out: Units relative to Σ p|v|.
+        weight: The relative error of a weight, in units.
+        out: The error of out relative to Σ p|v|, in units.
         spread: Σ p|v|, ``(batch, heads, query, value_dim)``; of softmax p.
-        kv: Additions of a row.
+        kv: The number of additions in a row.
     """
 
     weight: float
@@ -83,28 +125,28 @@ class Allowance:
             spread = oracles.dense(inputs.replace(v=inputs.v.abs())).out
         blocks = problem.kv if rescales is None else rescales
         weight = problem.scale * products + (1 + 3 + 2 + 3 * 2 + 3 * 2) * size + 4 * blocks + 4
-        # A weight below the normal numbers is rounded to their spacing.
+        # A subnormal weight is rounded to the spacing of the subnormal numbers.
         return cls(weight, 2 * (weight + problem.kv) + 1, spread.clamp(min=2.0**-1022), problem.kv)
 
     def misses(self, one: Outputs, other: Outputs, sides: int = 2) -> list[str]:
-        """What differs by more than ``sides`` evaluations may; exact −∞ and 0 must be equal."""
+        """What differs by more than the errors of ``sides`` evaluations; −∞ and 0 must be equal."""
         assert one.lse is not None
         assert other.lse is not None
-        found = []
+        messages = []
         unit = sides * UNIT
         if not bool(_within((one.out - other.out).abs(), unit * self.out * self.spread).all()):
             worst = ((one.out - other.out).abs() / self.spread / UNIT).max().item()
-            found.append(f"out: {worst:.1f} units, allowed {sides * self.out:.1f}")
+            messages.append(f"out: {worst:.1f} units, allowed {sides * self.out:.1f}")
         same = one.lse == other.lse
         allowed = unit * (self.weight + self.kv + 2 + 2 * other.lse.abs())
         if not bool((same | _within((one.lse - other.lse).abs(), allowed)).all()):
-            found.append(f"lse: {(one.lse - other.lse).abs().max().item() / UNIT:.1f} units")
-        return found
+            messages.append(f"lse: {(one.lse - other.lse).abs().max().item() / UNIT:.1f} units")
+        return messages
 
     def misses_in_many_digits(
         self, mp: Mp, one: Result[ManyDigits], other: Result[ManyDigits]
     ) -> list[str]:
-        """The same for two evaluations at the digits of ``mp``, whose unit is 2^-precision."""
+        """The same for two evaluations in the digits of ``mp``, whose unit is 2^-precision."""
         unit = 2 * mp.context.ldexp(1, -mp.context.prec)
         of_lse = [self.weight + self.kv + 2 + 2 * abs(lse) for lse in other.lse.flat]
         parts = {
@@ -113,19 +155,19 @@ class Allowance:
         }
         return [
             f"{name}: {mp.context.nstr(abs(x - y), 5)}, allowed {mp.context.nstr(unit * units, 5)}"
-            for name, (mine, yours, allowed) in parts.items()
-            for x, y, units in zip(mine.flat, yours.flat, allowed, strict=True)
+            for name, (ones, others, allowed) in parts.items()
+            for x, y, units in zip(ones.flat, others.flat, allowed, strict=True)
             if x != y and not abs(x - y) <= unit * units < math.inf
         ]
 
 
 def _within(differences: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """Not where ``allowed`` is ∞, as it is around an LSE of −∞: everything would be within it."""
+    """False where ``allowed`` is ∞, as for an LSE of −∞: otherwise any difference would pass."""
     return (differences <= allowed) & allowed.isfinite()
 
 
 def _scores(inputs: Inputs) -> tuple[float, float]:
-    """The largest score, and how many units of it the products cost."""
+    """The size of the largest score, and the error of the products of q and k in units."""
     problem = inputs.problem
     scores = Scores.of(Float64(), inputs)
     q, k, _ = inputs.promoted()
@@ -145,14 +187,14 @@ def _relative_distance(
 ) -> float:
     """log10 of the largest difference: of out relative to Σ p|v|, of LSE to max(1, |LSE|).
 
-    ∞ where a difference is not finite, or not 0 where what it is relative to is.
+    ∞ if a difference is not finite, or is not 0 although the size it is relative to is 0.
     """
     spread = mp.exact(Allowance.of(inputs).spread)
     sizes = np.array([max(1, abs(lse)) for lse in other.lse.flat], dtype=object)
     differences = [
         abs(x - y) / size if size and abs(x - y) < math.inf and size < math.inf else math.inf
-        for mine, yours, unit in ((one.out, other.out, spread), (one.lse, other.lse, sizes))
-        for x, y, size in zip(mine.flat, yours.flat, unit.flat, strict=True)
+        for ones, others, unit in ((one.out, other.out, spread), (one.lse, other.lse, sizes))
+        for x, y, size in zip(ones.flat, others.flat, unit.flat, strict=True)
         if x != y
     ]
     largest = max(differences, default=0)
@@ -161,11 +203,10 @@ def _relative_distance(
 
 @pytest.fixture
 def relative_distance():
-    """Of two Results in many digits."""
     return _relative_distance
 
 
-def _planted(module: ModuleType, right: str, wrong: str) -> ModuleType:
+def _plant(module: ModuleType, right: str, wrong: str) -> ModuleType:
     assert module.__file__ is not None
     source = Path(module.__file__).read_text(encoding="utf-8")
     assert source.count(right) == 1, right
@@ -175,14 +216,13 @@ def _planted(module: ModuleType, right: str, wrong: str) -> ModuleType:
 
 
 @pytest.fixture
-def planted():
-    """A copy of a module in which one passage, there once, is another."""
-    return _planted
+def plant():
+    """``plant(module, right, wrong)``: a copy with one text, which occurs once, replaced."""
+    return _plant
 
 
 @pytest.fixture
 def allowance():
-    """Of Inputs."""
     return Allowance.of
 
 
@@ -219,5 +259,5 @@ def _python_loop(
 
 @pytest.fixture
 def python_loop():
-    """Attention in 160 bits by four nested loops; the mask and score are Python on integers."""
+    """Attention in 160 bits by nested loops; mask and score mod are plain Python functions."""
     return _python_loop

@@ -1,4 +1,4 @@
-"""Attention's gradients by torch's autograd of its definition, and how far an oracle may be off."""
+"""Reference gradients: torch's autograd of attention's definition, and error bounds for oracles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
 
 UNIT = 2.0**-53
-# With a bound of the second derivative's size.
+# Each with a bound of its second derivative.
 SCORES = {
     Spec.of("none"): 0.0,
     Spec.of("alibi"): 0.0,
@@ -35,17 +35,17 @@ def tiny(**changes: object) -> Inputs:
 
 @dataclass(frozen=True)
 class Definition:
-    """Attention once more, of leaves of its own."""
+    """Attention written out, with leaves for autograd."""
 
     leaves: dict[str, torch.Tensor]
     of_leaves: Attention
 
     @classmethod
     def of(cls, inputs: Inputs) -> Definition:
-        p, given = inputs.problem, dict(zip("qkv", inputs.promoted(), strict=True))
+        p, tensors = inputs.problem, dict(zip("qkv", inputs.promoted(), strict=True))
         if inputs.sink is not None:
-            given["sink"] = inputs.sink.double()
-        leaves = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
+            tensors["sink"] = inputs.sink.double()
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
         mods = {"mask": p.mask_mod("cpu"), "score": p.score_mod("cpu")}
         return cls(leaves, attention(**leaves, scale=p.scale, **mods))
 
@@ -55,14 +55,14 @@ class Definition:
 
 @dataclass(frozen=True)
 class Allowed:
-    """First-order error bounds of gradients by any of the oracles, or by autograd.
+    """First-order error bounds of gradients, by any of the oracles or by autograd.
 
-    In units of 2^-53. P: twice a weight's error (``Allowance``) and ``kv`` additions, as its
-    numerator and denominator have them; by way of LSE three times |LSE| and |score − LSE| more.
-    dP: ``value_dim`` + 1 roundings of Σ|dO||V|; delta: out's error and as many. Their differences
-    and products with P and f': 5. f': 8 operations of the score mods here, and what it moves by
-    with the score. The sums: as many as there are terms, the scale and the group. Where no term is
-    lost by cancelling, which only sums of |terms| say.
+    In units of 2^-53. P: twice a weight's error (``Allowance``) and ``kv`` additions, for numerator
+    and denominator; computed from LSE, three times |LSE| and |score − LSE| more. dP:
+    ``value_dim`` + 1 roundings of Σ|dO||V|; delta: out's error and as many. Their differences
+    and products with P and f': 5. f': 8 operations of the score mods here, and its change with
+    the score. The sums: as many roundings as terms, the scale and the group. All relative to sums
+    of |terms|, as terms may cancel.
     """
 
     of: dict[str, torch.Tensor]
@@ -96,16 +96,17 @@ class Allowed:
         return cls(of)
 
     def misses(self, one: Outputs, other: dict[str, torch.Tensor]) -> list[str]:
-        """Where two evaluations differ by more than two may; 0 where nothing is allowed."""
-        found = one.gradients()
-        assert set(found) == set(self.of) == set(other)
+        """Gradients that differ by more than the errors of two evaluations."""
+        gradients = one.gradients()
+        assert set(gradients) == set(self.of) == set(other)
+        off = {name: (gradients[name] - other[name]).abs() for name in self.of}
         return [
-            f"{name}: {((found[name] - other[name]).abs() / UNIT).max().item():.1f} units"
+            f"{name}: {(off[name] / UNIT).max().item():.1f} units"
             for name, allowed in self.of.items()
-            if not bool(((found[name] - other[name]).abs() <= 2 * UNIT * allowed).all())
+            if not bool((off[name] <= 2 * UNIT * allowed).all())
         ]
 
 
 def allowed(inputs: Inputs, allowance) -> Allowed:
-    # LSE's own sink is a score like any; spread and weight are the forward's.
+    # The bounds of weight, out and spread are those of the forward alone.
     return Allowed.by(inputs, allowance(inputs.forward()), SCORES[inputs.problem.score])

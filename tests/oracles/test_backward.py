@@ -1,4 +1,4 @@
-"""Gradients by the oracles are torch's autograd of the definition, and each other's."""
+"""The oracles' gradients equal torch's autograd of the definition, within error bounds."""
 
 import importlib
 import math
@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from tests.oracles import gradients_by_torch as reference
+from tests.oracles.conftest import SMALL
 
 from attncheck import oracles
 from attncheck.core.errors import ProblemError
@@ -15,12 +16,10 @@ from attncheck.inputs.problem import Problem
 from attncheck.oracles.backward_recurrences import flash2_backward
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.mod_calls import Indices
-from attncheck.oracles.streaming_forward import Blocks
 from attncheck.oracles.streaming_gradients import streaming_backward
 
 SCORES, Definition = reference.SCORES, reference.Definition
 tiny, allowed_of = reference.tiny, reference.allowed
-SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)
 
 
 def _flash2(inputs, block_query, block_kv):
@@ -52,7 +51,7 @@ CASES = [(mask, Spec.of("none")) for mask in MASKS] + [(MASKS[1], score) for sco
 @every_backward
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
 @pytest.mark.parametrize(("mask", "score"), CASES, ids=str)
-def test_equals_torchs_autograd_of_the_definition(backward, mask, score, sink, allowance):
+def test_gradients_equal_torchs_autograd(backward, mask, score, sink, allowance):
     inputs = tiny(mask=mask, score=score, sink=sink)
     exact = Definition.of(inputs).gradients(inputs)
     assert not allowed_of(inputs, allowance).misses(backward(inputs), exact)
@@ -61,77 +60,79 @@ def test_equals_torchs_autograd_of_the_definition(backward, mask, score, sink, a
 @every_backward
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("dlse", [False, True], ids=["", "dLSE"])
-def test_any_group_with_and_without_a_loss_of_lse(backward, kv_heads, dlse, allowance):
+def test_gradients_for_head_groups_with_and_without_a_loss_of_lse(
+    backward, kv_heads, dlse, allowance
+):
     inputs = tiny(kv_heads=kv_heads, dlse=dlse)
     exact = Definition.of(inputs).gradients(inputs)
     assert not allowed_of(inputs, allowance).misses(backward(inputs), exact)
 
 
 @every_backward
-def test_a_loss_of_lse_alone(backward, allowance):
+def test_gradients_of_a_loss_of_lse_alone(backward, allowance):
     inputs = tiny(sink=True, mask=Spec.of("causal"))
     inputs = inputs.replace(dout=torch.zeros_like(inputs.dout))
-    found = backward(inputs)
+    gradients = backward(inputs)
     exact = Definition.of(inputs).gradients(inputs)
-    assert not allowed_of(inputs, allowance).misses(found, exact)
-    assert (found.dv == 0).all()
-    assert (found.dq != 0).any()
+    assert not allowed_of(inputs, allowance).misses(gradients, exact)
+    assert (gradients.dv == 0).all()
+    assert (gradients.dq != 0).any()
 
 
 @every_backward
-def test_rows_without_keys_and_keys_without_rows_are_0(backward):
+def test_rows_without_keys_and_keys_without_rows_have_zero_gradients(backward):
     inputs = tiny(mask=Spec.of("expression", text="(q_idx % 3 > 0) & (kv_idx % 4 > 0)"))
-    found = backward(inputs)
-    assert (found.dq[:, :, ::3] == 0).all()
-    assert (found.dk[:, :, ::4] == 0).all()
-    assert (found.dv[:, :, ::4] == 0).all()
+    gradients = backward(inputs)
+    assert (gradients.dq[:, :, ::3] == 0).all()
+    assert (gradients.dk[:, :, ::4] == 0).all()
+    assert (gradients.dv[:, :, ::4] == 0).all()
     for name in ("dq", "dk", "dv"):
-        assert (getattr(found, name)[:, :, 1] != 0).any()
+        assert (getattr(gradients, name)[:, :, 1] != 0).any()
 
 
 @every_backward
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
-@pytest.mark.parametrize("what", [math.nan, math.inf, -math.inf])
-def test_what_is_hidden_reaches_nothing(backward, what, sink, allowance):
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_hidden_infinities_and_nan_reach_no_gradient(backward, value, sink, allowance):
     mask = Spec.of("expression", text="(q_idx % 3 > 0) & (kv_idx % 4 > 0)")
     inputs = tiny(mask=mask, sink=sink)
     tensors = {name: getattr(inputs, name).clone() for name in ("q", "k", "v", "dout")}
     for name, step in (("q", 3), ("k", 4), ("v", 4), ("dout", 3)):
-        tensors[name][:, :, ::step] = what
-    found = backward(inputs.replace(**tensors))
+        tensors[name][:, :, ::step] = value
+    gradients = backward(inputs.replace(**tensors))
     exact = Definition.of(inputs).gradients(inputs)
-    assert not allowed_of(inputs, allowance).misses(found, exact)
+    assert not allowed_of(inputs, allowance).misses(gradients, exact)
 
 
 @every_backward
-@pytest.mark.parametrize("what", [math.nan, math.inf, -math.inf])
-def test_a_loss_of_an_lse_reaches_nothing_but_what_the_row_sees(backward, what, allowance):
-    """−∞ is what a loss of LSE² gives to a row that sees no key."""
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_infinite_dlse_reaches_only_what_its_row_sees(backward, value, allowance):
+    """A loss of LSE² has a gradient of −∞ for a row that sees no key."""
     mask = Spec.of("expression", text="(q_idx > 0) & (kv_idx % 4 > q_idx % 2)")
     inputs = tiny(mask=mask)
     of_dead, of_odd = inputs.dlse.clone(), inputs.dlse.clone()
-    of_dead[:, :, 0] = what
-    of_odd[:, :, 1] = what
+    of_dead[:, :, 0] = value
+    of_odd[:, :, 1] = value
     exact = Definition.of(inputs).gradients(inputs)
-    found = backward(inputs.replace(dlse=of_dead))
-    assert not allowed_of(inputs, allowance).misses(found, exact)
-    found = backward(inputs.replace(dlse=of_odd))
+    gradients = backward(inputs.replace(dlse=of_dead))
+    assert not allowed_of(inputs, allowance).misses(gradients, exact)
+    gradients = backward(inputs.replace(dlse=of_odd))
     unseen = torch.arange(inputs.k.shape[2]) % 4 <= 1
-    assert torch.isfinite(found.dk[:, :, unseen]).all()
-    assert not torch.isfinite(found.dk[:, :, ~unseen]).any()
-    assert torch.isfinite(found.dq[:, :, 2:]).all()
-    assert torch.isfinite(found.dv).all()
+    assert torch.isfinite(gradients.dk[:, :, unseen]).all()
+    assert not torch.isfinite(gradients.dk[:, :, ~unseen]).any()
+    assert torch.isfinite(gradients.dq[:, :, 2:]).all()
+    assert torch.isfinite(gradients.dv).all()
 
 
 @every_backward
-def test_nan_reaches_whatever_attends_to_it_and_nothing_else(backward):
+def test_nan_reaches_only_rows_and_keys_that_attend_to_each_other(backward):
     # Rows and keys of one parity see each other.
     inputs = tiny(mask=Spec.of("expression", text="q_idx % 2 == kv_idx % 2"))
     for name in ("q", "k", "v", "dout"):
         spoiled = getattr(inputs, name).clone()
         spoiled[:, :, 4] = math.nan
-        found = backward(inputs.replace(**{name: spoiled}))
-        dq, dk, dv = (getattr(found, one).isnan().any(-1) for one in ("dq", "dk", "dv"))
+        gradients = backward(inputs.replace(**{name: spoiled}))
+        dq, dk, dv = (getattr(gradients, each).isnan().any(-1) for each in ("dq", "dk", "dv"))
         assert not dq[:, :, 1::2].any()
         assert not dk[:, :, 1::2].any()
         assert not dv[:, :, 1::2].any()
@@ -142,7 +143,7 @@ def test_nan_reaches_whatever_attends_to_it_and_nothing_else(backward):
 
 
 @every_backward
-def test_a_score_mods_minus_infinity_hides_as_a_mask_does(backward, allowance, monkeypatch):
+def test_score_mod_of_minus_infinity_hides_keys_like_a_mask(backward, allowance, monkeypatch):
     masked = tiny(mask=Spec.of("causal"))
     exact, allowed = Definition.of(masked).gradients(masked), allowed_of(masked, allowance)
 
@@ -154,7 +155,7 @@ def test_a_score_mods_minus_infinity_hides_as_a_mask_does(backward, allowance, m
 
 
 @every_backward
-def test_a_score_mod_of_single_indices_is_mapped(backward, monkeypatch):
+def test_score_mod_of_scalar_indices_is_mapped_over_all_indices(backward, monkeypatch):
     plain = backward(tiny(score=Spec.of("alibi")))
     alibi = tiny(score=Spec.of("alibi")).problem.score_mod("cpu")
 
@@ -164,20 +165,20 @@ def test_a_score_mod_of_single_indices_is_mapped(backward, monkeypatch):
         return alibi(s, b, h, q, k)
 
     monkeypatch.setattr(Problem, "score_mod", lambda problem, device: for_one)
-    found = backward(tiny())
+    gradients = backward(tiny())
     for name in ("dq", "dk", "dv"):
-        assert torch.equal(getattr(found, name), getattr(plain, name))
+        assert torch.equal(getattr(gradients, name), getattr(plain, name))
 
 
 ODD_MODS = {
-    "of a parameter alone": (lambda p: lambda s, b, h, q, k: p[h].double(), 0.0),
-    "of a parameter": (lambda p: lambda s, b, h, q, k: s + p[h], 1.0),
-    "that writes": (lambda p: lambda s, b, h, q, k: s.mul_(3).add_(1), 3.0),
+    "a parameter alone": (lambda p: lambda s, b, h, q, k: p[h].double(), 0.0),
+    "adds a parameter": (lambda p: lambda s, b, h, q, k: s + p[h], 1.0),
+    "writes to the score": (lambda p: lambda s, b, h, q, k: s.mul_(3).add_(1), 3.0),
     "in fp32": (lambda p: lambda s, b, h, q, k: s.float() * 2, 2.0),
 }
 
 
-def test_a_score_mod_without_a_gradient_is_said():
+def test_score_mod_without_a_gradient_is_refused():
     scores = torch.arange(24.0).double().view(1, 2, 3, 4)
     at = Indices.of(*map(range, scores.shape))
     with pytest.raises(
@@ -186,35 +187,35 @@ def test_a_score_mod_without_a_gradient_is_said():
         Float64().score_slope(lambda s, b, h, q, k: s // 2.0, scores, at)
 
 
-@pytest.mark.parametrize(("mod", "wanted"), ODD_MODS.values(), ids=ODD_MODS)
-def test_slopes_of_odd_score_mods(mod, wanted):
+@pytest.mark.parametrize(("mod", "slope"), ODD_MODS.values(), ids=ODD_MODS)
+def test_slopes_of_unusual_score_mods(mod, slope):
     scores = torch.arange(24.0).double().view(1, 2, 3, 4)
     kept, at = scores.clone(), Indices.of(*map(range, scores.shape))
-    found = Float64().score_slope(mod(torch.nn.Parameter(torch.ones(2))), scores, at)
-    assert torch.equal(found, torch.full_like(scores, wanted))
+    gradients = Float64().score_slope(mod(torch.nn.Parameter(torch.ones(2))), scores, at)
+    assert torch.equal(gradients, torch.full_like(scores, slope))
     assert torch.equal(scores, kept)
-    assert not found.requires_grad
+    assert not gradients.requires_grad
 
 
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
-def test_streaming_is_the_same_with_and_without_bounded_scores(sink, allowance, monkeypatch):
+def test_streaming_with_and_without_bounded_scores_agrees(sink, allowance, monkeypatch):
     inputs = tiny(mask=Spec.of("causal"), sink=sink)
-    room = importlib.import_module("attncheck.oracles.streaming_gradients")
+    module = importlib.import_module("attncheck.oracles.streaming_gradients")
     bounded = streaming_backward(inputs, blocks=SMALL)
-    monkeypatch.setattr(room, "LARGEST_BOUNDED_SCORE", 0.0)
+    monkeypatch.setattr(module, "LARGEST_BOUNDED_SCORE", 0.0)
     general = streaming_backward(inputs, blocks=SMALL)
-    assert not torch.equal(bounded.dq, general.dq)  # it is another way
+    assert not torch.equal(bounded.dq, general.dq)  # another code path did run
     assert not allowed_of(inputs, allowance).misses(bounded, general.gradients())
 
 
-def test_truth_has_gradients_where_the_problem_has_a_backward():
+def test_truth_has_gradients_exactly_if_the_problem_has_a_backward():
     inputs = tiny(sink=True, score=Spec.of("alibi"), dcaptured=True)
-    found, forward = oracles.truth(inputs), oracles.truth(inputs.forward())
-    assert set(found.gradients()) == set(GRADIENTS)
-    assert torch.equal(found.out, forward.out)
-    assert torch.equal(found.lse, forward.lse)
+    gradients, forward = oracles.truth(inputs), oracles.truth(inputs.forward())
+    assert set(gradients.gradients()) == set(GRADIENTS)
+    assert torch.equal(gradients.out, forward.out)
+    assert torch.equal(gradients.lse, forward.lse)
     assert not forward.gradients()
-    shapes = {name: tuple(tensor.shape) for name, tensor in found.gradients().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in gradients.gradients().items()}
     assert shapes == {
         "dq": (2, 4, 9, 6),
         "dk": (2, 2, 11, 6),
@@ -222,10 +223,10 @@ def test_truth_has_gradients_where_the_problem_has_a_backward():
         "dsink": (4,),
         "dcaptured": (4,),
     }
-    assert all(tensor.dtype == torch.float64 for tensor in found.tensors().values())
+    assert all(tensor.dtype == torch.float64 for tensor in gradients.tensors().values())
 
 
 @every_backward
-def test_it_needs_a_loss(backward):
+def test_backward_of_a_forward_problem_is_refused(backward):
     with pytest.raises(ProblemError, match="no backward"):
         backward(tiny().forward())

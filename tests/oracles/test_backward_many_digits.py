@@ -1,9 +1,10 @@
-"""Gradients in many digits are difference quotients of the loss; balls hold them."""
+"""Gradients in many digits equal difference quotients of the loss, and lie in the balls."""
 
 import math
 
 import numpy as np
 import pytest
+from tests.oracles.conftest import assert_balls_contain, make_numbers
 
 from attncheck import oracles
 from attncheck.core.errors import UsageError
@@ -15,7 +16,7 @@ from attncheck.oracles.backward_recurrences import dense_backward, flash2_backwa
 from attncheck.oracles.mp_numbers import Mp
 from attncheck.oracles.recurrence_steps import Scores, safe, sink_of
 
-DIGITS, STEP, PROMISED = 50, -15, -25  # a central difference is off by h² of the third derivative
+DIGITS, STEP, PROMISED = 50, -15, -25  # error of a central difference: h² · third derivative
 
 CASES = {
     "plain": {},
@@ -34,13 +35,13 @@ def _inputs(**changes):
     return draw_inputs(Problem(**(sizes | {"backward": True, "dlse": True} | changes)))
 
 
-def _loss(mp, inputs, given):
-    """Σ dout·out + Σ dLSE·LSE over the rows that have one: the forward's definition alone."""
+def _loss(mp, inputs, tensors):
+    """Σ dout·out + Σ dLSE·LSE over the rows with an LSE, from the forward's definition alone."""
     problem = inputs.problem
-    k, v = (mp.repeat_heads(given[name], problem.group) for name in "kv")
+    k, v = (mp.repeat_heads(tensors[name], problem.group) for name in "kv")
     every = range(problem.query), range(problem.kv)
-    scores, attended = Scores.of(mp, inputs)(given["q"], k, *every)
-    weights, lse = safe(mp, scores, attended, given.get("sink"))
+    scores, attended = Scores.of(mp, inputs)(tensors["q"], k, *every)
+    weights, lse = safe(mp, scores, attended, tensors.get("sink"))
     out = mp.weigh(weights, v, attended)
     dout, dlse = (mp.exact(x) for x in inputs.loss())
     alive = mp.select(~mp.is_minus_infinity(lse), lse, 0.0)
@@ -48,46 +49,47 @@ def _loss(mp, inputs, given):
 
 
 def _quotients(mp, inputs, name):
-    """Of one tensor, each element's central difference."""
-    given = {n: mp.exact(x) for n, x in zip("qkv", inputs.promoted(), strict=True)}
+    """The central difference of the loss by each element of one tensor."""
+    tensors = {n: mp.exact(x) for n, x in zip("qkv", inputs.promoted(), strict=True)}
     if inputs.sink is not None:
-        given["sink"] = sink_of(mp, inputs)
-    step, found = mp.context.mpf(10) ** STEP, np.empty_like(given[name])
-    for place in np.ndindex(found.shape):
+        tensors["sink"] = sink_of(mp, inputs)
+    step, quotients = mp.context.mpf(10) ** STEP, np.empty_like(tensors[name])
+    for place in np.ndindex(quotients.shape):
         ends = []
         for sign in (1, -1):
-            moved = given[name].copy()
+            moved = tensors[name].copy()
             moved[place] = moved[place] + sign * step
-            ends.append(_loss(mp, inputs, given | {name: moved}))
-        found[place] = (ends[0] - ends[1]) / (2 * step)
-    return found
+            ends.append(_loss(mp, inputs, tensors | {name: moved}))
+        quotients[place] = (ends[0] - ends[1]) / (2 * step)
+    return quotients
 
 
-def _distance(mp, found, exact):
+def _distance(mp, one, exact):
+    """log10 of the largest error, relative to the exact numbers or to 1."""
     sizes = [max(1, abs(x)) for x in exact.flat]
-    largest = max(abs(x - y) / s for x, y, s in zip(found.flat, exact.flat, sizes, strict=True))
+    largest = max(abs(x - y) / s for x, y, s in zip(one.flat, exact.flat, sizes, strict=True))
     return float(mp.context.log10(largest)) if largest else -math.inf
 
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-def test_they_are_difference_quotients(changes):
+def test_gradients_equal_difference_quotients(changes):
     inputs, mp = _inputs(**changes), Mp(DIGITS, MPMATH.score, MPMATH.slope)
-    found = {
+    results = {
         "dense": dense_backward(mp, inputs),
         "flash2": flash2_backward(mp, inputs, block_query=2, block_kv=3),
     }
     for name in ["q", "k", "v"] + ["sink"] * inputs.problem.sink:
         exact = _quotients(mp, inputs, name)
-        for by, gradients in found.items():
+        for by, gradients in results.items():
             one = getattr(gradients, f"d{name}")
             assert _distance(mp, one, exact) <= PROMISED, (by, name)
-        both = [getattr(gradients, f"d{name}") for gradients in found.values()]
+        both = [getattr(gradients, f"d{name}") for gradients in results.values()]
         assert _distance(mp, *both) <= -40, name
-    rounded = found["dense"].rounded(mp)
+    rounded = results["dense"].rounded(mp)
     for by, backward in oracles.BACKWARDS.items():
         for name, tensor in backward(inputs).gradients().items():
             other = rounded.gradients()[name]
-            # A hundred roundings of numbers near 1: what a fault would do is far above.
+            # A hundred roundings of numbers near 1; a fault would make far larger errors.
             assert (tensor - other).abs().max() <= 100 * 2.0**-53 * max(1, other.abs().max()), by
 
 
@@ -100,45 +102,28 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("right", "wrong"), FAULTS.values(), ids=FAULTS)
-def test_a_planted_fault_is_none(right, wrong, planted):
+def test_planted_fault_differs_from_the_quotients(right, wrong, plant):
     from attncheck.oracles import backward_recurrences
 
     inputs, mp = _inputs(**CASES["softcap"]), Mp(30, MPMATH.score, MPMATH.slope)
-    found = planted(backward_recurrences, right, wrong).dense_backward(mp, inputs)
+    results = plant(backward_recurrences, right, wrong).dense_backward(mp, inputs)
     exact = {name: _quotients(mp, inputs, name) for name in "qk"}
-    assert max(_distance(mp, getattr(found, f"d{n}"), x) for n, x in exact.items()) > -10
+    assert max(_distance(mp, getattr(results, f"d{n}"), x) for n, x in exact.items()) > -10
 
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-def test_balls_hold_them(changes):
-    pytest.importorskip("flint")
-    from attncheck.mods import ball_algebra
-    from attncheck.oracles.ball_numbers import Ball
-
-    inputs, mp = _inputs(**changes), Mp(60, MPMATH.score, MPMATH.slope)
+def test_balls_contain_the_gradients(changes):
+    ball, mp = (make_numbers(each, "score", "slope", digits=60) for each in ("Ball", "Mp"))
+    inputs = _inputs(**changes)
     exact = dense_backward(mp, inputs)
-    ball = Ball(evaluate=ball_algebra.BALLS.score, slope=ball_algebra.BALLS.slope)
     for backward in oracles.BACKWARD_RECURRENCES.values():
-        found = backward(ball, inputs)
+        balls = backward(ball, inputs)
         for name in ["dq", "dk", "dv"] + ["dsink"] * inputs.problem.sink:
-            pairs = zip(getattr(found, name).array.flat, getattr(exact, name).flat, strict=True)
-            for one, number in pairs:
-                assert float(one.rad()) <= 2.0**-90
-                middle = mp.context.mpf(one.mid().str(50, radius=False))
-                # The radius is rounded up to a float64, the decimals are cut after fifty.
-                assert abs(middle - number) <= float(one.rad()) * (1 + 2.0**-50) + 1e-48
+            assert_balls_contain(getattr(balls, name).array.flat, getattr(exact, name).flat, mp)
 
 
 @pytest.mark.parametrize("system", ["Mp", "Ball"])
-def test_a_score_mod_needs_its_slope(system):
+def test_number_system_without_slope_refuses_a_score_mod(system):
     inputs = _inputs(score=Spec.of("softcap", cap=1.5))
-    if system == "Ball":
-        pytest.importorskip("flint")
-        from attncheck.mods import ball_algebra
-        from attncheck.oracles.ball_numbers import Ball
-
-        numbers = Ball(evaluate=ball_algebra.BALLS.score)
-    else:
-        numbers = Mp(30, MPMATH.score)
     with pytest.raises(UsageError, match=f"needs {system}'s `slope`"):
-        dense_backward(numbers, inputs)
+        dense_backward(make_numbers(system, "score"), inputs)

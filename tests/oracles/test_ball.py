@@ -1,4 +1,4 @@
-"""Balls hold the exact result of every recurrence."""
+"""Ball arithmetic (python-flint): balls contain the exact result of every recurrence."""
 
 import math
 import subprocess
@@ -8,9 +8,10 @@ import pytest
 
 pytest.importorskip("flint", reason="python-flint is an optional extra")
 import flint
+from tests.oracles.conftest import SHAPES, draw_variant
 
 from attncheck import oracles
-from attncheck.cases.variants import VARIANTS, Shape
+from attncheck.cases.variants import VARIANTS
 from attncheck.core.errors import UsageError
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
@@ -19,14 +20,6 @@ from attncheck.mods.ball_algebra import BALLS
 from attncheck.mods.mpmath_algebra import MPMATH
 from attncheck.oracles.ball_numbers import BITS, Ball
 from attncheck.oracles.mp_numbers import Mp
-
-# value_dim ≠ head_dim; 9 > 4 leaves a window's last rows without keys.
-SHAPES = ["2x4/2x5/7x4/3", "1x2/1x9/4x3/5"]
-
-
-def of_variant(name, shape, **fields):
-    parsed = Shape.parse(shape)
-    return draw_inputs(Problem(**VARIANTS[name].fields(parsed, parsed.kv_heads), **fields))
 
 
 def exact_number(number):
@@ -39,7 +32,7 @@ def exact_number(number):
 
 
 def apart(ball, number, mp):
-    """|number − the nearest number of the ball|, in units of the digits of ``mp``."""
+    """|number − the nearest number of the ball|, in units of the last digit of ``mp``."""
     exact = exact_number(number)
     if not exact.is_finite() or not ball.is_finite():
         return 0.0 if not exact.is_finite() and ball == exact else math.inf
@@ -50,9 +43,9 @@ def apart(ball, number, mp):
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_balls_hold_the_result_in_fifty_digits(name, shape, allowance):
-    """Within what mpmath's own roundings come to, which the oracles' allowance bounds."""
-    inputs, mp = of_variant(name, shape), Mp(50, MPMATH.score)
+def test_balls_contain_the_result_in_fifty_digits(name, shape, allowance):
+    """Up to mpmath's own roundings, which the oracles' allowance bounds."""
+    inputs, mp = draw_variant(name, shape), Mp(50, MPMATH.score)
     softmax = inputs.problem.operation == "softmax"
     every = oracles.SOFTMAX_RECURRENCES if softmax else oracles.RECURRENCES
     truth, bound = every[oracles.REFERENCE](mp, inputs), allowance(inputs)
@@ -61,9 +54,9 @@ def test_balls_hold_the_result_in_fifty_digits(name, shape, allowance):
         "lse": [bound.weight + bound.kv + 2 + 2 * abs(x) for x in truth.lse.flat],
     }
     for recurrence in every.values():
-        found = recurrence(Ball(evaluate=BALLS.score), inputs)
+        result = recurrence(Ball(evaluate=BALLS.score), inputs)
         for part, allowed in units.items():
-            pairs = zip(getattr(found, part).array.flat, getattr(truth, part).flat, strict=True)
+            pairs = zip(getattr(result, part).array.flat, getattr(truth, part).flat, strict=True)
             assert all(
                 apart(ball, number, mp) <= most
                 for (ball, number), most in zip(pairs, allowed, strict=True)
@@ -71,22 +64,22 @@ def test_balls_hold_the_result_in_fifty_digits(name, shape, allowance):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_recurrence_s_balls_overlap_and_are_small(name, allowance):
-    """The radius is at most what the same roundings come to at the bits of a ball."""
-    inputs = of_variant(name, SHAPES[0])
+def test_balls_of_all_recurrences_overlap_and_are_small(name, allowance):
+    """A radius is at most the oracles' allowance, at the precision of a ball."""
+    inputs = draw_variant(name, SHAPES[0])
     softmax = inputs.problem.operation == "softmax"
     every = oracles.SOFTMAX_RECURRENCES if softmax else oracles.RECURRENCES
-    found = [r(Ball(evaluate=BALLS.score), inputs) for r in every.values()]
+    results = [r(Ball(evaluate=BALLS.score), inputs) for r in every.values()]
     bound = allowance(inputs)
-    for result in found:
-        for ball, other in zip(result.out.array.flat, found[0].out.array.flat, strict=True):
+    for result in results:
+        for ball, other in zip(result.out.array.flat, results[0].out.array.flat, strict=True):
             assert ball.overlaps(other)
         for ball, spread in zip(result.out.array.flat, bound.spread.flatten(), strict=True):
             assert float(ball.rad()) <= 2.0 ** (2 - BITS) * bound.out * float(spread)
 
 
-def test_numbers_of_fifty_digits_are_told_from_others():
-    """What the first test here sees."""
+def test_apart_measures_a_distance_far_below_float64():
+    """Otherwise the comparison of balls with fifty digits could not fail."""
     mp = Mp(50)
     third = mp.context.mpf(1) / 3
     with flint.ctx.workprec(BITS):
@@ -98,32 +91,32 @@ def test_numbers_of_fifty_digits_are_told_from_others():
     assert apart(flint.arb.neg_inf(), mp.context.ninf, mp) == 0
 
 
-def test_the_larger_of_two_balls_that_overlap_is_around_both():
+def test_maximum_of_overlapping_balls_covers_all_possible_maxima():
     numbers = Ball()
     wide = numbers.full((1, 1, 1, 2), 0.0)
     wide.array[0, 0, 0] = [flint.arb(1.0, 0.5), flint.arb(1.25, 0.5)]
-    for found in (
+    for ball in (
         numbers.rowmax(wide).array.item(),
         numbers.maximum(numbers.columns(wide, 0, 1), numbers.columns(wide, 1, 2)).array.item(),
     ):
-        assert found.contains(flint.arb(0.75))
-        assert found.contains(flint.arb(1.75))
-        assert not found.contains(flint.arb(0.625))
+        assert ball.contains(flint.arb(0.75))
+        assert ball.contains(flint.arb(1.75))
+        assert not ball.contains(flint.arb(0.625))
 
 
 @pytest.mark.parametrize("bits", [52, 0, 128.0, True, None])
-def test_bits_that_do_not_hold_a_float64(bits):
+def test_precision_below_float64_is_refused(bits):
     with pytest.raises(UsageError, match="must be a whole number of at least 53"):
         Ball(bits)
 
 
-def test_an_evaluator_is_needed_for_what_changes_the_score_only():
+def test_score_mod_without_an_evaluator_is_refused():
     inputs = draw_inputs(Problem(query=3, head_dim=2, score=Spec.of("alibi")))
     with pytest.raises(UsageError, match="needs Ball's `evaluate`"):
         oracles.RECURRENCES["safe"](Ball(), inputs)
 
 
-def test_without_python_flint_it_says_what_to_install():
+def test_missing_python_flint_is_reported_with_what_to_install():
     code = """
 import sys
 sys.modules["flint"] = None

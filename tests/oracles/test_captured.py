@@ -1,4 +1,4 @@
-"""Gradients of what a score mod reads from tensors: torch's with the tensors in float64."""
+"""The oracles' gradients of *captured* numbers, which a score mod reads from tensors."""
 
 import importlib
 import math
@@ -7,8 +7,8 @@ import pytest
 import torch
 from tests.exact_attention import gradients, indices
 from tests.oracles import gradients_by_torch as reference
-from tests.oracles.conftest import PLANTED
-from tests.oracles.test_planted_faults import SMALL, backward
+from tests.oracles.conftest import PLANTED, SMALL, assert_balls_contain, make_numbers
+from tests.oracles.test_planted_faults import backward
 
 from attncheck import oracles
 from attncheck.core.errors import ProblemError, UsageError
@@ -48,38 +48,38 @@ CASES = [(MASKS[1], score) for score in SCORES] + [(mask, SCORES[-1]) for mask i
 PLACES = (2, 4, 9, 11)  # batch, heads, query, kv
 
 
-def asked(**changes):
+def draw(**changes):
     return tiny(**{"dcaptured": True, "score": SCORES[-1], **changes})
 
 
-def tables_of(mod):
-    """The float tensors in a library mod's closures in float64, put in their places, in order."""
-    found = []
+def make_leaves(mod):
+    """Replace the float tensors in a library mod's closures by float64 leaves; return these."""
+    leaves = []
     for cell in mod.__closure__ or ():
-        held = cell.cell_contents
-        if isinstance(held, torch.Tensor) and held.is_floating_point():
-            cell.cell_contents = held.double().requires_grad_()
-            found.append(cell.cell_contents)
-        for part in held if isinstance(held, tuple | list) else [held]:
+        content = cell.cell_contents
+        if isinstance(content, torch.Tensor) and content.is_floating_point():
+            cell.cell_contents = content.double().requires_grad_()
+            leaves.append(cell.cell_contents)
+        for part in content if isinstance(content, tuple | list) else [content]:
             if callable(part) and hasattr(part, "__closure__"):
-                found += tables_of(part)
-    return found
+                leaves += make_leaves(part)
+    return leaves
 
 
 def by_torch(inputs, monkeypatch):
-    """Of the definition, as torch's autograd has it with those tensors as leaves."""
+    """The captured gradients by torch's autograd of the definition."""
     mod = inputs.problem.score_mod("cpu")
-    tables = tables_of(mod)
+    leaves = make_leaves(mod)
     with monkeypatch.context() as patch:
         patch.setattr(Problem, "score_mod", lambda _problem, _device: mod)
         known = reference.Definition.of(inputs).of_leaves
-    named = {str(place): table for place, table in enumerate(tables)}
-    found = gradients(known, named, *inputs.loss()).values()
-    return torch.cat([one.flatten() for one in found])
+    by_name = {str(place): leaf for place, leaf in enumerate(leaves)}
+    exact = gradients(known, by_name, *inputs.loss()).values()
+    return torch.cat([each.flatten() for each in exact])
 
 
 def allowed(inputs, allowance):
-    """As ``gradients_by_torch.Allowed`` has it of dX, of dZ · J, summed by number."""
+    """Error bounds as in ``gradients_by_torch.Allowed``, for dZ · J summed by captured number."""
     p, known = inputs.problem, reference.Definition.of(inputs).of_leaves
     bound, (dout, dlse) = allowance(inputs.forward()), inputs.loss()
     weights = known.p.detach()[..., : p.kv]
@@ -89,7 +89,7 @@ def allowed(inputs, allowance):
     row = (dout.abs() * bound.spread).sum(-1, keepdim=True) + dlse.abs()[..., None]
     terms = weights * (dout.abs() @ v.mT + row)
     each = of_p + bound.out + 2 * (p.value_dim + 1) + 5 + p.batch * p.heads * p.query * p.kv
-    bent = (bound.weight + 16) / 1.5 * max(p.query, p.kv)  # softcap's, times what alibi reads at
+    bent = (bound.weight + 16) / 1.5 * max(p.query, p.kv)  # softcap's bend, times alibi's distance
     axes = indices(*known.x.shape)
     tables, parts = {}, []
     for leaf, slope in leaf_gradients(p.score_mod("cpu"), known.x.detach(), *axes):
@@ -102,48 +102,48 @@ def allowed(inputs, allowance):
 @every_backward
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
 @pytest.mark.parametrize(("mask", "score"), CASES, ids=str)
-def test_equals_torchs_autograd(backward, mask, score, sink, allowance, monkeypatch):
-    inputs = asked(mask=mask, score=score, sink=sink)
+def test_dcaptured_equals_torchs_autograd(backward, mask, score, sink, allowance, monkeypatch):
+    inputs = draw(mask=mask, score=score, sink=sink)
     exact, most = by_torch(inputs, monkeypatch), allowed(inputs, allowance)
-    found = backward(inputs)
-    assert found.dcaptured.shape == exact.shape
-    assert ((found.dcaptured - exact).abs() <= 2 * most).all()
+    outputs = backward(inputs)
+    assert outputs.dcaptured.shape == exact.shape
+    assert ((outputs.dcaptured - exact).abs() <= 2 * most).all()
     plain = backward(inputs.replace(problem=inputs.problem.replace(dcaptured=False)))
     assert plain.dcaptured is None
     for name, tensor in plain.gradients().items():
-        assert torch.equal(tensor, found.gradients()[name])
+        assert torch.equal(tensor, outputs.gradients()[name])
 
 
 @every_backward
-@pytest.mark.parametrize("what", [math.nan, math.inf, -math.inf])
-def test_what_is_hidden_reaches_no_number(backward, what):
-    inputs = asked(mask=MASKS[3])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_hidden_infinities_and_nan_reach_no_captured_number(backward, value):
+    inputs = draw(mask=MASKS[3])
     tensors = {name: getattr(inputs, name).clone() for name in ("q", "k", "v", "dout")}
     for name, step in (("q", 3), ("k", 4), ("v", 4), ("dout", 3)):
-        tensors[name][:, :, ::step] = what
-    found, plain = backward(inputs.replace(**tensors)), backward(inputs)
-    assert torch.equal(found.dcaptured, plain.dcaptured)
+        tensors[name][:, :, ::step] = value
+    spoilt, plain = backward(inputs.replace(**tensors)), backward(inputs)
+    assert torch.equal(spoilt.dcaptured, plain.dcaptured)
 
 
 @every_backward
-def test_numbers_that_no_row_reads_or_sees_are_0(backward):
+def test_captured_numbers_of_hidden_keys_have_zero_gradients(backward):
     score = Spec.of("bias", seed=1, per_batch=1, per_head=1)
-    found = backward(asked(mask=Spec.of("causal"), score=score)).dcaptured.view(PLACES)
+    dcaptured = backward(draw(mask=Spec.of("causal"), score=score)).dcaptured.view(PLACES)
     seen = torch.ones(PLACES[2:]).tril().bool()
-    assert (found[..., ~seen] == 0).all()
-    assert (found[..., seen][..., 1:] != 0).all()
+    assert (dcaptured[..., ~seen] == 0).all()
+    assert (dcaptured[..., seen][..., 1:] != 0).all()
 
 
 @every_backward
-def test_nan_reaches_the_numbers_of_the_rows_that_attend_to_it(backward):
-    inputs = asked(mask=Spec.of("causal"), score=Spec.of("bias", seed=1, per_batch=1, per_head=1))
+def test_nan_reaches_only_captured_numbers_of_rows_that_attend_to_it(backward):
+    inputs = draw(mask=Spec.of("causal"), score=Spec.of("bias", seed=1, per_batch=1, per_head=1))
     k = inputs.k.clone()
     k[0, 0, 4] = math.nan
-    found = backward(inputs.replace(k=k)).dcaptured.view(PLACES)
-    assert found[0, :2, 4:][..., torch.ones(5, 11).tril(4).bool()].isnan().all()
-    assert found[0, :2, :4].isfinite().all()
-    assert found[:, 2:].isfinite().all()
-    assert found[1].isfinite().all()
+    dcaptured = backward(inputs.replace(k=k)).dcaptured.view(PLACES)
+    assert dcaptured[0, :2, 4:][..., torch.ones(5, 11).tril(4).bool()].isnan().all()
+    assert dcaptured[0, :2, :4].isfinite().all()
+    assert dcaptured[:, 2:].isfinite().all()
+    assert dcaptured[1].isfinite().all()
 
 
 TABLE = torch.tensor([[0.5, -1.25, 0.75], [1.0, 0.25, -0.5]])
@@ -158,7 +158,7 @@ def _mod(table):
 
 
 def _loss(mp, inputs, table, patch):
-    """Σ dout·out + Σ dLSE·LSE: the forward's definition alone."""
+    """Σ dout·out + Σ dLSE·LSE, from the forward's definition alone."""
     problem = inputs.problem
     patch.setattr(Problem, "score_mod", lambda _problem, _device="cpu": _mod(table))
     q, k, v = (mp.exact(tensor) for tensor in inputs.promoted())
@@ -185,64 +185,45 @@ def _small(**changes):
     return draw_inputs(problem.replace(**changes))
 
 
-def test_they_are_difference_quotients_in_many_digits(monkeypatch):
+def test_dcaptured_equals_difference_quotients_in_many_digits(monkeypatch):
     inputs, mp = _small(), Mp(50, MPMATH.score, MPMATH.slope, MPMATH.captures)
     monkeypatch.setattr(Problem, "score_mod", lambda _problem, _device="cpu": _mod(TABLE))
-    found = [one(mp, inputs).dcaptured for one in oracles.BACKWARD_RECURRENCES.values()]
-    in_float64 = [one(inputs).dcaptured for one in oracles.BACKWARDS.values()]
+    in_digits = [run(mp, inputs).dcaptured for run in oracles.BACKWARD_RECURRENCES.values()]
+    in_float64 = [run(inputs).dcaptured for run in oracles.BACKWARDS.values()]
     for number, place in enumerate((h, c) for h in range(2) for c in range(3)):
         coarse, fine = (_quotient(mp, inputs, place, e, monkeypatch) for e in (-18, -19))
-        exact = (4 * fine - coarse) / 3  # Richardson: off by h⁴ of the fifth derivative
-        for one in found:
+        exact = (4 * fine - coarse) / 3  # Richardson: the error is h⁴ times the fifth derivative
+        for one in in_digits:
             assert abs(one[0, 0, 0, number] - exact) <= 1e-20
         for one in in_float64:
             assert abs(float(one[number]) - float(exact)) <= 1e-14
 
 
-def test_balls_hold_them(monkeypatch):
-    pytest.importorskip("flint")
-    from attncheck.mods import ball_algebra
-    from attncheck.oracles.ball_numbers import Ball
-
-    inputs, mp = _small(), Mp(60, MPMATH.score, MPMATH.slope, MPMATH.captures)
+def test_balls_contain_dcaptured(monkeypatch):
+    evaluators = ("score", "slope", "captures")
+    ball, mp = (make_numbers(each, *evaluators, digits=60) for each in ("Ball", "Mp"))
+    inputs = _small()
     monkeypatch.setattr(Problem, "score_mod", lambda _problem, _device="cpu": _mod(TABLE))
     exact = dense_backward(mp, inputs).dcaptured
-    ball = Ball(
-        evaluate=ball_algebra.BALLS.score,
-        slope=ball_algebra.BALLS.slope,
-        captures=ball_algebra.BALLS.captures,
-    )
     for recurrence in oracles.BACKWARD_RECURRENCES.values():
-        found = recurrence(ball, inputs).dcaptured.array
-        for one, number in zip(found.flat, exact.flat, strict=True):
-            assert float(one.rad()) <= 2.0**-90
-            middle = mp.context.mpf(one.mid().str(50, radius=False))
-            assert abs(middle - number) <= float(one.rad()) * (1 + 2.0**-50) + 1e-48
+        assert_balls_contain(recurrence(ball, inputs).dcaptured.array.flat, exact.flat, mp)
 
 
 @pytest.mark.parametrize("system", ["Mp", "Ball"])
-def test_what_is_read_has_to_be_evaluated(system):
-    if system == "Ball":
-        pytest.importorskip("flint")
-        from attncheck.mods import ball_algebra
-        from attncheck.oracles.ball_numbers import Ball
-
-        numbers = Ball(evaluate=ball_algebra.BALLS.score, slope=ball_algebra.BALLS.slope)
-    else:
-        numbers = Mp(30, MPMATH.score, MPMATH.slope)
+def test_number_system_without_captures_refuses_dcaptured(system):
     with pytest.raises(UsageError, match=f"need {system}'s `captures`"):
-        dense_backward(numbers, _small())
+        dense_backward(make_numbers(system, "score", "slope"), _small())
 
 
-def test_a_score_mod_of_single_indices_is_refused(monkeypatch):
-    alibi = asked(score=ALIBI).problem.score_mod("cpu")
+def test_score_mod_of_scalar_indices_is_refused(monkeypatch):
+    alibi = draw(score=ALIBI).problem.score_mod("cpu")
 
     def for_one(s, b, h, q, k):
         if q.dim():
             raise TypeError("one index at a time")
         return alibi(s, b, h, q, k)
 
-    inputs = asked()
+    inputs = draw()
     monkeypatch.setattr(Problem, "score_mod", lambda problem, device: for_one)
     with pytest.raises(
         ProblemError, match=r"all indices at once .*, torch says: one index at a time"
@@ -251,15 +232,15 @@ def test_a_score_mod_of_single_indices_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("fault", PLANTED["captured"])
-def test_a_planted_fault_is_noticed(fault, allowance, planted, monkeypatch):
-    room, right, wrong = PLANTED["captured"][fault].values()
+def test_planted_fault_exceeds_the_bounds(fault, allowance, plant, monkeypatch):
+    name, right, wrong = PLANTED["captured"][fault].values()
     score = Spec.of("chain", RELATIVE, SOFTCAP, ALIBI, SOFTCAP)
-    inputs = asked(mask=Spec.of("causal"), score=score, query=11)
+    inputs = draw(mask=Spec.of("causal"), score=score, query=11)
     exact, most = by_torch(inputs, monkeypatch), allowed(inputs, allowance)
-    wrong_room = planted(importlib.import_module(f"attncheck.{room}"), right, wrong)
-    if room == "mods.captured_gradients":
+    module = plant(importlib.import_module(f"attncheck.{name}"), right, wrong)
+    if name == "mods.captured_gradients":
         float64 = importlib.import_module("attncheck.oracles.float64_numbers")
-        monkeypatch.setattr(float64, "CapturedSums", wrong_room.CapturedSums)
-        wrong_room = importlib.import_module("attncheck.oracles.backward_recurrences")
-    found = backward(fault.partition(":")[0], wrong_room, inputs)
-    assert not ((found.dcaptured - exact).abs() <= 2 * most).all()
+        monkeypatch.setattr(float64, "CapturedSums", module.CapturedSums)
+        module = importlib.import_module("attncheck.oracles.backward_recurrences")
+    outputs = backward(fault.partition(":")[0], module, inputs)
+    assert not ((outputs.dcaptured - exact).abs() <= 2 * most).all()

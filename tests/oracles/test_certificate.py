@@ -1,4 +1,4 @@
-"""What is proven of a float64 result is what it is, and nothing is where there is no proof."""
+"""Certificates: proven errors of float64 results hold, and nothing unknown counts as proven."""
 
 import dataclasses
 import math
@@ -10,9 +10,10 @@ import torch
 
 pytest.importorskip("flint", reason="python-flint is an optional extra")
 import flint
+from tests.oracles.conftest import SHAPES, draw_variant
 
 from attncheck import oracles
-from attncheck.cases.variants import VARIANTS, Shape
+from attncheck.cases.variants import VARIANTS
 from attncheck.core.balls import error_bound, is_known
 from attncheck.core.conditions import Rows
 from attncheck.core.mod_spec import Spec
@@ -23,15 +24,6 @@ from attncheck.mods.ball_algebra import BALLS
 from attncheck.oracles.ball_numbers import Ball, enclose_rows, proven_error
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.forward_recurrences import flash2_forward, one_head
-
-# value_dim ≠ head_dim; 9 > 4 leaves a window's last rows without keys.
-SHAPES = ["2x4/2x5/7x4/3", "1x2/1x9/4x3/5"]
-
-
-def of_variant(name, shape, **fields):
-    parsed = Shape.parse(shape)
-    return draw_inputs(Problem(**VARIANTS[name].fields(parsed, parsed.kv_heads), **fields))
-
 
 IN_DTYPES = [
     (name, dtype)
@@ -47,8 +39,8 @@ def all_rows(problem):
 
 @pytest.mark.parametrize(("name", "dtype"), IN_DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_float64_oracles_are_proven_near(name, shape, dtype, allowance):
-    inputs = of_variant(name, shape, dtype=dtype)
+def test_proven_errors_of_float64_oracles_are_within_their_bounds(name, shape, dtype, allowance):
+    inputs = draw_variant(name, shape, dtype=dtype)
     rows, bound = all_rows(inputs.problem), allowance(inputs)
     exact = enclose_rows(Ball(evaluate=BALLS.score), inputs, rows)
     softmax = inputs.problem.operation == "softmax"
@@ -57,7 +49,7 @@ def test_the_float64_oracles_are_proven_near(name, shape, dtype, allowance):
         outputs = oracle(inputs)
         proven = proven_error(outputs, exact, rows)
         spread = bound.spread.flatten(0, 1)
-        # One rounding more: a proven error is rounded up.
+        # One unit more, as a proven error is rounded up.
         assert (proven.out <= 2.0**-53 * (bound.out + 1) * spread).all()
         lse = outputs.lse.flatten(0, 1)
         allowed = 2.0**-53 * (bound.weight + bound.kv + 3 + 2 * lse.abs())
@@ -65,8 +57,8 @@ def test_the_float64_oracles_are_proven_near(name, shape, dtype, allowance):
 
 
 @pytest.mark.parametrize("shift", [1e-12, -1e-15])
-def test_a_moved_result_is_not_proven_nearer_than_it_was_moved(shift):
-    inputs = of_variant("alibi", "1x2x6x4", dtype="fp32")
+def test_proven_error_of_a_shifted_result_covers_the_shift(shift):
+    inputs = draw_variant("alibi", "1x2x6x4", dtype="fp32")
     rows, numbers = all_rows(inputs.problem), Ball(evaluate=BALLS.score)
     exact = enclose_rows(numbers, inputs, rows)
     right = oracles.truth(inputs)
@@ -94,9 +86,9 @@ def test_a_moved_result_is_not_proven_nearer_than_it_was_moved(shift):
         ("lse", (0, 0, 8), math.inf),
     ],
 )
-def test_what_is_not_finite_is_not_proven(part, index, value):
-    """Row 8 sees no key: exactly −∞, and nothing else."""
-    inputs = of_variant("sliding_window", SHAPES[1])
+def test_wrong_infinite_or_nan_result_is_not_proven(part, index, value):
+    """Row 8 sees no key: only an LSE of −∞ is right there."""
+    inputs = draw_variant("sliding_window", SHAPES[1])
     rows = all_rows(inputs.problem)
     exact = enclose_rows(Ball(), inputs, rows)
     outputs = oracles.truth(inputs)
@@ -111,9 +103,9 @@ def test_what_is_not_finite_is_not_proven(part, index, value):
     assert wrong.isinf().sum() == 1
 
 
-def test_rows_are_enclosed_as_in_the_whole(monkeypatch):
-    """Some rows of some heads, in blocks of two keys."""
-    inputs = of_variant("softcap", "2x4/2x9/7x4/3", dtype="e5m2")
+def test_enclosing_some_rows_gives_the_balls_of_the_whole(monkeypatch):
+    """Three rows of heads 3 to 5, in blocks of two keys."""
+    inputs = draw_variant("softcap", "2x4/2x9/7x4/3", dtype="e5m2")
     numbers = Ball(evaluate=BALLS.score)
     whole = enclose_rows(numbers, inputs, all_rows(inputs.problem))
     monkeypatch.setattr("attncheck.oracles.forward_recurrences._SCORES", 6)
@@ -125,7 +117,7 @@ def test_rows_are_enclosed_as_in_the_whole(monkeypatch):
         expected = getattr(whole, part).array[:, 3:6][:, :, [0, 4, 8]]
         for ball, other in zip(getattr(some, part).array.flat, expected.flat, strict=True):
             assert ball.overlaps(other)
-    with pytest.raises(AssertionError):  # other rows than those
+    with pytest.raises(AssertionError):  # the comparison does tell rows apart
         assert all(
             ball.overlaps(other)
             for ball, other in zip(
@@ -134,18 +126,18 @@ def test_rows_are_enclosed_as_in_the_whole(monkeypatch):
         )
 
 
-def test_a_head_s_rows_are_those_of_the_oracle_in_float64_too():
-    inputs = of_variant("alibi", "2x4/2x9/7x4/3")
+def test_one_head_equals_the_whole_forward_in_float64():
+    inputs = draw_variant("alibi", "2x4/2x9/7x4/3")
     blocks = {"block_query": 9, "block_kv": 7}
     whole = flash2_forward(Float64(), inputs, **blocks)
     for head in range(8):
-        found = one_head(Float64(), inputs, head, torch.arange(9))
-        assert torch.equal(found.out[0, 0], whole.out.flatten(0, 1)[head])
-        assert torch.equal(found.lse[0, 0], whole.lse.flatten(0, 1)[head])
+        alone = one_head(Float64(), inputs, head, torch.arange(9))
+        assert torch.equal(alone.out[0, 0], whole.out.flatten(0, 1)[head])
+        assert torch.equal(alone.lse[0, 0], whole.lse.flatten(0, 1)[head])
 
 
-def test_hidden_values_that_are_not_finite_do_not_matter_and_attended_ones_do():
-    inputs = of_variant("causal", "1x1x5x4", dtype="fp32")
+def test_nan_value_makes_only_rows_that_attend_to_it_unknown():
+    inputs = draw_variant("causal", "1x1x5x4", dtype="fp32")
     v = inputs.v.clone()
     v[0, 0, 2, 1], v[0, 0, 4, 0] = math.nan, math.inf
     exact = enclose_rows(Ball(), inputs.replace(v=v), all_rows(inputs.problem))
@@ -158,7 +150,7 @@ def test_hidden_values_that_are_not_finite_do_not_matter_and_attended_ones_do():
     assert (proven.out[0].isinf().numpy() == ~expected).all()
 
 
-def test_a_score_of_which_nothing_is_known_makes_its_row_uncertain_and_no_other():
+def test_unknown_score_makes_only_its_row_unknown():
     problem = Problem(query=4, head_dim=2, mask=Spec.of("causal"), dtype="fp32")
     inputs = draw_inputs(problem)
 
@@ -177,8 +169,8 @@ def test_a_score_of_which_nothing_is_known_makes_its_row_uncertain_and_no_other(
     assert known(exact.lse.array)[0, 0, :, 0].tolist() == [True, True, False, True]
 
 
-def test_a_score_mod_that_rounds_to_fp32_is_not_the_number_it_means(monkeypatch, allowance):
-    """torch multiplies an fp32 table by an index in fp32: the truth is off, and that is said."""
+def test_certificate_reveals_a_score_mod_that_computes_in_fp32(monkeypatch, allowance):
+    """torch multiplies an fp32 table by an index in fp32, so the oracle exceeds its bounds."""
     slopes = torch.tensor([0.1], dtype=torch.float32)
 
     def rounds(score, b, h, q_idx, kv_idx):
@@ -200,7 +192,7 @@ def test_a_score_mod_that_rounds_to_fp32_is_not_the_number_it_means(monkeypatch,
 
 
 @pytest.mark.parametrize("value", [0.1, -5e-324, 2.0**-1022, sys.float_info.max, 0.0])
-def test_a_bound_is_rounded_up_and_is_one(value):
+def test_error_bound_is_rounded_up(value):
     third = flint.arb(1) / 3
     bound = error_bound(value, third)
     with flint.ctx.workprec(2000):

@@ -1,4 +1,4 @@
-"""What the bounds know of a row is what the oracle computed it from; and which rows are asked."""
+"""Conditions of rows (scores, weights, sums) that error bounds use, and the choice of rows."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from attncheck.mods.operation_errors import TORCH_FP64
 from attncheck.mods.running_error import RunningError
 from attncheck.mods.scores import SCORES
 from attncheck.mods.trace import trace_score
-from attncheck.oracles import row_conditions as room
+from attncheck.oracles import row_conditions
 from attncheck.oracles.row_conditions import (
     all_rows,
     compute_conditions,
@@ -54,11 +54,11 @@ def hides(monkeypatch):
     return Spec.of("hides")
 
 
-def of(inputs: Inputs, rows: Rows):
+def conditions(inputs: Inputs, rows: Rows):
     return compute_conditions(inputs, oracles.truth(inputs), rows)
 
 
-def every(problem: Problem) -> Rows:
+def every_row(problem: Problem) -> Rows:
     return Rows(range(problem.batch * problem.heads), torch.arange(problem.query))
 
 
@@ -68,7 +68,7 @@ def weights(known):
 
 
 def rounding(known, problem):
-    """How far two float64 evaluations may lie apart: of scores, out and LSE."""
+    """The largest difference of two float64 evaluations: of scores, out and LSE."""
     scores = score_error(known, FP64_ORACLE)
     if not known.has_score_mod:
         bound = deterministic_bound(known, FP64_ORACLE, scores)
@@ -101,8 +101,8 @@ PROBLEMS = [
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_out_and_lse_follow_from_the_conditions(problem):
-    """Within what float64 can make of them, on either side."""
-    known = of(draw_inputs(problem), every(problem))
+    """Up to the float64 errors of both evaluations."""
+    known = conditions(draw_inputs(problem), every_row(problem))
     out = weights(known) if known.given_scores else weights(known) @ known.v
     lse = known.maximum + known.total.log()
     alive = ~torch.isneginf(known.lse)
@@ -110,7 +110,7 @@ def test_out_and_lse_follow_from_the_conditions(problem):
     _, of_out, of_lse = rounding(known, problem)
     assert bool(((out - known.out).abs() <= of_out)[alive].all())
     assert bool(((lse - known.lse).abs() <= of_lse)[alive].all())
-    assert bool((of_lse[alive] < 1e-6).all())  # the comparison says something
+    assert bool((of_lse[alive] < 1e-6).all())  # the bounds are not vacuous
     assert bool((known.out[~alive] == 0).all())
     assert bool((known.maximum[~alive] == 0).all())
     assert bool((known.total[~alive] == 0).all())
@@ -119,12 +119,12 @@ def test_out_and_lse_follow_from_the_conditions(problem):
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_some_rows_are_those_of_all(problem):
-    """Across the border of two sequences, in an order of one's own."""
-    inputs, whole = draw_inputs(problem), of(draw_inputs(problem), every(problem))
+def test_conditions_of_some_rows_are_those_of_all(problem):
+    """The heads span two sequences, and the rows are in arbitrary order."""
+    inputs, whole = draw_inputs(problem), conditions(draw_inputs(problem), every_row(problem))
     heads = range(1, min(problem.batch * problem.heads, problem.heads + 2))
     query = torch.tensor([5, 0, 8])
-    some = of(inputs, Rows(heads, query))
+    some = conditions(inputs, Rows(heads, query))
     part = slice(heads.start, heads.stop)
     for name in ("seen", "out", "lse", "q"):
         assert torch.equal(getattr(some, name), getattr(whole, name)[part][:, query])
@@ -140,10 +140,10 @@ def test_some_rows_are_those_of_all(problem):
         assert torch.equal(getattr(some, name), getattr(whole, name)[part])
 
 
-def test_each_head_has_its_own_key_head_and_descale():
+def test_each_head_has_its_key_head_and_descale():
     problem = attention(dtype="e4m3")
     inputs = draw_inputs(problem)
-    known, (q, k, v) = of(inputs, every(problem)), inputs.promoted()
+    known, (q, k, v) = conditions(inputs, every_row(problem)), inputs.promoted()
     for b in range(problem.batch):
         for h in range(problem.heads):
             at = b * problem.heads + h
@@ -154,29 +154,29 @@ def test_each_head_has_its_own_key_head_and_descale():
 
 def test_products_are_the_scores_before_the_mod():
     problem = attention(score=Spec.of("temperature", temperature=4.0))
-    known = of(draw_inputs(problem), every(problem))
+    known = conditions(draw_inputs(problem), every_row(problem))
     assert torch.equal(known.products / 4, known.scores)
     assert torch.equal(known.products, known.q @ known.k.mT * problem.scale)
 
 
-def test_what_the_mod_hides_is_not_seen_and_keeps_its_product(hides):
+def test_key_hidden_by_the_score_mod_is_not_seen_but_keeps_its_product(hides):
     problem = attention(score=hides, mask=CAUSAL)
-    known = of(draw_inputs(problem), every(problem))
+    known = conditions(draw_inputs(problem), every_row(problem))
     causal = torch.arange(9)[:, None] >= torch.arange(7)
     odd = (torch.arange(7) % 2 == 1) & (torch.arange(8) % 2 == 0)[:, None, None]
-    assert torch.equal(mask_visibility(problem, every(problem)), causal.expand(8, -1, -1))
+    assert torch.equal(mask_visibility(problem, every_row(problem)), causal.expand(8, -1, -1))
     assert torch.equal(known.seen, causal & ~odd)
     assert bool((known.scores[~known.seen] == 0).all())
     assert bool((known.products[(causal & odd).expand(8, -1, -1)] != 0).all())
     assert bool((known.products[~causal.expand(8, -1, -1)] == 0).all())
 
 
-def test_what_is_not_finite_stays_out_of_the_rows_that_do_not_see_it():
+def test_nan_and_infinity_reach_only_rows_that_see_them():
     problem = attention(mask=CAUSAL, dtype="fp32")
     inputs = draw_inputs(problem)
     inputs.v[0, 1, 4, 2] = math.nan
     inputs.k[1, 0, 6, 3] = math.inf
-    known = of(inputs, every(problem))
+    known = conditions(inputs, every_row(problem))
     assert bool(known.v.isfinite().all())
     assert bool(known.k.isfinite().all())
     assert known.v[2, 4, 2] == 0
@@ -189,24 +189,28 @@ def test_what_is_not_finite_stays_out_of_the_rows_that_do_not_see_it():
     assert bool(known.products[hidden].isfinite().all())
 
 
-def test_slopes_are_the_derivative():
+def test_score_slopes_are_the_derivative_of_softcap():
     cap = 2.0
     problem = attention(score=Spec.of("softcap", cap=cap), mask=CAUSAL)
     inputs = draw_inputs(problem)
-    known = of(inputs, every(problem))
+    known = conditions(inputs, every_row(problem))
     exact = 1 - torch.tanh(known.products / cap) ** 2
-    # Of a step t: the third derivative is at most 2/cap², the values are rounded to cap · 2^-53.
+    # With step t: the third derivative is at most 2/cap², values are rounded to cap · 2^-53.
     step = 2.0**-17 * known.products.abs().clamp(min=1)
     allowed = step**2 / 6 * 2 / cap**2 + 4 * cap * 2.0**-53 / step
     assert bool(((score_slopes(inputs, known) - exact).abs() <= allowed)[known.seen].all())
     assert bool((score_slopes(inputs, known)[~known.seen] == 0).all())
     plain = attention()
-    assert bool((score_slopes(draw_inputs(plain), of(draw_inputs(plain), every(plain))) == 1).all())
+    assert bool(
+        (
+            score_slopes(draw_inputs(plain), conditions(draw_inputs(plain), every_row(plain))) == 1
+        ).all()
+    )
 
 
 @pytest.mark.parametrize("pairs", [1, 20, 63, 64, 200, 10**6])
-def test_blocks_are_all_rows_once(monkeypatch, pairs):
-    monkeypatch.setattr(room, "_CPU_PAIRS", pairs)
+def test_all_rows_yields_each_row_once_in_blocks_of_limited_size(monkeypatch, pairs):
+    monkeypatch.setattr(row_conditions, "_CPU_PAIRS", pairs)
     problem = attention()
     count = torch.zeros(8, 9, dtype=torch.int64)
     for rows in all_rows(problem, "cpu"):
@@ -215,7 +219,7 @@ def test_blocks_are_all_rows_once(monkeypatch, pairs):
     assert bool((count == 1).all())
 
 
-def test_the_default_of_the_command_line_is_whole():
+def test_all_rows_are_sampled_at_the_command_lines_default_size():
     problem = Problem(batch=1, heads=4, query=256, head_dim=64)
     assert samples_all_rows(problem, "cpu")
     rows = torch.cat([part.query for part in sampled_rows(problem, "cpu")])
@@ -226,9 +230,10 @@ LONG = {"batch": 1, "heads": 4, "query": 2048, "head_dim": 128}
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "documents"])
-def test_of_a_large_problem_the_rows_that_matter(mask):
-    given = Spec.of("document", lengths=[700, 900, 448]) if mask == "documents" else Spec.of(mask)
-    problem = Problem(**LONG, mask=given)
+def test_sampled_rows_of_a_large_problem(mask):
+    """Deterministic, 64 for each head: first and last, no large gap, and rows at tile edges."""
+    spec = Spec.of("document", lengths=[700, 900, 448]) if mask == "documents" else Spec.of(mask)
+    problem = Problem(**LONG, mask=spec)
     assert not samples_all_rows(problem, "cpu")
     parts = sampled_rows(problem, "cpu")
     again = sampled_rows(problem, "cpu")
@@ -242,20 +247,20 @@ def test_of_a_large_problem_the_rows_that_matter(mask):
         assert len({15, 16, 31, 32, 63, 64, 127, 128, 255, 256} & set(rows)) >= 5
 
 
-def test_rows_where_a_mask_turns(monkeypatch):
-    monkeypatch.setattr(room, "_TILES", ())
+def test_sampled_rows_include_both_sides_of_document_borders(monkeypatch):
+    monkeypatch.setattr(row_conditions, "_TILES", ())
     problem = Problem(**LONG, mask=Spec.of("document", lengths=[700, 900, 448]))
     rows = set(torch.cat([part.query for part in sampled_rows(problem, "cpu")]).tolist())
     assert {699, 700, 1599, 1600} < rows
 
 
-def test_a_mask_that_agrees_between_heads_in_some_rows_only(monkeypatch):
+def test_sampled_rows_include_the_row_where_heads_begin_to_differ(monkeypatch):
     def mask(b, h, q_idx, kv_idx):
         return (kv_idx <= q_idx) & ((h > 0) | (q_idx < 1000))
 
     entry = Entry(summary="", build=lambda values, dimensions, device: mask)
     monkeypatch.setitem(MASKS, "some heads", entry)
-    monkeypatch.setattr(room, "_TILES", ())
+    monkeypatch.setattr(row_conditions, "_TILES", ())
     problem = Problem(**LONG, mask=Spec.of("some heads"))
     rows = set(torch.cat([part.query for part in sampled_rows(problem, "cpu")]).tolist())
     assert {999, 1000} < rows
@@ -265,23 +270,23 @@ def test_a_mask_that_agrees_between_heads_in_some_rows_only(monkeypatch):
 @pytest.mark.parametrize(
     "mask", [Spec.of("full"), CAUSAL, Spec.of("not", CAUSAL), Spec.of("document", lengths=[3, 6])]
 )
-def test_weights_are_those_of_the_conditions(mask, infinite):
-    """Of rows that see nothing too, and where a score of −∞ hides a key."""
+def test_weigh_rows_agrees_with_the_conditions(mask, infinite):
+    """Also for rows that see no key, and for keys hidden by a score of −∞."""
     inputs = draw_inputs(attention(mask=mask, dtype="fp32", batch=1))
     if infinite:
         k = inputs.k.clone()
         k[:, 0, 2, 0] = -math.inf
         inputs = inputs.replace(q=inputs.q.abs(), k=k)
-    for rows in (Rows(range(4), torch.arange(4)), every(inputs.problem)):
+    for rows in (Rows(range(4), torch.arange(4)), every_row(inputs.problem)):
         truth = oracles.truth(inputs)
-        known, short = of(inputs, rows), weigh_rows(inputs, truth, rows)
+        known, short = conditions(inputs, rows), weigh_rows(inputs, truth, rows)
         seen, last = known.seen, short.weights.shape[-1]
         assert not seen[..., last:].any()
         hidden = ~seen[..., :last]
-        mine = torch.zeros_like(hidden) if short.hidden is None else short.hidden
-        assert mine.equal(hidden)
-        # Both round q·k: each of its products and sums, and the scale; then weights an exponential
-        # of the difference of two such scores, and totals the sum.
+        actual = torch.zeros_like(hidden) if short.hidden is None else short.hidden
+        assert actual.equal(hidden)
+        # Both round q·k (products, sums and scale); weights add the exponential of the difference
+        # of two such scores, and totals add the sum.
         unit = torch.finfo(torch.float64).eps / 2
         largest = known.scale * float((known.q.abs() @ known.k.abs().mT).max())
         of_score = (known.q.shape[-1] + 1) * unit * largest

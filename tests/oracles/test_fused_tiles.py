@@ -1,6 +1,6 @@
-"""Tiles in kernels of their own on a Hopper GPU: they give what torch's tiles give.
+"""Fused CUDA kernels for the streaming oracle's tiles on Hopper GPUs give what torch's tiles give.
 
-Without such a GPU what surrounds them is tested, with the same in torch in their place.
+Without such a GPU, torch code stands in for the kernels and their callers are tested.
 """
 
 import re
@@ -24,7 +24,7 @@ from attncheck.oracles.streaming_forward import Blocks
 from attncheck.oracles.streaming_gradients import streaming_backward
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="their instruction is a Hopper GPU's")
+on_hopper = pytest.mark.skipif(not HOPPER, reason="the kernels use a Hopper instruction")
 GPU = torch.device("cuda", 0)
 
 MASKS = [
@@ -59,45 +59,45 @@ def _problem(mask, **changes):
     return Problem(**sizes, head_dim=32, value_dim=16, mask=mask, backward=True)
 
 
-def _misses(inputs, found, expected, allowance):
+def _misses(inputs, one, other, allowance):
     """What of out, LSE and gradients differs by more than two float64 evaluations may."""
-    found, expected = (
+    one, other = (
         Outputs(**{name: tensor.cpu() for name, tensor in outputs.tensors().items()})
-        for outputs in (found, expected)
+        for outputs in (one, other)
     )
-    forward = allowance(inputs.forward()).misses(found, expected)
-    return forward + allowed(inputs, allowance).misses(found, expected.gradients())
+    forward = allowance(inputs.forward()).misses(one, other)
+    return forward + allowed(inputs, allowance).misses(one, other.gradients())
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_tiles_of_one_kernel_are_asked_for_what_torch_gives(monkeypatch, mask, allowance):
+def test_streaming_backward_uses_fused_tiles(monkeypatch, mask, allowance):
     inputs = draw_inputs(_problem(mask))
-    expected, asked = oracles.truth(inputs), set()
+    expected, calls = oracles.truth(inputs), set()
 
-    def add(*given, factor=1.0, **how):
-        asked.add("forward")
-        add_in_torch(*given, **how)
-        given[0].mul_(factor)
+    def add(*tensors, factor=1.0, **how):
+        calls.add("forward")
+        add_in_torch(*tensors, **how)
+        tensors[0].mul_(factor)
 
-    def fill(*given, **how):
-        asked.add("backward")
-        fill_in_torch(*given, **how)
+    def fill(*tensors, **how):
+        calls.add("backward")
+        fill_in_torch(*tensors, **how)
 
     monkeypatch.setattr(fused_tiles, "takes", lambda *_, **__: True)
     monkeypatch.setattr(fused_tiles, "add_tile", add)
     monkeypatch.setattr(fused_tiles, "fill_tiles", fill)
-    found = streaming_backward(inputs, blocks=BLOCKS)
-    assert not _misses(inputs, found, expected, allowance)
-    assert asked == {"forward", "backward"}
+    results = streaming_backward(inputs, blocks=BLOCKS)
+    assert not _misses(inputs, results, expected, allowance)
+    assert calls == {"forward", "backward"}
 
-    # Sums of other weights than those that the backward is given.
+    # A wrong sum in the forward's tiles alone shows in the results.
     monkeypatch.setattr(fused_tiles, "add_tile", lambda *a, **how: add(*a, factor=1.0001, **how))
-    found = streaming_backward(inputs, blocks=BLOCKS)
-    assert _misses(inputs, found, expected, allowance), "a relative error of 1e-4 is none of order"
+    results = streaming_backward(inputs, blocks=BLOCKS)
+    assert _misses(inputs, results, expected, allowance)
 
 
 @pytest.mark.parametrize("keys", [8, 12])
-def test_blocks_of_a_mask_see_what_their_pairs_see(keys):
+def test_visibility_of_blocks_is_any_and_all_of_their_pairs(keys):
     generator = torch.Generator().manual_seed(5)
     rows = torch.randint(0, 4, (2, 1, 37, 50), generator=generator) > 0
     rows[:, :, :16, :24], rows[:, :, 16:, 8:24] = True, False
@@ -111,17 +111,17 @@ def test_blocks_of_a_mask_see_what_their_pairs_see(keys):
                 assert torch.equal(every[:, :, *at], block.all(-1))
 
 
-def test_no_score_is_beyond_what_the_compiler_is_told():
-    """It is told of the upper half of a score's bits, as of a float32."""
+def test_scores_stay_below_the_limit_the_cuda_compiler_assumes():
+    """The source states it for the upper half of a float64's bits, read as a float32."""
     source = Path(fused_tiles.__file__).with_suffix(".cu").read_text(encoding="utf-8")
-    (told,) = re.findall(r"__double2hiint\(x\)\)\) < ([\d.]+)f\)", source)
-    (limit,) = struct.unpack("<d", bytes(4) + struct.pack("<f", float(told)))
+    (assumed,) = re.findall(r"__double2hiint\(x\)\)\) < ([\d.]+)f\)", source)
+    (limit,) = struct.unpack("<d", bytes(4) + struct.pack("<f", float(assumed)))
     assert limit == 700
-    bounds = (room.LARGEST_BOUNDED_SCORE for room in (streaming_forward, streaming_gradients))
-    assert max(bounds) < limit
+    modules = (streaming_forward, streaming_gradients)
+    assert max(module.LARGEST_BOUNDED_SCORE for module in modules) < limit
 
 
-def test_they_are_for_large_problems_of_a_hopper_gpu(monkeypatch):
+def test_fused_tiles_take_large_problems_on_a_hopper_gpu_only(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(fused_tiles, "_kernel", lambda *_, **__: "a launch")
     problem = _problem(MASKS[0], query=2**17, kv=2**17)
@@ -134,7 +134,7 @@ def test_they_are_for_large_problems_of_a_hopper_gpu(monkeypatch):
     assert not fused_tiles.takes(problem, GPU)
 
 
-def test_without_cudas_compiler_torch_makes_the_tiles(monkeypatch):
+def test_fused_tiles_take_nothing_without_cudas_compiler(monkeypatch):
     def refuses(*_, **__):
         raise HostError("CUDA's compiler cannot be loaded.")
 
@@ -147,8 +147,8 @@ def test_without_cudas_compiler_torch_makes_the_tiles(monkeypatch):
 @pytest.mark.parametrize("rows", [1, 64, 130])
 @pytest.mark.parametrize("keys", [2, 64, 190])
 @pytest.mark.parametrize(("dim", "value"), [(16, 32), (64, 16), (64, 64), (128, 128), (96, 16)])
-def test_a_tile_is_torchs(rows, keys, dim, value):
-    """Products of 16-bit numbers are exact in float64, and so the weights have torch's bits."""
+def test_fused_tile_equals_torchs(rows, keys, dim, value):
+    """Weights are bitwise equal, as products of 16-bit numbers are exact in float64."""
     q, k, loss, v = (
         torch.randn(4, lines, columns + 8, device=GPU).bfloat16().double()
         for lines, columns in ((rows, dim), (keys, dim), (rows, value), (keys, value))
@@ -162,7 +162,7 @@ def test_a_tile_is_torchs(rows, keys, dim, value):
         fused_tiles.add_tile(ours, q, k, v, **how)
         add_in_torch(torchs, q, k, v, **how)
         add_in_torch(sizes, q, k, v.abs(), **how)
-        # Two orders of a sum of ``keys`` products, and of what was there.
+        # A sum of ``keys`` products and the previous value, in two orders.
         assert bool(((ours - torchs).abs() <= 2 * (keys + 2) * UNIT * sizes).all())
         ours, torchs = (
             torch.full((2, 4, rows, keys), 7.0, dtype=torch.float64, device=GPU).unbind()
@@ -171,7 +171,7 @@ def test_a_tile_is_torchs(rows, keys, dim, value):
         fused_tiles.fill_tiles(ours, q, k, loss, v, **how)
         fill_in_torch(torchs, q, k, loss, v, **how)
         assert torch.equal(ours[0], torchs[0])
-        # Two orders of a sum of products and a term, and two products with the weight.
+        # A sum of products and a term, in two orders, each times the weight.
         sizes = loss[..., :value].abs() @ v.abs().mT + loss[..., value : value + 1].abs()
         off = (ours[1] - torchs[1]).abs()
         assert bool((off <= 2 * (value + 2) * UNIT * torchs[0] * sizes).all())
@@ -179,10 +179,10 @@ def test_a_tile_is_torchs(rows, keys, dim, value):
 
 @on_hopper
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_results_are_torchs(monkeypatch, mask, allowance):
+def test_results_with_fused_tiles_equal_torchs(monkeypatch, mask, allowance):
     inputs = draw_inputs(_problem(mask))
     expected = oracles.truth(inputs.to("cuda"))
     monkeypatch.setattr(fused_tiles, "_FEWEST_PRODUCTS", 0)
     for blocks in (BLOCKS, None):
-        found = streaming_backward(inputs.to("cuda"), blocks=blocks)
-        assert not _misses(inputs, found, expected, allowance)
+        results = streaming_backward(inputs.to("cuda"), blocks=blocks)
+        assert not _misses(inputs, results, expected, allowance)

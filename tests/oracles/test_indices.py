@@ -1,4 +1,4 @@
-"""Original callables on index tensors: broadcast where they can, mapped where they cannot."""
+"""Calls of mods on index tensors: broadcast where the mod can, mapped over elements otherwise."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def _each(mod, dtype=torch.bool):
     return torch.tensor(table, dtype=dtype)
 
 
-def test_a_mask_keeps_the_axes_that_it_depends_on():
+def test_mask_result_has_only_the_axes_the_mask_depends_on():
     assert call_mask(lambda b, h, i, j: i >= j, INDICES).shape == (1, 1, 4, 5)
     assert call_mask(lambda b, h, i, j: j < b, INDICES).shape == (2, 1, 1, 5)
     assert call_mask(lambda b, h, i, j: b.new_ones((), dtype=torch.bool), INDICES).shape == (1,) * 4
@@ -40,18 +40,18 @@ def _flattens(b, h, i, j):
     ],
     ids=["broadcasts", "stacks", "0-d only"],
 )
-def test_a_mask_means_what_it_means_elementwise(mod, each):
+def test_mask_equals_its_elementwise_evaluation(mod, each):
     seen = call_mask(mod, INDICES).expand(INDICES.shape)
     assert torch.equal(seen, _each(each))
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_a_score_mod_reads_captured_tensors(mapped):
+def test_score_mod_that_reads_a_captured_tensor(mapped):
     table = torch.arange(60.0).view(3, 20).double() / 7
     scores = torch.randn(INDICES.shape, dtype=torch.float64)
 
     def mod(score, b, h, i, j):
-        if mapped:  # a size that only 0-d indices have
+        if mapped:  # works for 0-d indices only
             b = b.reshape(())
         return score * (b + 1) + table[h - 1, i + j]
 
@@ -60,7 +60,7 @@ def test_a_score_mod_reads_captured_tensors(mapped):
     assert torch.equal(call_score_mod(mod, scores, INDICES), expected)
 
 
-def test_a_mod_that_cannot_be_called_says_why_itself():
+def test_exception_of_a_mod_reaches_the_caller():
     def broken(b, h, i, j):
         raise RuntimeError("what the author wrote")
 
@@ -68,7 +68,7 @@ def test_a_mod_that_cannot_be_called_says_why_itself():
         call_mask(broken, INDICES)
 
 
-def test_identity_is_the_very_tensor_unwritten():
+def test_identity_returns_its_score_unmodified():
     assert is_identity(lambda score, b, h, i, j: score, "cpu")
     assert not is_identity(lambda score, b, h, i, j: score + 0, "cpu")
     assert not is_identity(lambda score, b, h, i, j: score.add_(i), "cpu")

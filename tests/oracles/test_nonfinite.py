@@ -1,4 +1,4 @@
-"""NaN and infinity in K and V reach the rows that attend to them, and no other row."""
+"""NaN and infinity in K and V reach only the rows that attend to them, in every oracle."""
 
 import math
 
@@ -44,7 +44,7 @@ def _spoilt(inputs, name, value, column=slice(None)):
 @every_oracle
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
-def test_rows_before_the_spoilt_keys_are_clean(oracle, name, value, allowance):
+def test_rows_that_do_not_see_spoilt_keys_are_unchanged(oracle, name, value, allowance):
     inputs = _causal()
     spoilt, clean = oracle(_spoilt(inputs, name, value)), oracle(inputs)
     bound = allowance(inputs)
@@ -55,7 +55,7 @@ def test_rows_before_the_spoilt_keys_are_clean(oracle, name, value, allowance):
 
 @every_oracle
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_spoilt_value_stays_in_its_column(oracle, value):
+def test_spoilt_value_stays_in_its_column(oracle, value):
     outputs = oracle(_spoilt(_causal(), "v", value, column=2))
     column = outputs.out[:, :, FIRST:, 2]
     assert (column.isnan() if math.isnan(value) else column == value).all()
@@ -66,7 +66,7 @@ def test_a_spoilt_value_stays_in_its_column(oracle, value):
 
 @every_oracle
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_rows_that_see_nothing_stay_zero(oracle, name):
+def test_rows_without_keys_stay_zero_despite_nan(oracle, name):
     problem = Problem(batch=2, query=N, head_dim=8, mask=Spec.of("padding", lengths=[0, FIRST]))
     inputs = _spoilt(draw_inputs(problem), name, math.nan)
     outputs = oracle(
@@ -79,7 +79,7 @@ def test_rows_that_see_nothing_stay_zero(oracle, name):
 
 
 @every_oracle
-def test_opposite_infinities_are_nan(oracle):
+def test_opposite_infinities_give_nan(oracle):
     inputs = _causal()
     v = inputs.v.clone()
     v[:, :, 3], v[:, :, 9] = math.inf, -math.inf
@@ -100,8 +100,8 @@ class _PlainProduct(Float64):
         return weights @ values
 
 
-def test_a_weight_of_zero_is_not_enough():
-    """The planted fault: 0·NaN in a plain product spoils the rows that do not see the key."""
+def test_plain_product_spreads_nan_to_rows_that_do_not_see_it():
+    """The planted fault: a weight of 0 is not enough, as 0·NaN is NaN."""
     inputs = _spoilt(_causal(), "v", math.nan)
     outputs = flash2_forward(_PlainProduct(), inputs, block_query=5, block_kv=4)
     assert outputs.out[:, :, :FIRST].isnan().any()

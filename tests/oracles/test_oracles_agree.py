@@ -1,4 +1,4 @@
-"""The oracles are right (against a slow loop in 160 bits) and agree with each other."""
+"""The oracles equal a slow loop in 160 bits within error bounds, and agree with each other."""
 
 import dataclasses
 import importlib
@@ -8,6 +8,7 @@ from functools import partial
 import mpmath
 import pytest
 import torch
+from tests.oracles.conftest import SMALL, CoarseExp
 
 from attncheck import oracles
 from attncheck.core.errors import UsageError
@@ -20,10 +21,9 @@ from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.mp_numbers import Mp
 from attncheck.oracles.streaming_forward import Blocks
 
-streaming_room = importlib.import_module("attncheck.oracles.streaming_forward")
+streaming_module = importlib.import_module("attncheck.oracles.streaming_forward")
 
-SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)
-PROMISED = 1e-13  # of ordinary inputs, in the manual
+PROMISED = 1e-13  # the manual's promise for ordinary inputs
 
 ORACLES = oracles.ORACLES | {
     "flash1": lambda inputs: oracles.flash1(inputs, block_query=2, block_kv=3),
@@ -34,7 +34,7 @@ ORACLES = oracles.ORACLES | {
 }
 every_oracle = pytest.mark.parametrize("oracle", ORACLES.values(), ids=ORACLES.keys())
 
-# Each mask again, in Python on integers, for lengths of 9 queries and 11 keys.
+# Each mask as a Python function of integers, for 9 queries and 11 keys.
 MASKS = {
     Spec.of("full"): lambda _b, _h, _i, _j: True,
     Spec.of("causal"): lambda _b, _h, i, j: j <= i,
@@ -70,17 +70,22 @@ def _tiny(**changes: object) -> Inputs:
     return draw_inputs(problem.replace(**changes))
 
 
-@pytest.mark.parametrize(("mask", "score"), ALL_MASKS_ONCE + ALL_SCORES_CAUSAL, ids=str)
-def test_equals_the_definition(mask, score, python_loop, allowance):
-    inputs = _tiny(mask=mask, score=score)
+@pytest.mark.parametrize(
+    ("mask", "score", "dtype"),
+    [(mask, score, "bf16") for mask, score in ALL_MASKS_ONCE + ALL_SCORES_CAUSAL]
+    + [(Spec.of("causal"), Spec.of("none"), dtype) for dtype in ("e4m3", "e5m2", "fp64")],
+    ids=str,
+)
+def test_oracles_equal_the_definition(mask, score, dtype, python_loop, allowance):
+    inputs = _tiny(mask=mask, score=score, dtype=dtype)
     truth, bound = python_loop(inputs, MASKS[mask], SCORES[score]), allowance(inputs)
-    # The loop rounds once, half a unit: one side.
+    # The loop rounds once, by half a unit, so the errors of one side are allowed.
     missing = [name for name, oracle in ORACLES.items() if bound.misses(oracle(inputs), truth, 1)]
     assert not missing
 
 
 @every_oracle
-def test_scores_of_a_thousand_neither_overflow_nor_vanish(oracle, python_loop, allowance):
+def test_scores_of_a_thousand_do_not_overflow(oracle, python_loop, allowance):
     problem = Problem(query=6, kv=6, head_dim=1, value_dim=2, scale=1.0, dtype="fp16")
     q = torch.tensor([32.0, -32.0, 31.0, 1.0, 0.0, -1.0]).half().view(1, 1, 6, 1)
     k = torch.tensor([-32.0, -31.0, -30.0, 30.0, 31.0, 32.0]).half().view(1, 1, 6, 1)
@@ -91,9 +96,9 @@ def test_scores_of_a_thousand_neither_overflow_nor_vanish(oracle, python_loop, a
     if oracle is not oracles.ORACLES["naive"]:
         assert not bound.misses(outputs, truth, sides=1)
         return
-    # What it cannot compute it shows: no row of finite numbers is wrong.
-    shown = outputs.lse.isinf() | outputs.out.isnan().any(-1)
-    assert shown.flatten().tolist() == [True, True, True, False, False, False]
+    # The naive formula overflows, but visibly: every row of finite numbers is right.
+    overflowed = outputs.lse.isinf() | outputs.out.isnan().any(-1)
+    assert overflowed.flatten().tolist() == [True, True, True, False, False, False]
     kept = Outputs(outputs.out[:, :, 3:], outputs.lse[:, :, 3:])
     rest = dataclasses.replace(bound, spread=bound.spread[:, :, 3:])
     assert not rest.misses(kept, Outputs(truth.out[:, :, 3:], truth.lse[:, :, 3:]), sides=1)
@@ -101,41 +106,38 @@ def test_scores_of_a_thousand_neither_overflow_nor_vanish(oracle, python_loop, a
 
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 2.0**-149, 300.0])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_a_scale_of_any_sign_and_size_is_as_exact(scale, mask, python_loop, allowance):
+def test_oracles_equal_the_definition_for_any_scale(scale, mask, python_loop, allowance):
     inputs = _tiny(mask=mask, scale=scale)
     truth, bound = python_loop(inputs, MASKS[mask], SCORES[Spec.of("none")]), allowance(inputs)
-    # The naive formula shows that it cannot have exp of thousands.
-    able = {name: oracle for name, oracle in ORACLES.items() if name != "naive"}
-    missing = [name for name, oracle in able.items() if bound.misses(oracle(inputs), truth, 1)]
+    # The naive formula overflows for scores of thousands.
+    others = {name: oracle for name, oracle in ORACLES.items() if name != "naive"}
+    missing = [name for name, oracle in others.items() if bound.misses(oracle(inputs), truth, 1)]
     assert not missing
 
 
 @pytest.mark.parametrize(("mask", "score"), ALL_MASKS_ONCE + ALL_SCORES_CAUSAL, ids=str)
-def test_ordinary_inputs_agree_to_1e_13(mask, score, allowance):
-    inputs = _tiny(query=70, kv=83, mask=_longer(mask), score=score, head_dim=32, value_dim=24)
+def test_oracles_agree_to_1e_13_on_ordinary_inputs(mask, score, allowance):
+    mask = Spec.of("document", lengths=[20, 33, 30]) if mask.name == "document" else mask
+    inputs = _tiny(query=70, kv=83, mask=mask, score=score, head_dim=32, value_dim=24)
     dense = oracles.dense(inputs)
     blocks = Blocks(rows=128, query=16, query_most=32, kv=16, cell=8)
     tiled = oracles.streaming(inputs, blocks=blocks)
     every = {name: oracle(inputs) for name, oracle in oracles.ORACLES.items()} | {"tiled": tiled}
     for name, other in every.items():
-        # The registered recurrences have blocks of 16; the online softmax rescales at every key.
+        # Registered recurrences have blocks of 16 keys; the online softmax rescales at every key.
         bound = allowance(inputs, rescales=None if name == "online" else 6)
         assert not bound.misses(dense, other), name
-        # What is promised, relative to the largest output; the derived allowance is above.
+        # The manual's promise, relative to the largest output, beside the derived bound above.
         assert (dense.out - other.out).abs().max() <= PROMISED * dense.out.abs().max()
-
-
-def _longer(mask: Spec) -> Spec:
-    if mask.name == "document":
-        return Spec.of("document", lengths=[20, 33, 30])
-    return mask
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("bounded", [True, False], ids=["bounded", "online"])
-def test_streaming_every_distribution(distribution, bounded, allowance, monkeypatch):
+def test_streaming_equals_dense_for_every_distribution(
+    distribution, bounded, allowance, monkeypatch
+):
     if not bounded:
-        monkeypatch.setattr(streaming_room, "LARGEST_BOUNDED_SCORE", -1.0)
+        monkeypatch.setattr(streaming_module, "LARGEST_BOUNDED_SCORE", -1.0)
     inputs = _tiny(distribution=distribution, query=60, kv=60, mask=Spec.of("causal"), dtype="fp16")
     blocks = Blocks(rows=64, query=16, query_most=16, kv=16, cell=8)
     streamed = oracles.streaming(inputs, blocks=blocks)
@@ -148,26 +150,26 @@ blocked = pytest.mark.parametrize("oracle", [oracles.flash1, oracles.flash2])
 @blocked
 @pytest.mark.parametrize("block_query", [1, 7, 33, 1000])
 @pytest.mark.parametrize("block_kv", [1, 8, 29, 1000])
-def test_blocks_may_have_any_size(oracle, block_query, block_kv, allowance):
+def test_flash_oracles_equal_dense_for_any_block_size(oracle, block_query, block_kv, allowance):
     inputs = _tiny(query=33, kv=29, mask=Spec.of("sliding_window", window=5))
     one = oracle(inputs, block_query=block_query, block_kv=block_kv)
     assert not allowance(inputs).misses(oracles.dense(inputs), one)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 28, 29, 30, 100])
-def test_splits_may_be_any_number(splits, allowance):
-    """More than keys too; in most of them some rows see nothing."""
+def test_split_equals_dense_for_any_number_of_splits(splits, allowance):
+    """Even for more splits than keys; in most splits some rows see no key."""
     inputs = _tiny(query=33, kv=29, mask=Spec.of("sliding_window", window=3))
-    found = oracles.split(inputs, splits=splits)
-    assert not allowance(inputs).misses(oracles.dense(inputs), found)
-    assert (found.lse[:, :, 31:] == -math.inf).all()
+    outputs = oracles.split(inputs, splits=splits)
+    assert not allowance(inputs).misses(oracles.dense(inputs), outputs)
+    assert (outputs.lse[:, :, 31:] == -math.inf).all()
 
 
 @every_oracle
 @pytest.mark.parametrize(
     "mask", [Spec.of("sliding_window", window=0), Spec.of("not", Spec.of("causal"))], ids=str
 )
-def test_rows_that_see_nothing_are_zero_and_minus_infinity(oracle, mask):
+def test_rows_without_keys_give_zero_and_minus_infinity(oracle, mask):
     inputs = _tiny(mask=mask, kv=5)
     outputs = oracle(inputs)
     dead = torch.tensor([[not MASKS[mask](0, 0, i, j) for j in range(5)] for i in range(9)]).all(1)
@@ -175,11 +177,6 @@ def test_rows_that_see_nothing_are_zero_and_minus_infinity(oracle, mask):
     assert (outputs.out[:, :, dead] == 0).all()
     assert (outputs.lse[:, :, dead] == -math.inf).all()
     assert outputs.lse[:, :, ~dead].isfinite().all()
-
-
-class _CoarseExp(Float64):
-    def exp(self, array):
-        return array.float().exp().double()
 
 
 class _NoRescale(Float64):
@@ -199,18 +196,18 @@ class _ShortRowSum(Float64):
 
 FAULTY_NUMBERS = [
     (fault, name)
-    for fault in (_CoarseExp, _NoRescale, _WrongHeads, _ShortRowSum)
+    for fault in (CoarseExp, _NoRescale, _WrongHeads, _ShortRowSum)
     for name in oracles.RECURRENCES
-    # The naive and safe softmax rescale nothing; the online one adds no row up at once.
+    # The naive and safe softmax never rescale; the online one never sums a whole row.
     if (fault, name) not in {(_NoRescale, "naive"), (_NoRescale, "safe"), (_ShortRowSum, "online")}
 ]
 
 
 @pytest.mark.parametrize(("fault", "name"), FAULTY_NUMBERS)
-def test_a_faulty_number_system_is_noticed(fault, name, allowance):
+def test_faulty_number_system_exceeds_the_bounds(fault, name, allowance):
     inputs, numbers = _tiny(kv=40), fault()  # the registered recurrences have blocks of 16
-    found = oracles.RECURRENCES[name](numbers, inputs).rounded(numbers)
-    assert allowance(inputs).misses(found, oracles.dense(inputs))
+    outputs = oracles.RECURRENCES[name](numbers, inputs).rounded(numbers)
+    assert allowance(inputs).misses(outputs, oracles.dense(inputs))
 
 
 def _coarse(shifted: torch.Tensor) -> torch.Tensor:
@@ -223,15 +220,20 @@ def _sees_all(self, run):
 
 CAPPED, PLAIN = Spec.of("softcap", cap=1.5), Spec.of("none")
 FAULTS = {
-    "coarse exponential": (CAPPED, streaming_room, "exponential", _coarse),
-    "no score mod": (CAPPED, streaming_room, "call_score_mod", lambda mod, scores, indices: scores),
-    "no mask, online": (CAPPED, streaming_room._Online, "visible", _sees_all),
-    "no mask, bounded": (PLAIN, streaming_room._Bounded, "visible", _sees_all),
+    "coarse exponential": (CAPPED, streaming_module, "exponential", _coarse),
+    "no score mod": (
+        CAPPED,
+        streaming_module,
+        "call_score_mod",
+        lambda mod, scores, indices: scores,
+    ),
+    "no mask, online": (CAPPED, streaming_module._Online, "visible", _sees_all),
+    "no mask, bounded": (PLAIN, streaming_module._Bounded, "visible", _sees_all),
 }
 
 
 @pytest.mark.parametrize(("score", "place", "name", "fault"), FAULTS.values(), ids=FAULTS.keys())
-def test_a_faulty_streaming_is_noticed(score, place, name, fault, allowance, monkeypatch):
+def test_fault_in_streaming_exceeds_the_bounds(score, place, name, fault, allowance, monkeypatch):
     inputs = _tiny(mask=Spec.of("causal"), score=score)
     bound, truth = allowance(inputs), oracles.dense(inputs)
     assert not bound.misses(oracles.streaming(inputs, blocks=SMALL), truth)
@@ -239,60 +241,52 @@ def test_a_faulty_streaming_is_noticed(score, place, name, fault, allowance, mon
     assert bound.misses(oracles.streaming(inputs, blocks=SMALL), truth)
 
 
-def test_nothing_is_lost_just_below_the_bound(allowance):
-    """Scores of ±597 with the smallest and the largest fp32 values."""
-    largest = streaming_room.LARGEST_BOUNDED_SCORE
+def test_largest_bounded_scores_lose_no_precision(allowance):
+    """Scores of ±597, the bound, with the smallest and the largest fp32 values."""
+    largest = streaming_module.LARGEST_BOUNDED_SCORE
     problem = Problem(query=2, kv=3, head_dim=1, value_dim=2, scale=1.0, dtype="fp32")
     q = torch.tensor([1.0, -1.0]).view(1, 1, 2, 1)
     k = torch.tensor([-1.0, 0.5, 1.0]).view(1, 1, 3, 1) * math.floor(largest)
     v = torch.tensor([[2.0**-126, 3e38]] * 3).view(1, 1, 3, 2)
     inputs = Inputs(problem=problem, q=q, k=k, v=v)
-    tiles = streaming_room._Tiles(inputs)
+    tiles = streaming_module._Tiles(inputs)
     assert tiles.bounded
     assert not allowance(inputs).misses(oracles.streaming(inputs), oracles.dense(inputs))
 
 
 def _at_the_bound(signs, value, *, dtype="fp64", scale=1.0, descale=None):
-    """One row, two keys of scores ± (nearly) LARGEST_BOUNDED_SCORE and of the same value."""
+    """One row and two keys with scores of (nearly) ±LARGEST_BOUNDED_SCORE and the same value."""
     problem = Problem(query=1, kv=2, head_dim=1, value_dim=1, scale=scale, dtype=dtype)
-    largest = math.floor(streaming_room.LARGEST_BOUNDED_SCORE)
+    largest = math.floor(streaming_module.LARGEST_BOUNDED_SCORE)
     tensors = ([1.0], [sign * largest / problem.scale for sign in signs], [value, value])
     storage = problem.formats.storage.torch_dtype
     q, k, v = (torch.tensor(t, dtype=torch.float64).to(storage).view(1, 1, -1, 1) for t in tensors)
     return Inputs(problem=problem, q=q, k=k, v=v, descale=descale)
 
 
-# exp(±597) = 2^±861: weight times value is beyond float64's numbers.
+# exp(±597) = 2^±861: weight times value leaves float64's range.
 @pytest.mark.parametrize(("signs", "value"), [((-1, 1), 2.0**200), ((-1, -1), 2.0**-300)])
-def test_values_beyond_fp32_are_not_taken_for_bounded(signs, value, allowance, monkeypatch):
+def test_values_beyond_fp32_use_the_unbounded_path(signs, value, allowance, monkeypatch):
     inputs = _at_the_bound(signs, value)
-    assert not streaming_room._Tiles(inputs).bounded
+    assert not streaming_module._Tiles(inputs).bounded
     bound, truth = allowance(inputs), oracles.dense(inputs)
     assert not bound.misses(oracles.streaming(inputs), truth)
-    monkeypatch.setattr(streaming_room, "all_moderate", lambda *_: True)
+    monkeypatch.setattr(streaming_module, "all_moderate", lambda *_: True)
     assert bound.misses(oracles.streaming(inputs), truth)
 
 
-def test_values_of_fp8_are_looked_at_with_their_descale(allowance):
+def test_fp8_values_are_bounded_only_if_their_descale_keeps_them_moderate(allowance):
     one, huge = torch.ones(1, 1), torch.full((1, 1), 2.0**127)
     scales = Descale(q=one, k=one, v=one)
     small = _at_the_bound((0.5, 0.25), 57344.0, scale=1 / 64, dtype="e5m2", descale=scales)
     large = small.replace(descale=Descale(q=one, k=one, v=huge))
-    assert streaming_room._Tiles(small).bounded
-    assert not streaming_room._Tiles(large).bounded  # 2^127 · 57344 is 2^143
+    assert streaming_module._Tiles(small).bounded
+    assert not streaming_module._Tiles(large).bounded  # 2^127 · 57344 is 2^143
     for inputs in (small, large):
         assert not allowance(inputs).misses(oracles.streaming(inputs), oracles.dense(inputs))
 
 
-@pytest.mark.parametrize("dtype", ["e4m3", "e5m2", "fp64"])
-def test_no_storage_dtype_is_assumed(dtype, python_loop, allowance):
-    inputs = _tiny(dtype=dtype, mask=Spec.of("causal"))
-    truth = python_loop(inputs, MASKS[Spec.of("causal")], SCORES[Spec.of("none")])
-    bound = allowance(inputs)
-    assert not [name for name, o in ORACLES.items() if bound.misses(o(inputs), truth, 1)]
-
-
-def test_outputs_are_float64_of_the_declared_shapes():
+def test_outputs_are_float64_and_have_the_problems_shapes():
     for oracle in ORACLES.values():
         outputs = oracle(_tiny())
         assert isinstance(outputs, Outputs)
@@ -302,7 +296,7 @@ def test_outputs_are_float64_of_the_declared_shapes():
 
 
 @pytest.mark.parametrize(
-    ("refused", "message"),
+    ("call", "message"),
     [
         (lambda: oracles.flash1(_tiny(), block_query=0, block_kv=4), "block_query=0 must be at"),
         (lambda: oracles.flash2(_tiny(), block_query=4, block_kv=-1), "block_kv=-1 must be at"),
@@ -317,6 +311,6 @@ def test_outputs_are_float64_of_the_declared_shapes():
         (lambda: oracles.SOFTMAXES["safe"](_tiny()), "attention has no scores as inputs"),
     ],
 )
-def test_what_cannot_be_is_refused(refused, message):
+def test_invalid_blocks_splits_and_digits_are_refused(call, message):
     with pytest.raises(UsageError, match=message):
-        refused()
+        call()

@@ -1,8 +1,8 @@
-"""A fault in each recurrence, planted in a copy of its source, is noticed in either numbers."""
+"""Faults planted in copies of each recurrence's source exceed the error bounds."""
 
 import pytest
 from tests.oracles import gradients_by_torch as reference
-from tests.oracles.conftest import PLANTED
+from tests.oracles.conftest import PLANTED, SMALL
 
 from attncheck import oracles
 from attncheck.core.mod_spec import Spec
@@ -14,14 +14,12 @@ from attncheck.oracles import recurrence_steps as steps
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.forward_recurrences import dense_attention
 from attncheck.oracles.mp_numbers import Mp
-from attncheck.oracles.streaming_forward import Blocks
 
 Definition, tiny, allowed_of = reference.Definition, reference.tiny, reference.allowed
-SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)
 
 
 def forward(name, module):
-    """The one called ``name``, from ``module``; blocks of 4 and 3."""
+    """The forward called ``name`` from ``module``, with blocks of 4 rows and 3 keys."""
     if name.startswith("split"):
         splits = int(name.removeprefix("split in "))
         return lambda numbers, inputs: module.split_forward(numbers, inputs, splits=splits)
@@ -36,45 +34,45 @@ def backward(name, module, inputs):
     if name == "streaming":
         return module.streaming_backward(inputs, blocks=SMALL)
     if name == "flash2":
-        found = module.flash2_backward(numbers, inputs, block_query=4, block_kv=3)
+        result = module.flash2_backward(numbers, inputs, block_query=4, block_kv=3)
     else:
-        found = module.dense_backward(numbers, inputs)
-    return found.rounded(numbers)
+        result = module.dense_backward(numbers, inputs)
+    return result.rounded(numbers)
 
 
 @pytest.mark.parametrize("fault", PLANTED["forward"])
 @pytest.mark.parametrize("digits", [None, 30])
-def test_a_fault_of_a_forward_is_noticed(fault, digits, allowance, planted):
+def test_fault_in_a_forward_exceeds_the_bounds(fault, digits, allowance, plant):
     name, right, wrong = PLANTED["forward"][fault].values()
     problem = Problem(heads=2, kv_heads=1, query=8, kv=8, head_dim=4, mask=Spec.of("causal"))
     inputs, numbers = draw_inputs(problem), Mp(digits) if digits else Float64()
     bound, truth = allowance(inputs), oracles.RECURRENCES[oracles.REFERENCE](numbers, inputs)
 
     def misses(module):
-        found = forward(name, module)(numbers, inputs)
+        result = forward(name, module)(numbers, inputs)
         if digits:
-            return bound.misses_in_many_digits(numbers, found, truth)
-        return bound.misses(found.rounded(numbers), truth.rounded(numbers))
+            return bound.misses_in_many_digits(numbers, result, truth)
+        return bound.misses(result.rounded(numbers), truth.rounded(numbers))
 
     module = forwards if name.startswith(("flash", "split")) else steps
     if name != oracles.REFERENCE:
         assert not misses(module)
-    assert misses(planted(module, right, wrong))
+    assert misses(plant(module, right, wrong))
 
 
 @pytest.mark.parametrize("fault", PLANTED["backward"])
-def test_a_fault_of_a_backward_is_noticed(fault, allowance, planted):
+def test_fault_in_a_backward_exceeds_the_bounds(fault, allowance, plant):
     name, right, wrong = PLANTED["backward"][fault].values()
     score = Spec.of("softcap", cap=1.5)
     inputs = tiny(mask=Spec.of("causal"), score=score, sink=True, query=11)
     exact, allowed = Definition.of(inputs).gradients(inputs), allowed_of(inputs, allowance)
     module = streaming_gradients if name == "streaming" else backward_recurrences
-    assert allowed.misses(backward(name, planted(module, right, wrong), inputs), exact)
+    assert allowed.misses(backward(name, plant(module, right, wrong), inputs), exact)
 
 
 @pytest.mark.parametrize("fault", PLANTED["bounded"])
-def test_a_fault_of_bounded_scores_is_noticed(fault, allowance, planted):
+def test_fault_in_streaming_with_bounded_scores_exceeds_the_bounds(fault, allowance, plant):
     inputs = tiny(mask=Spec.of("causal"))
     exact, allowed = Definition.of(inputs).gradients(inputs), allowed_of(inputs, allowance)
-    module = planted(streaming_gradients, *PLANTED["bounded"][fault].values())
+    module = plant(streaming_gradients, *PLANTED["bounded"][fault].values())
     assert allowed.misses(backward("streaming", module, inputs), exact)

@@ -1,4 +1,4 @@
-"""A sink is one more key of value 0: oracles against a slow loop over keys and one pair more."""
+"""A sink acts as one more key of value 0: oracles against a slow loop that adds such a key."""
 
 import math
 from dataclasses import dataclass
@@ -13,18 +13,17 @@ from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.oracles import forward_recurrences, recurrence_steps
-from attncheck.oracles.ball_numbers import enclose_rows, proven_error
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.forward_recurrences import one_head
 from attncheck.oracles.mp_numbers import Mp
 from attncheck.oracles.row_conditions import all_rows
 from attncheck.oracles.streaming_forward import Blocks
 
-PROMISED = 1e-13  # of ordinary inputs, in the manual
+PROMISED = 1e-13  # the manual's promise for ordinary inputs
 DIGITS = 50
-IN_DIGITS = mpmath.mpf(10) ** -45
+ALLOWED_IN_DIGITS = mpmath.mpf(10) ** -45
 
-# The same again, in Python on integers, for 7 queries and 5 keys.
+# Each mask as a Python function of integers, for 7 queries and 5 keys.
 MASKS = {
     Spec.of("full"): lambda _b, _i, _j: True,
     Spec.of("causal_bottom_right"): lambda _b, i, j: j <= i - 2,
@@ -39,8 +38,8 @@ SINKS = {
 }
 MANY_TILES = Blocks(rows=24, query=4, query_most=8, kv=2, cell=1)
 FINITE = {name: run for name, run in oracles.ORACLES.items() if name not in oracles.MAY_OVERFLOW}
-ASKED = FINITE | {"many tiles": lambda inputs: oracles.streaming(inputs, blocks=MANY_TILES)}
-every_oracle = pytest.mark.parametrize("oracle", ASKED.values(), ids=ASKED.keys())
+ALL = FINITE | {"many tiles": lambda inputs: oracles.streaming(inputs, blocks=MANY_TILES)}
+every_oracle = pytest.mark.parametrize("oracle", ALL.values(), ids=ALL.keys())
 
 
 @dataclass
@@ -53,13 +52,15 @@ class Exact:
 
 def _inputs(mask: Spec, sinks: str = "drawn", **changes: object) -> Inputs:
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 7, "kv": 5, "head_dim": 4}
-    drawn = draw_inputs(Problem(**(sizes | {"value_dim": 3, "mask": mask, "sink": True} | changes)))
-    given = SINKS[sinks]
-    return drawn if given is None else drawn.replace(sink=torch.tensor(given))
+    inputs = draw_inputs(
+        Problem(**(sizes | {"value_dim": 3, "mask": mask, "sink": True} | changes))
+    )
+    values = SINKS[sinks]
+    return inputs if values is None else inputs.replace(sink=torch.tensor(values))
 
 
-def _with_one_key_more(inputs: Inputs) -> Exact:
-    """Each row's own keys, and a pair of score sink[h] and value 0 that every row sees."""
+def _with_one_more_key(inputs: Inputs) -> Exact:
+    """Attention with one more key that all rows see, of score sink[h] and value 0."""
     p, sees = inputs.problem, MASKS[inputs.problem.mask]
     q, k, v = (tensor.tolist() for tensor in inputs.promoted())
     out = np.empty((p.batch, p.heads, p.query, p.value_dim), dtype=object)
@@ -82,24 +83,24 @@ def _with_one_key_more(inputs: Inputs) -> Exact:
     return Exact(out, lse)
 
 
-def _close(got: object, exact: object, allowed: mpmath.mpf) -> bool:
-    """Relative to 1 or to the number, if that is more; infinities are equal or not."""
-    return got == exact or abs(got - exact) <= allowed * max(1, abs(exact))
+def _close(one: object, exact: object, allowed: mpmath.mpf) -> bool:
+    """Whether the error is at most ``allowed`` · max(1, |exact|); infinities must be equal."""
+    return one == exact or abs(one - exact) <= allowed * max(1, abs(exact))
 
 
 @pytest.mark.parametrize("sinks", SINKS)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @every_oracle
-def test_float64_is_attention_with_one_key_more(oracle, mask, sinks):
+def test_float64_oracle_equals_attention_with_one_more_key(oracle, mask, sinks):
     inputs = _inputs(mask, sinks)
-    given, exact = oracle(inputs), _with_one_key_more(inputs)
-    for got, right in ((given.out, exact.out), (given.lse, exact.lse)):
-        pairs = zip(got.flatten().tolist(), right.flat, strict=True)
+    outputs, exact = oracle(inputs), _with_one_more_key(inputs)
+    for tensor, right in ((outputs.out, exact.out), (outputs.lse, exact.lse)):
+        pairs = zip(tensor.flatten().tolist(), right.flat, strict=True)
         assert all(_close(mpmath.mpf(one), other, PROMISED) for one, other in pairs)
 
 
-def test_naive_softmax_is_naive_with_a_sink():
-    """exp(sink) stands in the denominator as it is, and overflows as any score's does."""
+def test_naive_softmax_overflows_for_a_large_sink():
+    """exp(sink) enters the denominator directly, as any score does."""
     mask = Spec.of("full")
     ordinary = oracles.ORACLES["naive"](_inputs(mask))
     assert torch.allclose(ordinary.out, oracles.dense(_inputs(mask)).out, rtol=0, atol=PROMISED)
@@ -108,27 +109,29 @@ def test_naive_softmax_is_naive_with_a_sink():
 
 @pytest.mark.parametrize("name", oracles.RECURRENCES)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_many_digits_are_those_of_one_key_more(name, mask):
+def test_recurrence_in_many_digits_equals_attention_with_one_more_key(name, mask):
     numbers = Mp(DIGITS)
     for sinks in ("drawn", "huge"):
         inputs = _inputs(mask, sinks, query=7)
-        result, exact = oracles.RECURRENCES[name](numbers, inputs), _with_one_key_more(inputs)
-        for got, right in ((result.out, exact.out), (result.lse[..., 0], exact.lse)):
-            assert all(_close(a, b, IN_DIGITS) for a, b in zip(got.flat, right.flat, strict=True))
+        result, exact = oracles.RECURRENCES[name](numbers, inputs), _with_one_more_key(inputs)
+        for array, right in ((result.out, exact.out), (result.lse[..., 0], exact.lse)):
+            pairs = zip(array.flat, right.flat, strict=True)
+            assert all(_close(a, b, ALLOWED_IN_DIGITS) for a, b in pairs)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_balls_enclose_it_and_prove_float64(mask):
-    ball = pytest.importorskip("attncheck.oracles.ball_numbers")
+def test_balls_prove_float64_results_with_a_sink(mask):
+    balls = pytest.importorskip("attncheck.oracles.ball_numbers")
     inputs = _inputs(mask, "huge", batch=2)
-    exact, numbers = _with_one_key_more(inputs), ball.Ball()
+    exact, numbers = _with_one_more_key(inputs), balls.Ball()
     for rows in all_rows(inputs.problem, "cpu"):
-        proof = proven_error(oracles.truth(inputs), enclose_rows(numbers, inputs, rows), rows)
+        enclosed = balls.enclose_rows(numbers, inputs, rows)
+        proof = balls.proven_error(oracles.truth(inputs), enclosed, rows)
         assert bool((proof.out <= PROMISED).all())
         assert bool((proof.lse <= PROMISED * 1e4).all())
-    # One that forgets the sink is proven to be far off.
+    # A result without the sink is proven to be far off.
     without = oracles.truth(inputs.replace(sink=torch.full((4,), -math.inf)))
-    far = proven_error(without, enclose_rows(numbers, inputs, rows), rows)
+    far = balls.proven_error(without, enclosed, rows)
     assert bool((far.lse > 1).any())
     assert exact.lse[0, 0, 0] >= 1e4
 
@@ -137,28 +140,28 @@ def test_balls_enclose_it_and_prove_float64(mask):
     "score", [Spec.of("softcap", cap=1.0), Spec.of("temperature", temperature=4.0)]
 )
 @every_oracle
-def test_a_score_mod_is_not_for_the_sink(oracle, score):
-    """Against the recurrence without a sink, merged with it: LSE' = ln(e^LSE + e^sink)."""
+def test_score_mod_does_not_apply_to_the_sink(oracle, score):
+    """Compared with the result without a sink, merged with it: LSE' = ln(e^LSE + e^sink)."""
     inputs = _inputs(Spec.of("causal_bottom_right"), score=score)
     plain = oracles.dense(inputs.replace(sink=torch.full((4,), -math.inf)))
     sink = inputs.sink.double()[:, None]
     lse = torch.logaddexp(plain.lse, sink)
     out = plain.out * (plain.lse - lse).exp()[..., None]
-    given = oracle(inputs)
-    assert torch.allclose(given.out, out, rtol=0, atol=PROMISED)
-    assert torch.allclose(given.lse, lse, rtol=0, atol=PROMISED)
+    outputs = oracle(inputs)
+    assert torch.allclose(outputs.out, out, rtol=0, atol=PROMISED)
+    assert torch.allclose(outputs.lse, lse, rtol=0, atol=PROMISED)
 
 
 @every_oracle
 def test_rows_without_keys_have_the_sink_as_lse(oracle):
     inputs = _inputs(Spec.of("sliding_window", window=0))
-    given = oracle(inputs)
-    assert torch.equal(given.out, torch.zeros_like(given.out))
-    assert torch.allclose(given.lse, inputs.sink.double()[:, None], rtol=0, atol=PROMISED)
+    outputs = oracle(inputs)
+    assert torch.equal(outputs.out, torch.zeros_like(outputs.out))
+    assert torch.allclose(outputs.lse, inputs.sink.double()[:, None], rtol=0, atol=PROMISED)
 
 
-def test_one_head_has_its_own_sink():
-    """What a certificate encloses of batch · heads + head."""
+def test_one_head_uses_its_own_sink():
+    """Certificates enclose single heads, numbered batch · heads + head."""
     inputs = _inputs(Spec.of("full"))
     whole = oracles.dense(inputs).lse.flatten(0, 1)
     for head in range(8):
@@ -175,13 +178,12 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_planted_faults_are_caught(fault, planted, monkeypatch):
-    """The comparison with one key more is no formality."""
-    module = planted(recurrence_steps, *PLANTED[fault])
+def test_planted_fault_differs_from_attention_with_one_more_key(fault, plant, monkeypatch):
+    module = plant(recurrence_steps, *PLANTED[fault])
     monkeypatch.setattr(forward_recurrences, "sink_of", module.sink_of)
     mask = Spec.of("full")
     inputs = _inputs(mask, "beyond exp" if fault == "not the maximum" else "drawn")
-    given = forward_recurrences.dense_attention(Float64(), inputs, module.safe).rounded(Float64())
-    exact = _with_one_key_more(inputs)
-    pairs = zip(given.lse.flatten().tolist(), exact.lse.flat, strict=True)
+    outputs = forward_recurrences.dense_attention(Float64(), inputs, module.safe).rounded(Float64())
+    exact = _with_one_more_key(inputs)
+    pairs = zip(outputs.lse.flatten().tolist(), exact.lse.flat, strict=True)
     assert not all(_close(mpmath.mpf(one), other, PROMISED) for one, other in pairs)

@@ -1,4 +1,4 @@
-"""The three softmaxes of rows of scores: right, equal, and honest about what overflows."""
+"""The three softmaxes of rows of scores: exact within bounds, and visibly wrong on overflow."""
 
 import dataclasses
 import math
@@ -7,6 +7,7 @@ import sys
 import mpmath
 import pytest
 import torch
+from tests.oracles.conftest import CoarseExp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck import oracles
@@ -55,29 +56,29 @@ def _softmax(softmax, *scores):
 
 
 @every_oracle
-def test_equals_the_definition(oracle, allowance):
+def test_softmax_equals_the_definition(oracle, allowance):
     inputs = draw_inputs(_problem())
     assert not allowance(inputs).misses(oracle(inputs), _exact(inputs), sides=1)
 
 
 @pytest.mark.parametrize("distribution", [n for n, d in DISTRIBUTIONS.items() if d.scores])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "fp64"])
-def test_every_distribution(distribution, dtype, allowance):
+def test_softmax_equals_the_definition_for_every_distribution(distribution, dtype, allowance):
     inputs = draw_inputs(_problem(distribution=distribution, dtype=dtype, kv=40))
     bound, truth, exact = allowance(inputs), oracles.truth(inputs), _exact(inputs)
     assert not bound.misses(truth, exact, sides=1)
     assert not bound.misses(oracles.SOFTMAXES["online"](inputs), exact, sides=1)
-    # The naive one is right wherever its sum is a normal number, and nowhere else.
-    found = oracles.SOFTMAXES["naive"](inputs)
+    # The naive one is right exactly in rows whose sum is a normal number.
+    naive = oracles.SOFTMAXES["naive"](inputs)
     kept = exact.lse.abs() < 708
-    assert torch.equal(kept, found.lse.abs() < 708)
+    assert torch.equal(kept, naive.lse.abs() < 708)
     rows = dataclasses.replace(bound, spread=bound.spread[kept])
-    mine, theirs = (Outputs(part.out[kept], part.lse[kept]) for part in (found, exact))
-    assert not rows.misses(mine, theirs, sides=1)
+    one, other = (Outputs(part.out[kept], part.lse[kept]) for part in (naive, exact))
+    assert not rows.misses(one, other, sides=1)
 
 
 @every_oracle
-def test_shapes_and_hidden_scores(oracle, allowance):
+def test_shapes_and_rows_of_minus_infinity_and_nan(oracle):
     inputs = draw_inputs(_problem())
     x = inputs.x.clone()
     x[0, 0] = -math.inf  # rows that attend to nothing
@@ -95,22 +96,22 @@ def test_shapes_and_hidden_scores(oracle, allowance):
     rest = [(b, h) for b in range(2) for h in range(3) if (b, h) not in {(0, 0), (1, 2)}]
     ones = torch.stack([outputs.out[place].sum(-1) for place in rest])
     units = (ones - 1).abs().max().item() / 2.0**-53
-    assert units <= 2 * 11  # a division each, and the additions here
+    assert units <= 2 * 11  # a division for each weight, and the additions of this sum
     assert outputs.lse[1, 2, :3].isfinite().all()
 
 
 @every_softmax
-def test_rows_are_one_another_s_strangers(softmax):
+def test_spoilt_rows_do_not_affect_others(softmax):
     scores = torch.randn(1, 2, 4, 9, dtype=torch.float64)
     spoilt = scores.clone()
     spoilt[0, 0, 1], spoilt[0, 1, 3, 5] = -math.inf, math.nan
-    clean, found = (softmax(Float64(), s, s != -math.inf)[0] for s in (scores, spoilt))
-    differ = ~((clean == found).all(-1)).flatten()
+    one, other = (softmax(Float64(), s, s != -math.inf)[0] for s in (scores, spoilt))
+    differ = ~((one == other).all(-1)).flatten()
     assert differ.tolist() == [False, True, False, False, False, False, False, True]
 
 
 @pytest.mark.parametrize("keys", [1, 4, 100])
-def test_the_naive_softmax_overflows_where_it_must(keys):
+def test_naive_softmax_overflows_at_the_largest_exponent(keys):
     at = LARGEST_EXPONENT - math.log(keys)
     weights, lse = _softmax(SOFTMAXES["naive"], *[at - 1e-9] * keys)
     assert all(map(math.isfinite, weights))
@@ -122,7 +123,7 @@ def test_the_naive_softmax_overflows_where_it_must(keys):
     assert lse == math.inf
 
 
-def test_the_naive_softmax_is_zero_by_zero_far_below():
+def test_naive_softmax_is_nan_where_all_exponentials_underflow():
     weights, lse = _softmax(SOFTMAXES["naive"], -745.0, -745.0)
     assert weights == [0.5, 0.5]
     assert math.isfinite(lse)
@@ -133,15 +134,15 @@ def test_the_naive_softmax_is_zero_by_zero_far_below():
 
 @pytest.mark.parametrize("name", ["safe", "online"])
 @pytest.mark.parametrize("at", [-1e300, -746.0, 710.0, 1e300])
-def test_the_others_do_not(name, at):
+def test_safe_and_online_softmax_handle_extreme_scores(name, at):
     weights, lse = _softmax(SOFTMAXES[name], at, at, -math.inf)
     assert weights == [0.5, 0.5, 0.0]
     assert lse == at + math.log(2)
 
 
 @pytest.mark.parametrize("name", ["safe", "online"])
-def test_exact_where_powers_of_two_are(name):
-    """exp of 0 and of −∞ only: the maximum first, last and in the middle."""
+def test_safe_and_online_softmax_are_exact_wherever_the_maximum_is(name):
+    """All exponentials are 0 or 1 here; the maximum is first, last or in the middle."""
     for scores in ([800.0, 0.0, -800.0], [-800.0, 0.0, 800.0], [0.0, 800.0, -800.0]):
         weights, lse = _softmax(SOFTMAXES[name], *scores)
         assert weights == [float(score == 800.0) for score in scores]
@@ -149,45 +150,41 @@ def test_exact_where_powers_of_two_are(name):
 
 
 class _Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operation made, the result of its size left out."""
+    """Elements of the largest tensor an operation creates, ignoring tensors of ``result`` bytes."""
 
     def __init__(self, result):
         super().__init__()
-        self.result, self.found = result, 0
+        self.result, self.elements = result, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and made.untyped_storage().nbytes() != self.result:
-            self.found = max(self.found, made.untyped_storage().nbytes() // made.element_size())
-        return made
+        tensor = func(*args, **(kwargs or {}))
+        if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() != self.result:
+            elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+            self.elements = max(self.elements, elements)
+        return tensor
 
 
-def test_the_truth_needs_little_more_memory_than_its_result():
+def test_softmax_by_rows_needs_little_more_memory_than_its_result():
     inputs = draw_inputs(_problem(query=64, kv=33, dtype="fp16"))
     count = inputs.x.numel()
     with _Largest(8 * count) as mode:
         softmax_by_rows(inputs, block_scores=330)
-    # The input is a tensor of that size too, in its own bytes.
-    assert mode.found in {330, count}
+    # ``count`` for the input, which has as many elements in a smaller dtype.
+    assert mode.elements in {330, count}
     with _Largest(8 * count) as mode:
         oracles.SOFTMAXES["safe"](inputs)
-    assert mode.found == count
+    assert mode.elements == count
 
 
-def test_truth_of_attention_is_the_streaming_one():
+def test_truth_of_attention_is_the_streaming_oracle():
     attention = draw_inputs(Problem(query=3, head_dim=4))
-    mine, theirs = oracles.truth(attention), oracles.streaming(attention)
-    assert torch.equal(mine.out, theirs.out)
-    assert torch.equal(mine.lse, theirs.lse)
-
-
-class _CoarseExp(Float64):
-    def exp(self, array):
-        return array.float().exp().double()
+    truth, streamed = oracles.truth(attention), oracles.streaming(attention)
+    assert torch.equal(truth.out, streamed.out)
+    assert torch.equal(truth.lse, streamed.lse)
 
 
 @pytest.mark.parametrize("name", oracles.SOFTMAX_RECURRENCES)
-def test_a_coarse_exponential_is_noticed(name, allowance):
-    inputs, numbers = draw_inputs(_problem()), _CoarseExp()
-    found = oracles.SOFTMAX_RECURRENCES[name](numbers, inputs).rounded(numbers)
-    assert allowance(inputs).misses(found, oracles.truth(inputs))
+def test_exponentials_in_fp32_exceed_the_bounds(name, allowance):
+    inputs, numbers = draw_inputs(_problem()), CoarseExp()
+    outputs = oracles.SOFTMAX_RECURRENCES[name](numbers, inputs).rounded(numbers)
+    assert allowance(inputs).misses(outputs, oracles.truth(inputs))

@@ -1,4 +1,4 @@
-"""Tiles cover what a mask shows and nothing is called whole that is not; memory stays O(N)."""
+"""The streaming oracle's tiles cover exactly what a mask shows, in memory linear in the length."""
 
 import math
 
@@ -48,7 +48,7 @@ def _tiles(problem, blocks):
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("blocks", [BLOCKS, blocks_for(CPU)], ids=["small", "CPU"])
-def test_tiles_see_exactly_what_the_mask_shows(mask, blocks):
+def test_tiles_cover_exactly_what_the_mask_shows(mask, blocks):
     problem = _problem(mask)
     everywhere = (range(3), range(6), range(61), range(83))
     shown = call_mask(problem.mask_mod(), Indices.of(*everywhere)).expand(3, 6, 61, 83)
@@ -62,7 +62,7 @@ def test_tiles_see_exactly_what_the_mask_shows(mask, blocks):
     assert torch.equal(covered, shown.long())
 
 
-def test_tiles_that_see_nothing_are_skipped_and_whole_ones_not_masked():
+def test_hidden_tiles_are_skipped_and_full_ones_not_masked():
     kinds = [run.partial for *_, run in _tiles(_problem(Spec.of("causal"), kv=61), BLOCKS)]
     assert kinds.count(False) > 0
     causal = sum(
@@ -71,7 +71,7 @@ def test_tiles_that_see_nothing_are_skipped_and_whole_ones_not_masked():
             _problem(Spec.of("causal"), batch=1, heads=1, kv_heads=1, kv=61), BLOCKS
         )
     )
-    # Half of all, and for each row at most half a block and a cell more.
+    # Half of all pairs, and for each row at most half a block and a cell more.
     assert causal <= 61 * (61 + 16 + 2 * 4) / 2
     assert not list(_tiles(_problem(Spec.of("sliding_window", window=0)), BLOCKS))
 
@@ -80,7 +80,7 @@ def test_tiles_that_see_nothing_are_skipped_and_whole_ones_not_masked():
     "sizes",
     [{"heads": 64, "kv_heads": 1}, {"heads": 14, "kv_heads": 7}, {"batch": 16}, {"query": 1}],
 )
-def test_no_product_has_more_rows_than_asked_for(sizes):
+def test_products_have_at_most_the_configured_rows(sizes):
     problem = _problem(Spec.of("full"), **sizes)
     for rows in query_blocks(problem, BLOCKS):
         heads = list(head_ranges(problem, BLOCKS, len(rows)))
@@ -92,7 +92,7 @@ def test_no_product_has_more_rows_than_asked_for(sizes):
 
 
 class _Largest(TorchDispatchMode):
-    """Bytes of the largest storage that an operation gave."""
+    """Bytes of the largest storage that an operation returns."""
 
     def __init__(self):
         super().__init__()
@@ -119,25 +119,25 @@ def _largest(oracle, length, mask, score):
 @pytest.mark.parametrize(
     ("mask", "score"), [("full", "none"), ("causal", "none"), ("causal", "alibi")]
 )
-def test_memory_does_not_grow_with_the_square_of_the_length(mask, score):
+def test_memory_grows_linearly_with_the_length(mask, score):
     def streamed(inputs):
         return oracles.streaming(inputs, blocks=BLOCKS)
 
     small, large = (_largest(streamed, length, mask, score) for length in (128, 512))
     assert large <= 4 * small  # linear
-    # The measure does see a score matrix.
+    # The measurement does notice a score matrix.
     small, large = (_largest(oracles.dense, length, mask, score) for length in (128, 512))
     assert large == 16 * small
 
 
 class _Custom(Problem):
-    """A causal mask written as a score mod's −∞, by a user."""
+    """A causal mask that a user wrote as a score mod of −∞."""
 
     def score_mod(self, device="cpu"):
         return lambda score, b, h, i, j: torch.where(i >= j, score, -math.inf)
 
 
-def test_a_score_of_minus_infinity_hides_a_key_as_a_mask_does(allowance):
+def test_score_of_minus_infinity_hides_a_key_like_a_mask(allowance):
     causal = draw_inputs(Problem(query=40, head_dim=8, mask=Spec.of("causal")))
     v = causal.v.clone()
     v[:, :, -1] = math.nan
@@ -148,26 +148,26 @@ def test_a_score_of_minus_infinity_hides_a_key_as_a_mask_does(allowance):
         lambda inputs: oracles.flash2(inputs, block_query=7, block_kv=6),
         lambda inputs: oracles.streaming(inputs, blocks=BLOCKS),
     ):
-        mine, truth = oracle(custom), oracles.dense(causal)
-        assert mine.out[:, :, -1].isnan().all()
-        for part in (mine, truth):
+        outputs, truth = oracle(custom), oracles.dense(causal)
+        assert outputs.out[:, :, -1].isnan().all()
+        for part in (outputs, truth):
             part.out[:, :, -1] = 0
-        assert not allowance(causal).misses(mine, truth)
+        assert not allowance(causal).misses(outputs, truth)
 
 
-class _OfItsHead(Problem):
-    """A mask that is another one in every head, though the same in every sequence."""
+class _MaskOfHeads(Problem):
+    """A mask that differs between heads, and is the same for all sequences."""
 
     def mask_mod(self, device="cpu"):
         return lambda b, h, i, j: j <= i + 3 * h
 
 
-def test_ranges_of_heads_are_asked_about_their_own_heads(allowance):
+def test_mask_of_each_head_applies_when_a_sequences_heads_are_split(allowance):
     sizes = {"batch": 2, "heads": 14, "kv_heads": 7, "query": 40, "head_dim": 8}
-    problem = _OfItsHead(**sizes, score=Spec.of("alibi"))
+    problem = _MaskOfHeads(**sizes, score=Spec.of("alibi"))
     rows = query_blocks(problem, BLOCKS)[0]
     ranges = [part.kv for part in head_ranges(problem, BLOCKS, len(rows))]
-    assert any(kv.start > 0 for kv in ranges)  # the heads of one sequence are cut
+    assert any(kv.start > 0 for kv in ranges)  # the heads of one sequence are split
     drawn = draw_inputs(Problem(**sizes))
     inputs = Inputs(problem=problem, q=drawn.q, k=drawn.k, v=drawn.v)
     streamed = oracles.streaming(inputs, blocks=BLOCKS)
@@ -175,7 +175,7 @@ def test_ranges_of_heads_are_asked_about_their_own_heads(allowance):
 
 
 class _Table(Problem):
-    """A score mod that hands back its own table: it must not be written to."""
+    """A score mod that returns a view of its own table."""
 
     table = torch.randn(40, 40, dtype=torch.float64)
 
@@ -183,7 +183,7 @@ class _Table(Problem):
         return lambda score, b, h, i, j: self.table[i, j]
 
 
-def test_a_captured_table_is_not_written_to():
+def test_table_returned_by_a_score_mod_is_not_written_to():
     inputs = draw_inputs(Problem(query=40, head_dim=8))
     custom = Inputs(
         problem=_Table(query=40, head_dim=8, mask=Spec.of("causal")),

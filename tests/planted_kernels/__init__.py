@@ -1,7 +1,7 @@
-"""Kernels with one fault each, by name: what properties, relations and probes must find.
+"""Kernels with one fault each, by name, which properties, relations and probes must catch.
 
-A fault is what a class derived from the ideal kernel has of its own: what it reads, what it gives
-in place of what is right, or a step that it does otherwise.
+A fault is the set of attributes that a subclass of the ideal kernel overrides: it reads other
+inputs, spoils right outputs, or computes one step differently.
 """
 
 from tests.planted_kernels.inputs_read import READ, SINKS
@@ -27,11 +27,11 @@ FAULTS = (
     (Splits, DECODING),
     (Gathering, PAGES),
 )
-"""Each table with what its faults are faults of."""
+"""Each table of faults, with the base class of its kernels."""
 
 
 def kernel(name: str, block: int = BLOCK) -> Ideal:
-    """The kernel with the fault ``name``, in square tiles of ``block`` or of its own."""
+    """The kernel with the fault ``name``, in square tiles of ``block`` or the fault's own size."""
     base, attributes = next((base, kinds[name]) for base, kinds in FAULTS if name in kinds)
     block = attributes.get("block", block)
     own = {"name": f"planted-{name}"} | attributes

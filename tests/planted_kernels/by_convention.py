@@ -1,7 +1,7 @@
-"""Functions as people write them, each wrong at one value of one parameter, and right elsewhere.
+"""Plain functions as users write them, each wrong at one value of one parameter only.
 
-Plain torch, so that a whole check of one takes a second. A fault is a word that ``attend`` or its
-convention looks for; of a backward it is what is differentiated in place of what was computed.
+They are in torch, so that a whole check takes a second. A fault is a text that ``attend`` or its
+convention compares with; a fault "backward: …" is planted in what is differentiated only.
 """
 
 # ruff: noqa: C901, PLR0917  (a fault is a branch, and signatures are those of flash-attn)
@@ -13,7 +13,7 @@ import torch
 
 
 def seen_keys(query, kv, left, right, at):
-    """What rows see from ``i + at - left`` to ``i + at + right``; −1 is no limit."""
+    """Row ``i`` sees keys from ``i + at - left`` to ``i + at + right``; −1 is no limit."""
     distance = torch.arange(kv) - torch.arange(query)[:, None] - at
     seen = torch.ones(query, kv, dtype=torch.bool)
     seen &= (distance >= -left) if left >= 0 else True
@@ -21,7 +21,7 @@ def seen_keys(query, kv, left, right, at):
 
 
 def attend(q, k, v, seen, scale=None, cap=0.0, bias=0.0, sinks=None, fault=""):
-    """Out and natural LSE of one sequence ``(heads, length, dim)``; rows without keys: 0 and −∞."""
+    """Out and natural LSE of one sequence ``(heads, length, dim)``; rows without keys: 0, −∞."""
     dim, group = q.shape[-1], q.shape[0] // k.shape[0]
     if fault == "vectors of 8":
         whole = dim - dim % 8 or dim
@@ -66,7 +66,7 @@ def finite(largest):
 
 
 class Differs(torch.autograd.Function):
-    """The forward of one function, and the gradients of another."""
+    """The forward of one function with the gradients of another."""
 
     @staticmethod
     def forward(ctx, right, wrong, *tensors):
@@ -84,7 +84,7 @@ class Differs(torch.autograd.Function):
 
 
 def differs(function, fault, *tensors):
-    """``function(fault, *tensors)`` whose fault is in its gradients alone, where it says so."""
+    """``function(fault, *tensors)``; a fault "backward: …" applies to the gradients alone."""
     tensors = [tensor for tensor in tensors if tensor is not None]
     if not fault.startswith("backward: "):
         return function(fault, *tensors)
@@ -113,7 +113,7 @@ def one_flash(q, k, v, softmax_scale, causal, window, cap, slopes, sinks, fault)
         return q.new_zeros(query, heads, v.shape[2]), q.new_zeros(heads, query).float() - math.inf
     group = heads // k.shape[1]
     if fault == "groups of powers of two" and causal and group & (group - 1):
-        # The rows of a group's heads lie in one tile, and its height is rounded up.
+        # The rows of a group's heads share a tile, whose height is rounded up.
         padded = 1 << group.bit_length()
         rows = torch.arange(query * group).view(query, group) // padded * padded // group
         late = torch.stack([seen[0][rows[:, h % group]] for h in range(heads)])
@@ -326,10 +326,10 @@ BY_CHECK = {
         ("varlen", "backward: values of head_dim"),
     ],
 }
-"""Faults that the crossed questions of a check show, by parameter: convention and fault."""
+"""Faults that the crossed questions of ``check`` reveal, by parameter: convention and fault."""
 
 BY_GATE = {
     "slopes": [("flash_attn", "slopes of the first sequence")],
     "scale": [("sdpa", "scale or default"), ("flash_attn", "scale without its sign")],
 }
-"""Those that the bounds of a gate show, and a check does not ask for."""
+"""Faults that the bounds of a gate reveal, but no question of ``check``."""

@@ -1,4 +1,4 @@
-"""Kernels that read something else than they are given, and compute that exactly."""
+"""Kernels that compute exactly, but from other inputs than the given ones."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ causal = Spec.of("causal")
 
 
 def reading(change):
-    """What ``change`` makes of (inputs, problem) is computed, and that exactly."""
+    """Compute exactly from ``change(inputs, problem)``."""
     return {"prepare": lambda self, inputs: Ideal.prepare(self, change(inputs, inputs.problem))}
 
 
@@ -26,12 +26,12 @@ def other_problem(change):
 
 
 def as_class(kind, problem):
-    """``problem`` with other mods than it says."""
+    """``problem`` as an instance of ``kind``, which overrides its mods."""
     return kind(**{f.name: getattr(problem, f.name) for f in dataclasses.fields(Problem)})
 
 
 def remade(spec, problem, changes):
-    """``spec`` with each part called a name of ``changes`` made anew by it, of (part, problem)."""
+    """``spec`` with each part named in ``changes`` replaced by ``changes[name](part, problem)``."""
     if spec.name in changes:
         return changes[spec.name](spec, problem)
     parts = (remade(part, problem, changes) for part in spec.parts)
@@ -47,7 +47,7 @@ def other_score(**changes):
 
 
 def changed(**values):
-    """Another value of one name, by ``change(value, problem)``."""
+    """Replace one value of a spec by ``change(value, problem)``."""
     ((name, change),) = values.items()
     return lambda s, p: Spec.of(s.name, **{**s.values, name: change(s.values[name], p)})
 
@@ -65,7 +65,7 @@ def fewer_parts(spec, _problem):
 
 
 def same_lengths(spec, problem):
-    """A document's keys are where its rows are, and as many."""
+    """Each document has as many keys as rows, in the same places."""
     lengths = spec.values["query_lengths"]
     return Spec.of("document", lengths=[*lengths[:-1], lengths[-1] + problem.kv])
 
@@ -79,7 +79,7 @@ def row_by_row(spec, _problem):
 
 
 class Steeper(Problem):
-    """What a score mod adds enters base-2 scores as it is."""
+    """What a score mod adds to base-2 scores is not converted to base 2."""
 
     __slots__ = ()
 
@@ -89,7 +89,7 @@ class Steeper(Problem):
 
 
 class TanhOfExponentials(Problem):
-    """tanh x = 1 − 2/(e^2x + 1), which is 0 for small x."""
+    """tanh x = 1 − 2/(e^2x + 1), which cancels to 0 for small x."""
 
     __slots__ = ()
 
@@ -99,7 +99,7 @@ class TanhOfExponentials(Problem):
 
 
 def with_descales(change):
-    """Other descales, of ``change(those given, by name)``."""
+    """Replace descales by those that ``change(descales by name)`` returns."""
 
     def read(inputs, _):
         if inputs.descale is None:
@@ -118,7 +118,7 @@ first_descales = with_descales(lambda given: {n: s[:1].expand_as(s) for n, s in 
 
 
 def sink_descaled(inputs, problem):
-    """As if the sink were a score."""
+    """Descale the sink as if it were a score."""
     if inputs.descale is None or inputs.sink is None:
         return inputs
     products = (inputs.descale.q * inputs.descale.k)[0]
@@ -126,7 +126,7 @@ def sink_descaled(inputs, problem):
 
 
 def interleaved(inputs, problem):
-    """Every head gets a key head of its own, in the order of the group that it should be of."""
+    """Assign key heads to query heads in turn (h mod kv_heads) rather than by groups."""
     order, descale = torch.arange(problem.heads) % problem.kv_heads, inputs.descale
     if descale is not None:
         q = descale.q.repeat_interleave(problem.group, 1)
@@ -136,7 +136,7 @@ def interleaved(inputs, problem):
 
 
 def padded_dims(inputs, problem):
-    """Head dims padded to a power of two, and what lies behind a row is read with it."""
+    """Head dims are padded to a power of two by reading what lies behind each row."""
     dim = problem.head_dim
     more = (1 << (dim - 1).bit_length()) - dim
 
@@ -157,7 +157,7 @@ def neighbours_values(inputs, problem):
 
 
 def keys_turned(axis):
-    """Keys, values and their descales of the next key head or sequence."""
+    """Use keys, values and descales of the next key head or sequence."""
 
     def read(inputs, _):
         turned, descale = {name: getattr(inputs, name).roll(-1, axis) for name in "kv"}, None
@@ -170,20 +170,20 @@ def keys_turned(axis):
 
 
 def key_22_twice(inputs, _):
-    """In place of key 21."""
+    """Read key 22 in place of key 21 too."""
     k, v = inputs.k.clone(), inputs.v.clone()
     k[:, :, 21], v[:, :, 21] = k[:, :, 22], v[:, :, 22]
     return inputs.replace(k=k, v=v)
 
 
 def memory(tensor):
-    """All that a tensor is a view of, in one row."""
+    """All memory that a tensor is a view of, in one row."""
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.as_strided((size,), (1,), 0)
 
 
 def elsewhere(change):
-    """Every tensor read by ``change``."""
+    """Read every tensor through ``change``."""
 
     def read(inputs, _):
         names = "qkv" if inputs.dout is None else ("q", "k", "v", "dout")
@@ -193,14 +193,14 @@ def elsewhere(change):
 
 
 def flat(tensor, first=0):
-    """As if contiguous from ``first`` on; after the end of memory there are zeros."""
+    """Read as if contiguous from ``first`` on, and zeros beyond the end of memory."""
     read, there = tensor.new_zeros(tensor.numel()), memory(tensor)[first:][: tensor.numel()]
     read[: len(there)] = there
     return read.view(tensor.shape)
 
 
 def wrapped(tensor):
-    """Rows' elements counted in an int32."""
+    """Compute the offsets of rows in int32, which wraps."""
     at = torch.tensor(tensor.storage_offset())
     for axis, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         steps = torch.arange(length) * stride
@@ -210,7 +210,7 @@ def wrapped(tensor):
 
 
 def whole_vectors(tensor):
-    """What follows a row is multiplied by 0, and added to the row."""
+    """Multiply what follows a row by 0, and add it to the row."""
     there = memory(tensor).float()
     index = torch.arange(len(there)).as_strided(
         tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -310,7 +310,7 @@ READ = {
 
 
 def other_sink(change):
-    """Ideal attention with other sinks, of ``change(inputs, sink)``."""
+    """Ideal attention with the sinks ``change(inputs, sink)``."""
 
     def read(inputs, _):
         sink = inputs.sink
@@ -326,7 +326,7 @@ def of_keys_alone(self, inputs):
 
 
 def lse_of_keys(change):
-    """LSE from ``change(right, that of the keys alone)``."""
+    """LSE is ``change(right LSE, LSE of the keys alone)``."""
 
     def prepare(self, inputs):
         right, alone = Ideal.prepare(self, inputs), of_keys_alone(self, inputs)
@@ -343,7 +343,7 @@ def lse_of_keys(change):
 
 
 def under_the_score_mod(inputs, sink):
-    """As a score of key 0."""
+    """Apply the score mod to the sink as to a score of key 0."""
     none = torch.zeros_like(sink, dtype=torch.int64)
     return inputs.problem.score_mod()(sink, none, torch.arange(len(sink)), none, none)
 

@@ -1,4 +1,4 @@
-"""Kernels that find their keys in splits, or by a page table, and look where they should not."""
+"""Kernels that read keys in splits or through a page table, with faults in how they do."""
 
 import math
 
@@ -18,7 +18,7 @@ BLOCK = 16  # keys of a split
 
 
 class Splits(Ideal):
-    """Right, of finite values: attention over every 16 keys in float64, merged by LSE."""
+    """Right for finite values: attention over splits of 16 keys in float64, merged by LSE."""
 
     sinks = False
 
@@ -47,7 +47,7 @@ class Splits(Ideal):
         return torch.where(seen, (scores - total[..., None]).exp(), 0.0) @ v, total
 
     def key(self, key, start):
-        """What the mask is asked about a key of a split."""
+        """The index that the mask gets for a key of a split."""
         return key + start
 
     def merged(self, outs, lses):
@@ -66,7 +66,7 @@ DECODING = {
     "MergedWithoutWeights": {
         "merged": lambda self, outs, lses: (outs.mean(0), Splits.merged(self, outs, lses)[1])
     },
-    # A split of which a row sees nothing has LSE 0, as if it had summed up one.
+    # A split without visible keys has LSE 0, as if its sum were 1.
     "EmptySplitCounts": {
         "merged": lambda self, outs, lses: Splits.merged(
             self, outs, torch.where(lses == -math.inf, 0.0, lses)
@@ -84,7 +84,7 @@ DECODING = {
 
 
 class Gathering(Ideal):
-    """Right: keys and values from the pages that the table names, then ideal attention."""
+    """Right: gathers keys and values from pages by the table, then computes ideal attention."""
 
     def concerns(self, problem):
         return problem.paging is not None
@@ -96,7 +96,7 @@ class Gathering(Ideal):
         return table.table[:, keys // table.size].long(), slots
 
     def read(self, inputs, cache):
-        """The Problem with keys and values as they are found."""
+        """The inputs with keys and values gathered from the cache."""
         pages, slots = self.places(cache.table, inputs.problem.kv)
         found = {}
         for name, stored in (("k", cache.k), ("v", cache.v)):
@@ -109,7 +109,7 @@ class Gathering(Ideal):
 
 
 def transposed(self, table, kv):
-    """Entry (j, b) of a table that is (b, j), as a wrong stride gives."""
+    """Reads entry (j, b) of a table for (b, j), as with a wrong stride."""
     _, slots = Gathering.places(self, table, kv)
     batch, most = table.table.shape
     b, j = torch.arange(batch)[:, None], torch.arange(kv) // table.size
@@ -117,7 +117,7 @@ def transposed(self, table, kv):
 
 
 def page_one_longer(_, table, kv):
-    """Pages of one key more than they have."""
+    """Assumes pages of one key more than they have."""
     keys, size = torch.arange(kv), table.size + 1
     place = table.table[:, keys // size].long() * table.size + keys % size
     place = place.clamp(max=table.pages * table.size - 1)
@@ -125,7 +125,7 @@ def page_one_longer(_, table, kv):
 
 
 def shared_is_the_first_ones(self, inputs, cache):
-    """As many leading pages as are shared and one more are the first sequence's, for all."""
+    """Takes one page more than is shared from the first sequence."""
     of, shared = cache.table, inputs.problem.paging.shared
     table = of.table.clone()
     table[:, : shared and shared + 1] = table[:1, : shared and shared + 1]
@@ -134,7 +134,7 @@ def shared_is_the_first_ones(self, inputs, cache):
 
 
 def padding_read_as(change):
-    """Another mask of (its padding's lengths, page size, problem) where there is padding."""
+    """Replace a padding mask by ``change(lengths, page size, problem)``."""
 
     def read(self, inputs, cache):
         given, problem = Gathering.read(self, inputs, cache), inputs.problem
@@ -147,12 +147,12 @@ def padding_read_as(change):
 
 
 def to_the_end_of_a_page(lengths, size, problem):
-    """No length: a sequence ends where its last page does, so that stale values are seen."""
+    """A sequence ends where its last page does, so that stale values are seen."""
     return Spec.of("padding", lengths=[min(problem.kv, -(-n // size) * size) for n in lengths])
 
 
 def stale_times_zero(self, inputs, cache):
-    """What a sequence's last page holds behind its end has weight 0, and 0 · NaN is NaN."""
+    """Values behind the end of a sequence's last page count with weight 0, and 0 · NaN is NaN."""
     given, table = Gathering.read(self, inputs, cache), cache.table
     ends = -(-torch.tensor(table.lengths) // table.size) * table.size
     inside = torch.arange(inputs.problem.kv) < ends[:, None]
@@ -161,7 +161,7 @@ def stale_times_zero(self, inputs, cache):
 
 
 def mask_of_places(self, inputs, cache):
-    """The mask is asked about a key's page of memory where it is about the sequence's."""
+    """The mask gets a key's place in memory rather than in its sequence."""
     table = cache.table
 
     class Placed(Problem):
@@ -181,7 +181,7 @@ def mask_of_places(self, inputs, cache):
 
 
 def kept_by_page(self, inputs, cache):
-    """What was in a page once is there for good: kept by its number."""
+    """The first content of each page is kept by its number, and later content is ignored."""
     kept = vars(self).setdefault("kept", {})
     for name, pages in (("k", cache.k), ("v", cache.v)):
         for page in range(cache.table.pages):

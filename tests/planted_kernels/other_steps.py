@@ -1,4 +1,4 @@
-"""The ideal kernel with one step that it does otherwise, forward or backward."""
+"""The ideal kernel with one wrong step, forward or backward."""
 
 from dataclasses import replace
 from itertools import count
@@ -15,16 +15,16 @@ from attncheck.subjects.ideal import Ideal
 
 BLOCK = 16
 SMALL = Tiling(block_query=BLOCK, block_kv=BLOCK)
-"""Tiles of which several fit a small problem."""
+"""Tiles so small that even a small problem has several."""
 
 
 def stepping(tiling=None, **steps):
-    """The ideal kernel with ``steps`` in place of its own: attributes, and functions of self."""
+    """The ideal kernel with attributes and methods replaced by ``steps``."""
     return type("Stepping", (Ideal,), {"name": "stepping"} | steps)(tiling)
 
 
 def seeing(change):
-    """Visible is ``change(what the mask says of indices, where)``."""
+    """Visibility is ``change(seen, at)``; ``seen(**other)`` evaluates the mask at other indices."""
 
     def visible(self, mask, at):
         return change(lambda **other: Ideal.visible(self, mask, replace(at, **other)), at)
@@ -33,19 +33,19 @@ def seeing(change):
 
 
 def rounded_weights(self, values, fmt):
-    """P in e4m3, whatever the dtype is."""
+    """Round P to e4m3, whatever the dtype is."""
     values = Ideal.operand(self, values, fmt)
     is_weights = values.dim() == 4 and values.shape[-1] == BLOCK
     return values.to(torch.float8_e4m3fn).float() if is_weights else values
 
 
 def whole_tiles(self, keys, kv):
-    """Keys of the last tile are not visited, unless it is whole or the only one."""
+    """Skip the keys of the last tile, unless it is whole or the only one."""
     return keys < (kv if kv < self.block else kv // self.block * self.block)
 
 
 def kept_in(dtype):
-    """O from tile to tile."""
+    """Keep O in ``dtype`` between tiles."""
 
     def added(self, running, part):
         total = Ideal.added(self, running, part)
@@ -55,7 +55,7 @@ def kept_in(dtype):
 
 
 class OfProblem(Ideal):
-    """Knows the inputs in its steps."""
+    """The ideal kernel with its inputs available to its steps."""
 
     def prepare(self, inputs):
         self.inputs, self.problem = inputs, inputs.problem
@@ -63,7 +63,7 @@ class OfProblem(Ideal):
 
 
 def before_its_last(self, mask, at):
-    """A row sees the last key of the document before its own."""
+    """A row also sees the key before those that it should see: of the document before its own."""
     later = (at.kv_idx + 1).clamp(max=self.problem.kv - 1)
     return Ideal.visible(self, mask, at) | mask(at.b, at.h, at.q_idx, later)
 
@@ -74,7 +74,7 @@ def last_tile_unmasked(self, mask, at):
 
 
 def overflowing_window(self, mask, at):
-    """Adds the window to a key's index in 32 bits."""
+    """Adds the window to a key's index in 32 bits, which overflows."""
     window = self.problem.mask.values.get("window")
     if window is None:
         return Ideal.visible(self, mask, at)
@@ -106,7 +106,7 @@ STEPS = {
     "OutSmaller": {"normalised": lambda *of: Ideal.normalised(*of) * 0.999},
     "OutKeptInBf16": kept_in(torch.bfloat16),
     "OutKeptInFp16": kept_in(torch.float16),
-    # As torch 2.13's is in 16 bits on the CPU, also of 0; and the same, declared.
+    # The error of torch 2.13's 16-bit exp on the CPU, also at 0; undeclared, then declared.
     "CoarseExp": {"exp2": lambda *of: Ideal.exp2(*of) * (1 - 5e-5)},
     "DeclaredExp": {
         "exp2": lambda *of: Ideal.exp2(*of) * (1 - 5e-5),
@@ -127,11 +127,11 @@ STEPS = {
     "RoundedWeights": {"operand": rounded_weights},
     "WeightsNotScaled": {
         "weights_scale": lambda *_: 1.0,
-        # As of a kernel that scales it.
+        # The declared arithmetic is that of a kernel that does scale P.
         "arithmetic": lambda *of: Ideal(SMALL).arithmetic(*of[1:]),
     },
     "OutRoundedTwice": {"normalised": lambda *of: Ideal.normalised(*of).half().float()},
-    # No mask in whole tiles: in the last, ragged one the padding is asked about as the last key.
+    # No mask in whole tiles; in the last, ragged one padding keys have the last key's index.
     "MaskSkippedWhenWhole": seeing(
         lambda seen, at: seen() | (at.kv_idx // BLOCK * BLOCK + BLOCK <= at.kv_idx.max() + 1),
     ),
@@ -143,7 +143,7 @@ STEPS = {
     "RowBelow": seeing(lambda seen, at: seen(q_idx=at.q_idx + 1)),
     "LongerWindow": seeing(lambda seen, at: seen() | seen(kv_idx=at.kv_idx + 1)),
     "LseWithoutMod": {"prepare": lse_without_mod},
-    # Tiles are larger where there are several heads or sequences: another order of sums.
+    # Larger tiles for several heads or sequences sum in another order.
     "BatchDependent": {
         "tiling": lambda _, p, device: Tiling(
             block_query=16, block_kv=16 if p.batch * p.heads == 1 else 64
@@ -178,7 +178,7 @@ STEPS_OF_PROBLEM = {
 
 
 def gradient(name, change):
-    """Right but for one gradient, where there is one: ``change(inputs, gradient)``."""
+    """Replace one gradient, if there is one, by ``change(inputs, gradient)``."""
 
     def given(inputs, right):
         tensor = getattr(right, name)
@@ -188,7 +188,7 @@ def gradient(name, change):
 
 
 def first_of_the_group(inputs, right):
-    """The gradient of a shared key head is that of the first query head that reads it."""
+    """A shared key head gets the gradient of its first query head only."""
     problem = inputs.problem
     if not problem.backward or problem.group == 1:
         return right
@@ -200,23 +200,23 @@ def first_of_the_group(inputs, right):
 
 
 def unseen_keys_left(_, dv):
-    """Keys that no row sees keep what their memory held."""
+    """dV of keys that no row sees is not written: it keeps what memory held."""
     return torch.where((dv == 0).all(-1, keepdim=True), torch.full_like(dv, 2.0**-6), dv)
 
 
 def gradients_apart(_, dq):
-    """The second head, and the second sequence, differ from the first."""
+    """dQ is scaled by the number of its head and sequence."""
     batch, heads = map(torch.arange, dq.shape[:2])
     return dq * (1 + (batch[:, None] + heads) / 8).to(dq.dtype)[..., None, None]
 
 
 def lse_in_values(inputs, dv):
-    """The loss's part of LSE goes to the values too."""
+    """The gradient of LSE wrongly contributes to dV."""
     return dv if inputs.dlse is None else dv + float(inputs.dlse.abs().sum())
 
 
 def traces_in_dv(state, _, right):
-    """It begins with a part of the last call's."""
+    """dV starts from a leftover of the previous call."""
     if right.dv is None:
         return right
     before, state["dv"] = state.get("dv", 0.0), float(right.dv.float().abs().max())
@@ -243,7 +243,7 @@ GRADIENTS = {
         )
     },
     "SlopeForgotten": {"slope": lambda self, score, x, at: torch.ones_like(x)},
-    # Every key adds to dQ as 0 times it: nothing, unless it is NaN.
+    # Every key is added to dQ times 0, which matters only if it is NaN or infinite.
     "HiddenTimesZero": gradient(
         "dq", lambda inputs, dq: dq + by_query_head(inputs, (inputs.k * 0.0).sum(2, keepdim=True))
     ),
@@ -260,7 +260,7 @@ GRADIENTS = {
 
 
 def capturing(change):
-    """Of what a score mod reads: dS and its place are ``change(self, x, at, ds)``."""
+    """Gradients of captured numbers from other ``at, ds``: ``change(self, x, at, ds)``."""
 
     def capture(self, sums, x, at, ds, seen):
         at, ds = change(self, x, at, ds)
@@ -270,13 +270,13 @@ def capturing(change):
 
 
 def slope_forgotten(self, x, at, ds):
-    """As if a cap or a temperature behind what is read were none."""
+    """Ignores the slope of a cap or temperature applied after the captured number."""
     score = self.problem.score_mod(str(self.inputs.device))
     return at, ds / self.slope(score, x, at)
 
 
 def slope_left_out(self, sums, x, at, ds, seen):
-    """dS alone, whatever the score mod does to the number that it reads."""
+    """Adds dS alone, without the score mod's derivative by the number it reads."""
     start, mod = 0, self.problem.score_mod("cpu")
     for leaf, _ in leaf_gradients(mod, x, at.b, at.h, at.q_idx, at.kv_idx):
         end = start + leaf.tensor.numel()
@@ -285,7 +285,7 @@ def slope_left_out(self, sums, x, at, ds, seen):
 
 
 def slope_twice(self, x, at, ds):
-    """dX in place of dZ: the derivative with respect to the score as well."""
+    """Uses dX in place of dZ: multiplies by the derivative with respect to the score as well."""
     return at, ds * self.slope(self.problem.score_mod("cpu"), x, at)
 
 
@@ -320,7 +320,7 @@ CAPTURED = {
     "CapturedOfNextKey": capturing(lambda _, x, at, ds: (replace(at, kv_idx=at.kv_idx + 1), ds)),
     "CapturedInBf16": {"capture": kept_in_bf16},
     "CapturedRoundedFirst": capturing(lambda _, x, at, ds: (at, ds.bfloat16().float())),
-    # A block of rows is done again, and its part is added once more.
+    # A block of rows is computed again, and its part is added twice.
     "CapturedTwice": capturing(
         lambda _, x, at, ds: (at, ds * torch.where(at.q_idx < 16, 2.0, 1.0))
     ),

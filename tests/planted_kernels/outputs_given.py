@@ -1,4 +1,4 @@
-"""Kernels that spoil what is right before they give it, or leave something behind."""
+"""Kernels that spoil right outputs before returning them, or depend on earlier calls."""
 
 import math
 from itertools import count
@@ -14,7 +14,7 @@ LN2 = math.log(2.0)
 
 
 def giving(change):
-    """What ``change`` makes of (inputs, what is right) is given."""
+    """Return ``change(inputs, right outputs)``."""
 
     def prepare(self, inputs):
         call = Ideal.prepare(self, inputs)
@@ -24,19 +24,19 @@ def giving(change):
 
 
 def spoiled(change, tiling=None, **attributes):
-    """Ideal attention whose outputs are ``change(inputs, right)``, in place where that is None."""
+    """Ideal attention with outputs ``change(inputs, right)``, or ``right``, changed in place."""
     own = giving(lambda inputs, right: change(inputs, right) or right) | {"name": "spoiled"}
     return type("Spoiled", (Ideal,), own | attributes)(tiling)
 
 
 def in_turns(change):
-    """``change(right, number)`` of a call's number, from 1 on: what calls have done to a kernel."""
+    """``change(right, number)`` with the number of the call, from 1 on."""
     numbers = count(1)
     return lambda _, right: change(right, next(numbers))
 
 
 def out(change):
-    """Right but for out, which is ``change(inputs, right)``."""
+    """Replace out by ``change(inputs, right)``."""
     return giving(lambda x, right: Outputs(change(x, right).to(right.out.dtype), right.lse))
 
 
@@ -48,7 +48,7 @@ OF_SOFTMAX = {"concerns": lambda _, problem: problem.operation == "softmax"}
 
 
 def softmax(change):
-    """(out, LSE) are ``change`` of a softmax's fp32 scores."""
+    """Softmax whose (out, LSE) are ``change(scores in fp32)``."""
 
     def prepare(_, inputs):
         def call():
@@ -78,25 +78,25 @@ def mean_of_nothing(inputs, right):
 
 
 def hidden_times_zero(inputs, right):
-    """Hidden values arrive as 0 · value: nothing, unless it is not finite."""
+    """Hidden values are added times 0, which matters only if they are not finite."""
     return right.out.float() + by_query_head(inputs, (inputs.v.float() * 0.0).sum(2, keepdim=True))
 
 
 def hidden_keys_overflow(inputs, right):
-    """A hidden score beyond fp32 spoils the maximum, and with it the row."""
+    """A hidden score beyond fp32 spoils the maximum, and thereby the row."""
     products = inputs.q.float() @ by_query_head(inputs, inputs.k.float()).mT * 1.0e30
     leak = torch.where(products.isinf().any(-1), math.nan, 0.0)
     return right.out.float() + leak[..., None]
 
 
 def overflowing(inputs, right):
-    """q · k of every key in fp32 before the mask is multiplied: inf · 0 is NaN."""
+    """q · k is computed for all keys in fp32 and multiplied by the mask: inf · 0 is NaN."""
     largest = inputs.k.float().abs().amax((2, 3)) * 2.0**100
     return right.lse + by_query_head(inputs, largest * 0.0)[..., None]
 
 
 def last_column_lost(inputs, right):
-    """Of value dims that are no power of two."""
+    """The last column is 0 unless the value dim is a power of two."""
     dim, given = inputs.problem.value_dim, right.out.clone()
     if dim & (dim - 1):
         given[..., -1] = 0.0
@@ -118,7 +118,7 @@ def last_head_off(_, right):
 
 
 def one_head_wrong(inputs, right):
-    """The last head is that of the key head before."""
+    """The last head has the output of the previous key head."""
     given = right.out.clone()
     given[:, -1] = given[:, -1 - inputs.problem.group]
     return given
@@ -130,7 +130,7 @@ def divided_by_all(inputs, right):
 
 
 def lse_of_padding(inputs, right):
-    """Counts the zeros up to a whole tile of 16 keys."""
+    """LSE counts zeros that pad the keys to whole tiles of 16."""
     zeros = -inputs.problem.kv % 16
     nothing = torch.full_like(right.lse, math.log(zeros) if zeros else -math.inf)
     return torch.logaddexp(right.lse, nothing)
@@ -151,7 +151,7 @@ def share(e):
 
 
 def pairs_share_a_maximum(inputs, right):
-    """Rows 2m and 2m + 1 of a tile: right, but to the last bit."""
+    """Rows 2m and 2m + 1 subtract a common maximum: right except for last bits."""
     rows = inputs.x.float().flatten(0, 2)
     first = torch.arange(len(rows)) // 2 * 2
     second = (first + 1).clamp(max=len(rows) - 1)
@@ -160,28 +160,28 @@ def pairs_share_a_maximum(inputs, right):
 
 
 def previous_row(_, right):
-    """The last row of a head is that of the head before."""
+    """The last row of a head is that of the previous head."""
     given = right.out.clone()
     given[:, 1:, -1] = right.out[:, :-1, -1]
     return given
 
 
 def last_row_blind(_, right):
-    """The last row of all has another last bit."""
+    """LSE of the very last row has another last bit."""
     given = right.lse.clone()
     given[-1, -1, -1] = another_last_bit(right.lse)[-1, -1, -1]
     return given
 
 
 def softmax_padded(x):
-    """What is behind a row is read as 0, and summed."""
+    """Zeros that pad a row to a power of two count in its sum."""
     columns = x.shape[-1]
     x = pad(x, (0, (1 << (columns - 1).bit_length()) - columns))
     return torch.softmax(x, -1)[..., :columns], torch.logsumexp(x, -1)
 
 
 def softmax_of_whole_tiles(x):
-    """Columns behind the last whole tile of 16 do not enter the sum."""
+    """Columns behind the last whole tile of 16 are left out of the sum."""
     columns = x.shape[-1]
     total = x[..., : columns if columns < 16 else columns // 16 * 16].logsumexp(-1)
     return (x - total[..., None]).exp(), total
@@ -226,7 +226,7 @@ GIVEN = {
 
 
 def stateful(change):
-    """What ``change`` makes of (state, inputs, what is right) is given; state lasts."""
+    """Return ``change(state, inputs, right)``; the dict ``state`` persists between calls."""
 
     def prepare(self, inputs):
         call, state = Ideal.prepare(self, inputs), vars(self).setdefault("state", {})
@@ -236,7 +236,7 @@ def stateful(change):
 
 
 def every_other(change):
-    """``change(right)`` in every call but the second, the fourth, …"""
+    """``change(right)`` in the first, third, fifth call and so on."""
 
     def given(state, _, right):
         number = next(state.setdefault("calls", count(1)))
@@ -246,7 +246,7 @@ def every_other(change):
 
 
 def leaves_traces(state, inputs, right):
-    """A call after one with other inputs starts from what that one left."""
+    """A call with other inputs than the previous one gives another last bit of LSE."""
     tensor = inputs.q if inputs.x is None else inputs.x
     before, state["before"] = state.get("before"), tensor.clone()
     if before is None or (before.dtype == tensor.dtype and torch.equal(before, tensor)):
@@ -255,13 +255,13 @@ def leaves_traces(state, inputs, right):
 
 
 def leftover(state, _, right):
-    """A little of the call before."""
+    """LSE contains a leftover of the previous call."""
     before, state["before"] = state.get("before", 0.0), float(right.out.float().abs().mean())
     return Outputs(right.out, right.lse + before)
 
 
 def one_buffer(state, _, right):
-    """Every result of a shape is in the same memory, and another one each time."""
+    """All results of a shape share one buffer, and differ from call to call."""
     state["calls"] = state.get("calls", 0) + 1
     buffer = state.setdefault(tuple(right.out.shape), torch.empty_like(right.out))
     return Outputs(buffer.copy_(right.out + state["calls"]))
@@ -272,7 +272,7 @@ def raising(self, inputs):
 
 
 def mask_kept_by_shape(self, inputs):
-    """The mask of the first call of these lengths is applied to all calls of them."""
+    """The mask of the first call with these lengths is applied to all later ones."""
     problem, masks = inputs.problem, vars(self).setdefault("masks", {})
     if problem.operation == "attention":
         first = masks.setdefault((problem.query, problem.kv), problem)
@@ -281,7 +281,7 @@ def mask_kept_by_shape(self, inputs):
 
 
 def stale_padding(self, inputs):
-    """Keys are kept in a buffer of 16 that is never cleared, and all 16 are seen."""
+    """Keys are copied to a buffer of 16 that is never cleared, and all 16 are seen."""
     buffers, kept = vars(self).setdefault("buffers", {}), {}
     for name, tensor in (("k", inputs.k), ("v", inputs.v)):
         batch, heads, length, dim = tensor.shape

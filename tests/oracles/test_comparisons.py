@@ -1,4 +1,4 @@
-"""What the other tests here compare with must itself see NaN, and rows without keys."""
+"""The comparisons of this folder's conftest notice NaN, infinities and rows without keys."""
 
 import math
 
@@ -11,7 +11,7 @@ from attncheck.inputs.problem import Problem
 from attncheck.oracles.mp_numbers import Mp
 from attncheck.oracles.recurrence_steps import Result
 
-# The rows 3 and 4 see none of the three keys.
+# Rows 3 and 4 see none of the three keys.
 INPUTS = draw_inputs(Problem(query=5, kv=3, head_dim=2, mask=Spec.of("sliding_window", window=1)))
 MP = Mp(50)
 EXACT = oracles.RECURRENCES[oracles.REFERENCE](MP, INPUTS)
@@ -21,7 +21,7 @@ def _copy() -> Result:
     return Result(EXACT.out.copy(), EXACT.lse.copy())
 
 
-def test_equal_results_are_not_apart(allowance, relative_distance):
+def test_equal_results_have_no_distance(allowance, relative_distance):
     rounded = EXACT.rounded(MP)
     assert relative_distance(MP, INPUTS, _copy(), EXACT) == -math.inf
     assert allowance(INPUTS).misses(rounded, rounded) == []
@@ -42,7 +42,7 @@ def test_equal_results_are_not_apart(allowance, relative_distance):
     ],
     ids=str,
 )
-def test_a_planted_number_is_seen_from_both_sides(part, at, value, allowance, relative_distance):
+def test_planted_number_is_noticed_on_either_side(part, at, value, allowance, relative_distance):
     fault, bound = _copy(), allowance(INPUTS)
     getattr(fault, part)[at] = value
     for one, other in ((fault, EXACT), (EXACT, fault)):
