@@ -1,4 +1,4 @@
-"""Conditions of small calls, by the plain formula: no oracle, no Problem."""
+"""Conditions of small calls by the plain formula: these tests need no oracle and no Problem."""
 
 import math
 from dataclasses import dataclass
@@ -10,11 +10,14 @@ from attncheck.core.conditions import Conditions, Rows
 
 
 @dataclass(frozen=True)
-class Made:
-    """How a test makes its Conditions."""
+class ConditionsFactory:
+    """The ``make`` fixture: builds Conditions and random tensors for the bounds' tests."""
 
     def attention(self, q, k, v, *, scale=1.0, seen=None, scores=None) -> Conditions:
-        """Of q (heads, rows, dim), k and v (heads, kv, dim), float64; ``scores`` of a score mod."""
+        """Conditions of attention: q (heads, rows, dim), k and v (heads, kv, dim).
+
+        ``scores`` are those a score mod would have made of q·k.
+        """
         q, k, v = (torch.as_tensor(x, dtype=torch.float64) for x in (q, k, v))
         products = scale * (q @ k.mT)
         shape = products.shape
@@ -23,7 +26,7 @@ class Made:
         return self._of(q, k, v, scale, products, scores if has_mod else products, seen, has_mod)
 
     def softmax(self, x, *, seen=None) -> Conditions:
-        """Of scores (heads, rows, kv)."""
+        """Conditions of a softmax over the scores x (heads, rows, kv)."""
         x = torch.as_tensor(x, dtype=torch.float64)
         seen = torch.ones_like(x, dtype=torch.bool) if seen is None else seen
         none = x.new_empty((*x.shape[:1], x.shape[1], 0)), x.new_empty((x.shape[0], x.shape[2], 0))
@@ -38,7 +41,7 @@ class Made:
         total = weights.sum(-1)
         lse = torch.where(alive, maximum + torch.log(total), -math.inf)
         share = weights / torch.where(alive, total, 1.0)[..., None]
-        given = v.shape[-1] == 0
+        is_softmax = v.shape[-1] == 0
         return Conditions(
             rows=Rows(range(scores.shape[0]), torch.arange(scores.shape[1])),
             q=q,
@@ -50,18 +53,23 @@ class Made:
             seen=seen,
             maximum=maximum,
             total=total,
-            out=share if given else share @ v,
+            out=share if is_softmax else share @ v,
             lse=lse,
-            given_scores=given,
+            given_scores=is_softmax,
             has_score_mod=has_mod,
         )
 
+    def random_attention(self, *, heads=2, rows=5, kv=24, dim=8, seen=None) -> Conditions:
+        """Conditions of attention to standard normal q, k and v."""
+        q, k, v = (self.normal(heads, n, dim, seed=i) for i, n in enumerate((rows, kv, kv)))
+        return self.attention(q, k, v, scale=dim**-0.5, seen=seen)
+
     def normal(self, *shape: int, seed: int = 0) -> torch.Tensor:
-        """Normal numbers of fp32, as float64."""
+        """Standard normal numbers drawn in fp32, as float64."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(shape, generator=generator).double()
 
 
 @pytest.fixture
-def made():
-    return Made()
+def make():
+    return ConditionsFactory()
