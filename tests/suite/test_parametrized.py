@@ -1,4 +1,7 @@
-"""Which tests the fixtures ``kernel`` and ``problem`` make of a test, and of whose."""
+"""The fixtures ``kernel`` and ``problem``.
+
+Which tests they parametrize, and whose they leave alone.
+"""
 
 OF_THEIR_OWN = """
 import pytest
@@ -49,25 +52,25 @@ def pytest_sessionfinish(session):
 """
 
 
-def test_kernels_and_problems_of_their_own_are_left_alone(repository):
-    done = repository.fresh(conftest=CONFTEST + NOTHING_HEAVY, test_a=OF_THEIR_OWN)
+def test_foreign_kernel_and_problem_parameters_are_left_alone(repository):
+    done = repository.run_in_new_process(conftest=CONFTEST + NOTHING_HEAVY, test_a=OF_THEIR_OWN)
     assert "5 passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_ours_are_the_kernels_that_are_asked_for(repository):
+def test_kernel_fixture_runs_the_requested_kernels(repository):
     done = repository("--collect-only", *TWO, test_a=OURS)
-    found = set(done.stdout.splitlines())
-    assert found >= {"test_a.py::test_it[ideal]", "test_a.py::test_it[sdpa-math]"}
-    assert "test_a.py::test_both[ideal-causal-wide]" in found
+    tests = set(done.stdout.splitlines())
+    assert tests >= {"test_a.py::test_it[ideal]", "test_a.py::test_it[sdpa-math]"}
+    assert "test_a.py::test_both[ideal-causal-wide]" in tests
 
 
-def test_a_kernel_that_does_not_take_a_problem_is_skipped(repository):
+def test_kernel_that_refuses_a_problem_is_skipped(repository):
     done = repository("-k", "gqa or one-key", "-rs", "--dtype=e4m3", *TWO, test_a=OURS)
     assert "2 passed, 2 skipped" in done.stdout, done.stdout
     assert "sdpa-math takes no such problem on cpu: takes no fp8 inputs" in done.stdout
 
 
-def test_by_default_they_are_the_projects_own(repository):
+def test_kernel_fixture_defaults_to_the_projects_kernels(repository):
     (repository.path / "attncheck.toml").write_text(
         '[kernels.mine]\nentry = "mine.py::fwd"\nconvention = "sdpa"\n'
     )
@@ -92,20 +95,20 @@ test_one, test_two, test_three, test_four = (of_kernels() for _ in range(4))
 """
 
 
-def test_kernels_that_nobody_named_are_asked_a_covering(repository):
-    def found(*words):
+def test_unnamed_kernels_run_a_covering_of_the_tests(repository):
+    def collect(*words):
         done = repository("--collect-only", "--device=cpu", *words, test_a=PROPERTIES)
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
         return {line for line in lines if "[ideal-" in line}, "deselected" in lines[-1]
 
-    few, said = found()
-    assert said
+    chosen, deselected = collect()
+    assert deselected
     every = {f"test_a.py::test_{n}[ideal-{d}-{f}]" for n in NAMES for d in DTYPES for f in FAMILIES}
-    assert few < every
-    assert len(few) < len(every) / 2
-    # Each kernel in every pair, by one property or another.
-    assert len({line.partition("[")[2] for line in few}) == len(every) / len(NAMES)
-    # Whoever chooses tests, or asks more, has all of them.
+    assert chosen < every
+    assert len(chosen) < len(every) / 2
+    # Every pair of dtype and family occurs, in one property or another.
+    assert len({line.partition("[")[2] for line in chosen}) == len(every) / len(NAMES)
+    # Choosing tests, kernels or a higher tier runs all of them.
     for words in (["-k", "test_"], ["--tier=pr"], ["--kernel=ideal"]):
-        assert found(*words) == (every, False), words
+        assert collect(*words) == (every, False), words

@@ -1,3 +1,5 @@
+"""The pytest command that a report shows."""
+
 import pytest
 
 from attncheck.suite.outcomes import pytest_command
@@ -6,7 +8,7 @@ pytest_plugins = ["pytester"]
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "command"),
     [
         (["properties", "-n", "2"], "pytest properties -n 2"),
         (["--attncheck-report", "some/dir", "-q"], "pytest -q"),
@@ -16,5 +18,5 @@ pytest_plugins = ["pytester"]
         (["-k", "causal and bf16"], "pytest -k 'causal and bf16'"),
     ],
 )
-def test_the_command_names_no_folder(args, said):
-    assert pytest_command(args) == said
+def test_reported_command_contains_no_folder(args, command):
+    assert pytest_command(args) == command
