@@ -1,7 +1,4 @@
-"""A gate without lanes.
-
-Runs its units in this process, in the order in which lanes would run them.
-"""
+"""A gate without lanes: its units run in this process, in the order that lanes would use."""
 
 import heapq
 import subprocess
@@ -40,10 +37,7 @@ def choices(*, tier="smoke", dtypes="fp32", stages="", **options):
 
 
 def drive(kernel, *, first=False, most=10_000, **options):
-    """Every result by its unit's id.
-
-    With ``first``, stops at the first wrong answer and its shrinking.
-    """
+    """Results by unit id; with ``first``, up to the first wrong answer and its shrinking."""
     gate_choices = choices(**options)
     gate, queue, units, results = GateWorker(gate_choices, KnownFailures(())), [], {}, {}
     tier = gate_choices.tier.name

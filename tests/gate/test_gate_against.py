@@ -1,7 +1,4 @@
-"""``gate --against``.
-
-Both commits' kernels are asked, cases compared, and only this commit's counted.
-"""
+"""``gate --against``: asks both commits' kernels and compares cases; only this commit counts."""
 
 import json
 from types import SimpleNamespace

@@ -1,7 +1,4 @@
-"""Ctrl-C during a gate.
-
-One ends it in good order, two end it at once, and the same command resumes.
-"""
+"""One Ctrl-C ends a gate in good order, two end it at once, and the same command resumes."""
 
 import os
 import signal
@@ -82,9 +79,9 @@ def test_one_interrupt_ends_the_run_cleanly_and_the_same_command_resumes(tmp_pat
 
 
 def test_two_interrupts_end_a_hanging_run_at_once(tmp_path):
-    """The kernel never returns, so one interrupt would wait forever.
+    """The kernel never returns, so one interrupt would wait.
 
-    The checked-out tree of the commit to compare with is removed too.
+    The other commit's tree is removed too.
     """
     (tmp_path / "hangs.py").write_text(HANGS)
     (tmp_path / "temporary").mkdir()

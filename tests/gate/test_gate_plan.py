@@ -1,7 +1,4 @@
-"""The plan of a gate.
-
-Deterministic, every stage and property, and each question once across shards.
-"""
+"""The plan of a gate: complete, deterministic, and without duplicates, also across shards."""
 
 from collections import Counter
 from contextlib import closing

@@ -1,7 +1,4 @@
-"""Each stage finds a kernel with a fault for it, and a right kernel passes.
-
-Failures are kept, shrunk and explained.
-"""
+"""Each stage fails a kernel with a fault for it; failures are saved, shrunk and explained."""
 
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""``gate --sanitizer``.
-
-The units it plans, the one line without the tool, and what its findings do.
-"""
+"""``gate --sanitizer``: its units, the one line without the tool, and failing findings."""
 
 from types import SimpleNamespace
 

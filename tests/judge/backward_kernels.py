@@ -67,9 +67,9 @@ def visible_pairs(problem: Problem) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Backward:
-    """A fused backward, and a forward that gives it out and LSE.
+    """A fused backward, with the forward that computes its out and LSE.
 
-    Overridden methods are planted faults.
+    Faults override its methods.
     """
 
     block_query: int = 32
@@ -225,10 +225,7 @@ def bounds(
     exposes_lse: bool = True,
     pieces=None,
 ):
-    """The bound of every gradient, by name.
-
-    ``mods`` returns the errors of a score mod and its slope.
-    """
+    """The bound of every gradient; ``mods`` returns the errors of a score mod and its slope."""
     problem = inputs.problem
     truth = Outputs(exact.out, exact.lse)
     dq = torch.zeros_like(exact.gradients["dq"]).flatten(0, 1)

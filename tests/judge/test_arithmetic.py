@@ -1,7 +1,4 @@
-"""Declared arithmetic.
-
-Its defaults, text and validation, and how much its accumulators may lose.
-"""
+"""Declared arithmetic: defaults, text and validation, and what its accumulators may lose."""
 
 from dataclasses import replace
 

@@ -14,7 +14,7 @@ from attncheck.judge.blind_spot import blind_spot, cut, first_bits
 
 LN2 = math.log(2.0)
 ROUNDINGS = 64 * 2.0**-52  # a few dozen float64 operations stand between the numbers below
-LITTLE = 2.0**-18  # far more than rounding and what is beyond the first order, and next to nothing
+LITTLE = 2.0**-18  # negligible, but far more than rounding and higher-order terms
 ALL_SEEN = torch.ones(1, 1, dtype=torch.bool)
 
 
@@ -197,10 +197,7 @@ def test_no_blind_spot_where_no_row_is_compared():
 
 
 def test_dropping_a_key_of_weight_1_is_shown():
-    """Its weight is 1 in float64, so v − O and 1 − P are 0.
-
-    Dropping it still leaves the other key.
-    """
+    """Its weight is 1 in float64, so v − O and 1 − P are 0, but dropping it leaves the other key."""
     known = conditions(head_rows([1.0]), head_rows([800.0], [0.0]), head_rows([1.0], [-1.0]))
     result = spot(known, 1.0)
     assert result.dropped_keys == 0.5  # without the first −1 is left, without the second 1
@@ -454,10 +451,7 @@ def test_rows_in_pieces_have_the_blind_spot_of_all_rows_together():
 
 
 def test_key_faults_of_many_rows_are_examined_in_a_sample(monkeypatch):
-    """With room for two of six rows, keys are examined in the first and the last.
-
-    The scale in all.
-    """
+    """With room for two of six rows, only the first and last are examined; for the scale, all."""
     known = random_conditions(6, 11, 3)
     monkeypatch.setattr("attncheck.judge.blind_spot.EXAMINED", 2 * (2 * 11 * 3))
     ends = torch.tensor([0, 5])

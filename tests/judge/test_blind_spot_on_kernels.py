@@ -1,7 +1,4 @@
-"""The blind spot's predictions hold for real kernels.
-
-Faults beyond it fail, faults well inside it do not.
-"""
+"""In real kernels faults beyond the blind spot fail, and faults well inside it do not."""
 
 from functools import cache
 
@@ -100,10 +97,7 @@ def test_scale_error_fails_at_twice_the_blind_spot_and_not_at_a_quarter(dtype, e
 @LSE
 @DTYPE
 def test_accumulator_fails_two_bits_below_the_blind_spot_and_not_two_above(dtype, exposes_lse):
-    """Two bits to either side leave room for the kernel's own error.
-
-    One bit halves what is lost.
-    """
+    """One bit halves the loss; two leave room for the kernel's own error."""
     bits = spot(dtype, exposes_lse=exposes_lse).accumulator_bits
     assert 2 < bits < 22
     assert verdict(Cut(bits - 2), dtype, exposes_lse=exposes_lse).rule in BOUND_RULES

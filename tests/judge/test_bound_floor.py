@@ -1,7 +1,4 @@
-"""The cheap lower estimate of the deterministic bound.
-
-Never above it, and near enough to rank rows.
-"""
+"""The floor of the deterministic bound is never above it, and near enough to rank rows."""
 
 import dataclasses
 
@@ -40,10 +37,7 @@ def arithmetic_variants(dtype):
 
 
 def row_conditions(make, *, size=1.0, constant=False, causal=True, dims=16, keys=96):
-    """Conditions of two heads of 48 rows.
-
-    With ``causal``, one row sees one key and one sees none.
-    """
+    """Conditions of two heads of 48 rows; if causal, one row sees one key and one sees none."""
     q, k = size * make.normal(2, 48, dims, seed=1), make.normal(2, keys, dims, seed=2)
     v = torch.full((2, keys, 5), 1 / 3) if constant else make.normal(2, keys, 5, seed=3)
     seen = torch.ones(2, 48, keys, dtype=torch.bool)

@@ -1,7 +1,4 @@
-"""The deterministic bound.
-
-Against hand calculations, term by term, and exceeded by kernels with a fault.
-"""
+"""The deterministic bound: hand calculations, its terms, and faults that exceed it."""
 
 import math
 from dataclasses import replace
@@ -27,7 +24,7 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder
 
 U = 2.0**-24
-# Errors ρ of exponents of a few hundred u: by this e^ρ − 1 differs from ρ, and P from what it was.
+# For exponent errors ρ of a few hundred u: how far e^ρ − 1 differs from ρ, and P from exact P.
 SECOND = 256 * U
 # The allowance for float64's own roundings, which every term carries, and the 2^-126 of underflow.
 SMALL = 64 * 8 * 2.0**-53
@@ -80,7 +77,7 @@ def test_two_equal_keys_match_hand_calculation(make):
     known = make.attention([[[0.0]]], [[[1.0], [1.0]]], [[[1.0], [-1.0]]])
     profile = replace(default_arithmetic(DTYPES["bf16"]), exp2_ulps=1.0)
     result = bound(known, profile)
-    # Scores are 0 and within 2^-126: what is left are exp2's 3 roundings, in either of 2 tiles.
+    # Scores are 0 and within 2^-126, which leaves exp2's 3 roundings, in either of 2 tiles.
     rho = 2 * 3 * U / (1 - 3 * U)
     moved = math.expm1(rho) / math.exp(-rho)
     assert result.out_terms["exponent"].item() == pytest.approx(moved, rel=SMALL)
@@ -292,7 +289,7 @@ def test_every_float64_recurrence_stays_within_the_oracle_bound(distribution):
     rows = Rows(range(1), torch.arange(2))
     proof = bound(compute_conditions(inputs, evidence.truth, rows), FP64_ORACLE)
     exact = oracles.RECURRENCES[oracles.REFERENCE](Mp(40), inputs)
-    seen = 0.0
+    largest_share = 0.0
     for name in oracles.ORACLES.keys() - oracles.MAY_OVERFLOW:
         result = oracles.ORACLES[name](inputs)
         for got, many, allowed in (
@@ -303,8 +300,8 @@ def test_every_float64_recurrence_stays_within_the_oracle_bound(distribution):
             # float(y) itself is rounded once.
             error = torch.stack(errors).view_as(allowed) - 2.0**-53 * got.abs()
             assert bool((error <= allowed).all()), name
-            seen = max(seen, float((error / allowed).max()))
-    assert seen > 0
+            largest_share = max(largest_share, float((error / allowed).max()))
+    assert largest_share > 0
 
 
 def test_float32_exceeds_the_bound_of_float64():

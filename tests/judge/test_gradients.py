@@ -232,7 +232,7 @@ def test_rounding_of_heads_is_a_term_of_dk_and_dv_alone():
     row_bounds, exact = row_bounds_of(case, arithmetic)
     _, terms = key_bounds_of(case, row_bounds, exact, arithmetic)
     assert HEADS not in row_bounds.dq_terms
-    # At least half an ulp of what each of two heads adds.
+    # At least half an ulp of each of two heads' contributions.
     assert bool((terms["dk"][HEADS] > 0).all())
     assert bool((terms["dv"][HEADS] > 0).all())
 

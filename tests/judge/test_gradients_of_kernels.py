@@ -1,7 +1,4 @@
-"""Right backwards stay within the bounds of gradients, whatever they round.
-
-Planted faults do not.
-"""
+"""Right backwards stay within the bounds of gradients, and planted faults exceed them."""
 
 from dataclasses import replace
 
@@ -148,7 +145,7 @@ def test_bounds_include_the_slope_of_a_score_mod(name):
 
 
 HIDDEN_BY_ROUNDING = {("tf32", faults.DeltaInBf16)}
-"""delta rounded to 8 bits beside dS rounded to 10, truncated: rounding explains as much."""
+"""delta rounded to 8 bits moves no more than dS truncated to 10 bits may."""
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""Error measures of one tensor.
-
-RMSE, per-head RMSE, rounding floor, Frobenius, cosine, slope and ulps.
-"""
+"""Error measures: RMSE, also per head, rounding floor, Frobenius, cosine, slope and ulps."""
 
 import math
 
@@ -107,7 +104,7 @@ def test_head_rmse_of_known_errors():
     values = HEADS.clone()
     values[0, 0, 0] += 1.0
     values[0, 1, 1] -= 2.0
-    # By torch's root: on some processors it is an ulp beside the nearest number.
+    # With torch's root, which on some processors is an ulp off the nearest number.
     expected = torch.tensor([[0.5, 2.0]], dtype=torch.float64).sqrt()
     assert head_rmse(values, HEADS, ALIVE).tolist() == expected.tolist()
     alone = torch.tensor([True, False]).view(1, 1, 2, 1)

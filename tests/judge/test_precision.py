@@ -202,7 +202,7 @@ def test_residual_is_the_distance_from_the_emulation():
 @pytest.mark.parametrize("dtype", sorted(RESIDUAL))
 @pytest.mark.parametrize(("keys", "factor"), [(4096, 1.0), (16 * 4096, 2.0)])
 def test_residual_beyond_its_limit_warns(dtype, keys, factor):
-    """Longer sums differ by more, and so does what is rounded after them."""
+    """Longer sums differ by more, and so do the roundings after them."""
     arithmetic, limit = default_arithmetic(DTYPES[dtype]), factor * RESIDUAL[dtype]
     emulation = with_errors(-1.0, -1.0)
     for size, status in ((limit - LITTLE, "pass"), (limit + LITTLE, "warn")):
@@ -217,7 +217,7 @@ def test_residual_beyond_its_limit_warns(dtype, keys, factor):
     [([0.5], "warn"), ([0.75], "pass"), ([0.75, 0.0], "pass"), ([0.0], "warn"), ([], "warn")],
     ids=str,
 )
-def test_residual_is_allowed_what_another_order_moves_the_emulation_by(orders, status):
+def test_residual_limit_grows_with_the_emulations_own_change_in_another_order(orders, status):
     """Where scores are large, the order of fp32's operations alone moves out by much."""
     emulation = with_errors(-1.0, -1.0)
     other_orders = [with_errors(size - 1.0, size - 1.0) for size in orders]
@@ -272,7 +272,7 @@ def test_other_orders_run_only_where_the_residual_would_warn():
 def test_other_designs_are_not_compared_with_ideal_kernels(declared):
     """Ideal kernels sum in fp32 and round P first.
 
-    A kernel that declares otherwise errs differently.
+    Kernels that declare otherwise err differently.
     """
     other = replace(default_arithmetic(DTYPES["e4m3"]), **declared)
     judgement = judge(with_errors(1.2, 5.0), arithmetic=other, tiles=(16, 16))

@@ -1,7 +1,4 @@
-"""The probabilistic bound.
-
-Hand calculations, shared errors, and comparison with simulated roundings.
-"""
+"""The probabilistic bound: hand calculations, shared errors and simulated roundings."""
 
 import math
 from dataclasses import replace
@@ -25,7 +22,7 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder
 
 NOISE = 64 * 2.0**-53
-# Of errors of a unit of bf16 what a few units of fp32, in quadrature and beside them, add.
+# The relative change of a bf16 rounding error when a few fp32 roundings are added to it.
 FP32 = 64 * 2.0**-16
 BF16 = DTYPES["bf16"]
 

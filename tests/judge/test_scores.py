@@ -1,7 +1,4 @@
-"""The bound of errors of scores.
-
-Hand calculations, and a tensor core's accumulator simulated bit by bit.
-"""
+"""The bound of score errors: hand calculations, and an accumulator simulated bit by bit."""
 
 from dataclasses import replace
 
@@ -53,7 +50,7 @@ def test_rounding_the_scaled_query_adds_one_operand_error(make):
     plain = default_arithmetic(DTYPES["bf16"])
     rounds = replace(plain, scaled_query=FORMATS["bf16"])
     more = score_error(known, rounds).radius - score_error(known, plain).radius
-    assert more.item() == pytest.approx(15 * 2.0**-8, rel=64 * U)  # of the roundings beside it
+    assert more.item() == pytest.approx(15 * 2.0**-8, rel=64 * U)  # of the other roundings
 
 
 def test_scores_of_a_softmax_have_no_error(make):
@@ -80,10 +77,7 @@ def test_scores_that_may_overflow_fp32_have_no_bound(make, big, seen_as):
 
 
 def accumulate(q, k, accumulator, promoted=None):
-    """q·kᵀ as a tensor core adds it up.
-
-    Every ``promoted`` steps the sum is added to an fp32 total.
-    """
+    """q·kᵀ as a tensor core sums it, adding the sum to an fp32 total every ``promoted`` steps."""
     total = running = torch.zeros(q.shape[0], k.shape[0], dtype=torch.float64)
     for step, start in enumerate(range(0, q.shape[1], accumulator.block), start=1):
         keys = slice(start, start + accumulator.block)

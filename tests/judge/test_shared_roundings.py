@@ -1,7 +1,4 @@
-"""Roundings that weights share or that affect a whole row.
-
-Each simulated, and covered by the bound.
-"""
+"""Simulated roundings that weights share or that affect a whole row stay within the bounds."""
 
 import math
 from dataclasses import replace
@@ -65,7 +62,7 @@ def test_bound_covers_a_rounded_query_under_a_steep_score_mod(make, sign):
     known = make.attention(q, k, v, scale=0.11, scores=sign * 3 * 0.11 * (q @ k.mT))
     falls = torch.full_like(known.seen, sign < 0)
     arithmetic = replace(BF16, scaled_query=FORMATS["bf16"])
-    moved = (1 + 2.0**-9) * known.scores  # every number of q by half of what it may be rounded by
+    moved = (1 + 2.0**-9) * known.scores  # q moved by half its largest rounding
     error = (torch.logsumexp(moved, -1) - known.lse).abs()
     assert (error <= bounds(known, arithmetic, (3.0, falls)).lse).all()
 

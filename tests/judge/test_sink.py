@@ -1,7 +1,4 @@
-"""Bounds of Problems with a sink.
-
-Right kernels stay within them, and faults of the sink exceed them.
-"""
+"""With a sink, right kernels stay within the bounds, and faults of the sink exceed them."""
 
 import math
 from dataclasses import replace
@@ -41,7 +38,7 @@ WITH_SINKS = problems(
 
 
 class SinkKernel(Subject):
-    """All keys at once in fp32, written down again: each of the usual ways to have a sink.
+    """Attention over all keys at once in fp32, with each of the usual ways to include a sink.
 
     Args:
         way: ``log2``: sink · log2 e beside scores in log2 units; ``raw``: sink ÷ scale beside q·k;

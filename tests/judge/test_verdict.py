@@ -132,7 +132,6 @@ def test_minus_zero_in_an_empty_row_passes():
 
 
 def test_first_failing_rule_names_the_verdict_and_others_are_warnings():
-    """The first that fails names the verdict; the others are told beside it."""
     arguments = arguments_for(structure="a probe's finding")
     arguments["out"][0, 0, 0, 0] = math.nan
     arguments["out"][*DEAD, 0] = 1.0
@@ -211,7 +210,7 @@ def test_worst_element_is_the_one_named_in_the_reason():
             "",
             "the exact result is proven to 0.02 of the least allowance, but should be to 0.01",
         ),
-        # A proof that is NaN is none.
+        # A share of NaN proves nothing.
         ((0, 0, 0, 0), 0.0, {"oracle_share": math.nan}, "inconclusive", "", "proven to nan"),
         ((0, 0, 0, 0), 9.0, {"oracle_share": math.nan}, "inconclusive", "bound", "by less than"),
     ],

@@ -108,7 +108,7 @@ def test_only_key_keeps_its_weight_whatever_the_error(make):
     errors = weight_errors_of(make, torch.tensor([1e4]).double(), torch.tensor([1e3]).double())
     assert errors.upper.item() == 1
     values = torch.tensor([[[7.0]]]).double()
-    # v − O is 0: what is left is what float64 may have lost of it.
+    # v − O is 0, except for float64's own rounding.
     lost = math.sqrt((1 + 8) * 2.0**-53) * 4 * 7
     assert weighted_spread(errors.changed, values, values).item() <= lost
 

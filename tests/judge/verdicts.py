@@ -1,7 +1,4 @@
-"""Verdicts on hand-made tensors, without running kernels.
-
-Outputs of further ideal kernels are passed in.
-"""
+"""Verdicts on hand-made tensors; the outputs of further ideal kernels are passed in."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -33,10 +30,7 @@ def decide(
     other_orders: Iterable[torch.Tensor] = (),
     **fields: Any,
 ) -> Judgement:
-    """The verdict on ``kernel_result(**fields)``.
-
-    ``ensemble`` and ``other_orders`` are used only where needed.
-    """
+    """The verdict on ``kernel_result(**fields)``, running further ideal kernels only where needed."""
     result = kernel_result(**fields)
     heads = judge_heads(result)
     if ensemble is not None and heads.needs_ensemble:

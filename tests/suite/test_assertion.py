@@ -1,7 +1,4 @@
-"""``assert_attention_close``.
-
-Accepts what is attention to the given tensors, and rejects what is not.
-"""
+"""``assert_attention_close`` accepts attention to the given tensors and rejects the rest."""
 
 import itertools
 import math
@@ -32,10 +29,7 @@ close = attncheck.assert_attention_close
 
 @pytest.fixture(autouse=True)
 def without_diagnosis(monkeypatch):
-    """Failures are not diagnosed here.
-
-    It takes as long as all the rest and has tests of its own.
-    """
+    """Diagnosing failures would take as long as all the rest, and has tests of its own."""
     monkeypatch.setattr(python_api, "_left", iter(()))
 
 
@@ -250,7 +244,7 @@ BIASES = torch.linspace(-3, 3, 24 * 33).view(24, 33)
     ],
     ids=["bool", "0 and −∞", "finite", "both", "bf16, four axes", "nothing"],
 )
-def test_attn_mask_means_what_it_means_in_torch(attn_mask):
+def test_attn_mask_follows_torch_semantics(attn_mask):
     qkv = random_qkv()
     boolean = attn_mask.dtype is torch.bool
     out = scaled_dot_product_attention(
@@ -301,7 +295,7 @@ def test_attention_with_another_sink_fails():
 
 
 def test_sink_merged_after_attention_passes():
-    """Out of the keys alone in fp32 times e^(LSE − LSE'); minus infinity is no sink."""
+    """Out of the keys alone is scaled in fp32 by e^(LSE − LSE'); −∞ is the same as no sink."""
     qkv = random_qkv()
     q, k, v = (x.float() for x in qkv.values())
     none = torch.full((4,), -math.inf)
@@ -367,10 +361,7 @@ def test_unproven_errors_are_warnings(status, monkeypatch):
 
 
 def test_improbable_errors_fail_on_generic_inputs_alone():
-    """All errors have one sign.
-
-    Each is within the bound, but independent roundings add up to less.
-    """
+    """Errors of one sign, within the bound, but beyond the sum of independent roundings."""
     qkv = random_qkv(query=64, kv=256)
     rounded, lse = attention_and_lse(qkv)
     lse = lse * (1 + 2.0**-19)

@@ -1,7 +1,4 @@
-"""The diagnosis in a failing ``assert_attention_close``.
-
-Made of the tensors alone, without calling the kernel.
-"""
+"""A failing ``assert_attention_close`` diagnoses the tensors, without calling the kernel."""
 
 import math
 
@@ -67,11 +64,11 @@ def test_users_mask_is_available_when_the_message_is_read(qkv, table):
 
 def test_diagnosis_works_with_a_problem_or_its_inputs():
     problem = Problem(query=12, head_dim=16, mask=Spec.of("causal"), dtype="fp32")
-    drawn = input_tensors.draw_inputs(problem)
-    out = attention(drawn.q, drawn.k, drawn.v)
-    for asked in (problem, drawn):
+    inputs = input_tensors.draw_inputs(problem)
+    out = attention(inputs.q, inputs.k, inputs.v)
+    for argument in (problem, inputs):
         with pytest.raises(AssertionError) as failing:
-            close(out, problem=asked)
+            close(out, problem=argument)
         assert "the mask is ignored" in labelled_lines(failing, "likely")[0]
 
 

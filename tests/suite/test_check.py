@@ -157,10 +157,7 @@ def heads_inside(q, k, v, window_size=(-1, -1)):
 
 
 def test_check_stays_within_the_detected_capabilities():
-    """It detects the convention and head_dim.
-
-    Beyond them the function raises, which is no failure.
-    """
+    """Outside the detected convention and head_dim the function raises, which is no failure."""
     records = attncheck.check(heads_inside, device="cpu")
     passed = [record for record in records if record.status != "unsupported"]
     problems = [Case.from_json(record.case).problem for record in passed]

@@ -1,7 +1,4 @@
-"""The file of known failures.
-
-Strict parsing, entries that are re-checked, and no stale or unmatched entry.
-"""
+"""The known-failures file: strict parsing, and errors for stale or unmatched entries."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Command-line options.
-
-Attncheck's never break another plugin's, and wrong values are one-line errors.
-"""
+"""Command-line options: other plugins' keep working, and wrong values are one-line errors."""
 
 import pytest
 

@@ -1,7 +1,4 @@
-"""The fixtures ``kernel`` and ``problem``.
-
-Which tests they parametrize, and whose they leave alone.
-"""
+"""Which tests the fixtures ``kernel`` and ``problem`` parametrize, and which they leave alone."""
 
 OF_THEIR_OWN = """
 import pytest

@@ -85,7 +85,7 @@ def test_kernel_file_that_exits_when_loaded_is_a_one_line_usage_error(repository
 
 
 def test_function_is_called_by_its_detected_convention_within_its_claims(repository):
-    """Its heads are inside its rows, which only a trial shows.
+    """Only a trial shows that its heads are inside its rows.
 
     Called as sdpa every test would fail.
     """
@@ -104,10 +104,7 @@ def test_function_is_called_by_its_detected_convention_within_its_claims(reposit
 
 
 def test_silently_wrong_lengths_are_not_excluded_from_the_claims(repository):
-    """The function is silently wrong at ragged lengths.
-
-    Tested only at other lengths it would pass.
-    """
+    """The function is silently wrong at ragged lengths, and would pass if only others were tested."""
     mine = (
         "from torch.nn.functional import scaled_dot_product_attention as sdpa\n"
         "def kernel(q, k, v, is_causal=False):\n"

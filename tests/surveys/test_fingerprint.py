@@ -1,7 +1,4 @@
-"""The arithmetic fingerprint.
-
-Read from kernels with known arithmetic, and from misdeclared ones.
-"""
+"""The arithmetic fingerprint of kernels with a known, and with a misdeclared, arithmetic."""
 
 from pathlib import Path
 
@@ -84,8 +81,8 @@ def test_fingerprint_reads_truncated_tf32():
 
 
 FAULTS = {
-    "P in bf16": ("fp16", planted.p_in(torch.bfloat16), {"P": "bf16, nearest"}),
-    "P in fp16": ("bf16", planted.p_in(torch.float16), {"P": "fp16, nearest"}),
+    "P in bf16": ("fp16", planted.round_weights(torch.bfloat16), {"P": "bf16, nearest"}),
+    "P in fp16": ("bf16", planted.round_weights(torch.float16), {"P": "fp16, nearest"}),
     "P truncated": ("bf16", planted.P_TRUNCATED, {"P": "bf16, truncated"}),
     "P unscaled": ("e4m3", planted.P_UNSCALED, {"P": "e4m3, nearest"}),
     "sum of rounded P": ("bf16", planted.SUMS_ROUNDED_P, {"row sum": "of rounded P"}),

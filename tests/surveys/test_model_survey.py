@@ -1,7 +1,4 @@
-"""``attncheck model``.
-
-A faulty kernel in a whole transformer is found in its layer, a right one passes.
-"""
+"""``attncheck model`` locates a faulty kernel in a transformer, and passes a right one."""
 
 import sys
 from dataclasses import replace
