@@ -197,7 +197,7 @@ def test_no_blind_spot_where_no_row_is_compared():
 
 
 def test_dropping_a_key_of_weight_1_is_shown():
-    """Its weight is 1 in float64, so v − O and 1 − P are 0, but dropping it leaves the other key."""
+    """Its weight is 1 in float64, so v − O and 1 − P are 0; dropping it leaves the other."""
     known = conditions(head_rows([1.0]), head_rows([800.0], [0.0]), head_rows([1.0], [-1.0]))
     result = spot(known, 1.0)
     assert result.dropped_keys == 0.5  # without the first −1 is left, without the second 1

@@ -166,7 +166,7 @@ def test_errors_are_not_wrong_where_the_allowance_is_infinite():
 
 
 def test_rounding_hypothesis_tolerates_few_ties_rounded_the_other_way():
-    """Two of 200 numbers may round the other way at a tie, but not 20, nor any without ``rounds``."""
+    """Two ties of 200 numbers may round the other way, but not 20, nor any without ``rounds``."""
     exact = {"lse": torch.zeros(1, 1, 200).double()}
     allowed = {"lse": torch.full((1, 1, 200), 0.1).double()}
     predicted = {"lse": torch.full((1, 1, 200), 1.0).double()}

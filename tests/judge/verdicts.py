@@ -30,7 +30,7 @@ def decide(
     other_orders: Iterable[torch.Tensor] = (),
     **fields: Any,
 ) -> Judgement:
-    """The verdict on ``kernel_result(**fields)``, running further ideal kernels only where needed."""
+    """The verdict on ``kernel_result(**fields)``, with further ideal kernels only where needed."""
     result = kernel_result(**fields)
     heads = judge_heads(result)
     if ensemble is not None and heads.needs_ensemble:

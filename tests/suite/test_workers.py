@@ -104,7 +104,7 @@ def test_function_is_called_by_its_detected_convention_within_its_claims(reposit
 
 
 def test_silently_wrong_lengths_are_not_excluded_from_the_claims(repository):
-    """The function is silently wrong at ragged lengths, and would pass if only others were tested."""
+    """The function is silently wrong at ragged lengths; without these it would pass."""
     mine = (
         "from torch.nn.functional import scaled_dot_product_attention as sdpa\n"
         "def kernel(q, k, v, is_causal=False):\n"
