@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.judge import small_conditions as make
 
 from attncheck.core.conditions import Conditions, Rows
 from attncheck.core.judgement import BlindSpot
@@ -15,40 +16,11 @@ from attncheck.judge.blind_spot import blind_spot, cut, first_bits
 LN2 = math.log(2.0)
 ROUNDINGS = 64 * 2.0**-52  # a few dozen float64 operations stand between the numbers below
 LITTLE = 2.0**-18  # negligible, but far more than rounding and higher-order terms
-ALL_SEEN = torch.ones(1, 1, dtype=torch.bool)
 
 
 def head_rows(*rows: list[float]) -> torch.Tensor:
     """A tensor of one head, ``(1, rows, dim)``."""
     return torch.tensor(rows, dtype=torch.float64)[None]
-
-
-def conditions(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor = ALL_SEEN
-) -> Conditions:
-    """Conditions of attention at scale 1 without a score mod."""
-    products = q @ k.mT
-    seen = seen.expand_as(products)
-    hidden = torch.where(seen, products, -math.inf)
-    alive = seen.any(-1)
-    maximum = torch.where(alive, hidden.amax(-1), 0.0)
-    powers = torch.exp(hidden - maximum[..., None])
-    total = powers.sum(-1)
-    weights = powers / torch.where(alive, total, 1.0)[..., None]
-    return Conditions(
-        rows=Rows(range(len(q)), torch.arange(q.shape[1])),
-        q=q,
-        k=k,
-        v=v,
-        scale=1.0,
-        products=torch.where(seen, products, 0.0),
-        scores=torch.where(seen, products, 0.0),
-        seen=seen,
-        maximum=maximum,
-        total=total,
-        out=weights @ v,
-        lse=torch.where(alive, maximum + torch.log(total), -math.inf),
-    )
 
 
 def allowance(known: Conditions, out: float, lse: float, probable: float = math.inf) -> Allowance:
@@ -80,20 +52,30 @@ def spot(
 
 
 # Two keys of weights ¼ and ¾: out = ¼·4 + ¾·0 = 1, LSE = log(1 + 3).
-TWO = conditions(q=head_rows([1.0]), k=head_rows([0.0], [math.log(3.0)]), v=head_rows([4.0], [0.0]))
+TWO = make.attention(
+    q=head_rows([1.0]), k=head_rows([0.0], [math.log(3.0)]), v=head_rows([4.0], [0.0])
+)
 
 
-@pytest.mark.parametrize(("allowed", "share"), [(0.9, 1.0), (1.1, 0.5), (3.1, 0.0)])
-def test_dropped_keys_through_out_matches_hand_calculation(allowed, share):
-    """Out is 0 (1 less) without the first key and 4 (3 more) without the second."""
-    assert spot(TWO, allowed).dropped_keys == share
+@pytest.mark.parametrize(
+    ("out", "lse", "share"),
+    [
+        (0.9, None, 1.0),
+        (1.1, None, 0.5),
+        (3.1, None, 0.0),
+        (math.inf, 0.28, 1.0),
+        (math.inf, 0.29, 0.5),
+        (math.inf, 1.38, 0.5),
+        (math.inf, 1.39, 0.0),
+        (100.0, None, 0.0),
+    ],
+)
+def test_dropped_keys_match_hand_calculation(out, lse, share):
+    """Without the first key out is 0 (1 less), without the second it is 4 (3 more).
 
-
-@pytest.mark.parametrize(("allowed", "share"), [(0.28, 1.0), (0.29, 0.5), (1.38, 0.5), (1.39, 0.0)])
-def test_dropped_keys_through_lse_matches_hand_calculation(allowed, share):
-    """LSE moves by log(4/3) = 0.288 without the first key, by log 4 = 1.386 without the second."""
-    assert spot(TWO, lse=allowed).dropped_keys == share
-    assert spot(TWO, 100.0).dropped_keys == 0.0
+    LSE moves by log(4/3) = 0.288 without the first and by log 4 = 1.386 without the second.
+    """
+    assert spot(TWO, out, lse).dropped_keys == share
 
 
 def test_smallest_weight_change_matches_hand_calculation():
@@ -116,7 +98,7 @@ def test_weight_changes_that_only_one_direction_can_show():
     assert spot(TWO, 3.5).weight == math.inf
     one = torch.zeros(1, 8, 1, dtype=torch.float64)
     one[0, 3] = 1.0
-    known = conditions(head_rows([0.0]), torch.zeros_like(one), one)
+    known = make.attention(head_rows([0.0]), torch.zeros_like(one), one)
     assert spot(known, 0.25).weight == pytest.approx(3.2, rel=ROUNDINGS)
 
 
@@ -145,12 +127,12 @@ def random_conditions(rows: int, keys: int, dim: int, seed: int = 1) -> Conditio
     q, k, v = (
         torch.randn(2, n, dim, generator=generator, dtype=torch.float64) for n in (rows, keys, keys)
     )
-    return conditions(q, k, v, torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows))
+    return make.attention(q, k, v, seen=torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows))
 
 
 def test_equal_values_show_key_faults_only_through_lse():
     known = random_conditions(5, 9, 4)
-    known = conditions(known.q, known.k, torch.ones_like(known.v), known.seen)
+    known = make.attention(known.q, known.k, torch.ones_like(known.v), seen=known.seen)
     result = spot(known, 2.0**-30)
     assert (result.dropped_keys, result.weight, result.scale) == (0.0, math.inf, math.inf)
     assert (result.half, result.zeros) == (True, True)
@@ -159,7 +141,7 @@ def test_equal_values_show_key_faults_only_through_lse():
 
 def test_zero_query_cannot_show_a_scale_error():
     known = random_conditions(5, 9, 4)
-    known = conditions(torch.zeros_like(known.q), known.k, known.v, known.seen)
+    known = make.attention(torch.zeros_like(known.q), known.k, known.v, seen=known.seen)
     result = spot(known, 2.0**-30, lse=2.0**-30)
     assert result.scale == math.inf
     assert result.dropped_keys == 1.0
@@ -167,7 +149,7 @@ def test_zero_query_cannot_show_a_scale_error():
 
 def test_zero_values_show_no_fault_through_out():
     known = random_conditions(5, 9, 4)
-    known = conditions(known.q, known.k, torch.zeros_like(known.v), known.seen)
+    known = make.attention(known.q, known.k, torch.zeros_like(known.v), seen=known.seen)
     result = spot(known, 2.0**-30)
     assert (result.dropped_keys, result.weight, result.scale) == (0.0, math.inf, math.inf)
     assert (result.half, result.zeros, result.accumulator_bits) == (False, False, 0)
@@ -175,7 +157,7 @@ def test_zero_values_show_no_fault_through_out():
 
 
 def test_row_of_one_key_has_no_key_to_drop():
-    known = conditions(head_rows([1.0]), head_rows([2.0]), head_rows([3.0]))
+    known = make.attention(head_rows([1.0]), head_rows([2.0]), head_rows([3.0]))
     result = spot(known, 2.0**-30)
     assert result.dropped_keys is None
     assert (result.weight, result.scale) == (math.inf, math.inf)
@@ -186,19 +168,19 @@ def test_row_of_one_key_has_no_key_to_drop():
 
 def test_row_without_keys_does_not_change_the_blind_spot():
     seen = torch.tensor([[True, True], [False, False]])
-    known = conditions(head_rows([1.0], [1.0]), TWO.k, TWO.v, seen)
+    known = make.attention(head_rows([1.0], [1.0]), TWO.k, TWO.v, seen=seen)
     assert spot(known, 0.25) == spot(TWO, 0.25)
 
 
 def test_no_blind_spot_where_no_row_is_compared():
-    known = conditions(TWO.q, TWO.k, TWO.v, torch.zeros(1, 2, dtype=torch.bool))
+    known = make.attention(TWO.q, TWO.k, TWO.v, seen=torch.zeros(1, 2, dtype=torch.bool))
     allowances = allowance(known, 1.0, 1.0)
     assert blind_spot([(known, None)], allowances, generic=True, exposes_lse=True) is None
 
 
 def test_dropping_a_key_of_weight_1_is_shown():
     """Its weight is 1 in float64, so v − O and 1 − P are 0; dropping it leaves the other."""
-    known = conditions(head_rows([1.0]), head_rows([800.0], [0.0]), head_rows([1.0], [-1.0]))
+    known = make.attention(head_rows([1.0]), head_rows([800.0], [0.0]), head_rows([1.0], [-1.0]))
     result = spot(known, 1.0)
     assert result.dropped_keys == 0.5  # without the first −1 is left, without the second 1
     assert spot(known, 2.5).dropped_keys == 0.0
@@ -211,7 +193,7 @@ def test_weight_change_of_a_key_of_weight_nearly_1_is_not_lost_in_rounding():
 
     With that key lighter by η the others are heavier: out moves by 4 e^-34 · η ÷ (1 − η).
     """
-    known = conditions(
+    known = make.attention(
         head_rows([1.0]), head_rows([34.0], [0.0], [0.0]), head_rows([1.0], [-1.0], [-1.0])
     )
     allowed = math.ldexp(math.exp(-34.0), -10)
@@ -276,7 +258,7 @@ def test_smallest_scale_error_matches_brute_force(exposes_lse):
 
 
 def _scale_error_shows(known: Conditions, eps: float, allowed: float, exposes_lse: bool) -> bool:
-    other = conditions(known.q * (1 + eps), known.k, known.v, known.seen)
+    other = make.attention(known.q * (1 + eps), known.k, known.v, seen=known.seen)
     moved = bool(((other.out - known.out).abs() > allowed).any())
     return moved or (exposes_lse and bool(((other.lse - known.lse).abs() > allowed / 8).any()))
 
@@ -326,7 +308,7 @@ def test_accumulator_bits_of_values_match_hand_calculation():
 
     In one bit ½ + ¼ becomes ½ again, and the sum ends there.
     """
-    known = conditions(
+    known = make.attention(
         torch.zeros(1, 1, 1).double(), torch.zeros(1, 64, 1).double(), torch.ones(1, 64, 1).double()
     )
     assert spot(known, 0.4).accumulator_bits == 1
@@ -335,7 +317,7 @@ def test_accumulator_bits_of_values_match_hand_calculation():
 
 def test_accumulator_bits_of_scores_match_hand_calculation():
     """q·k = 7 in one step is 6 in two bits and 4 in one; with a single key only LSE shows it."""
-    known = conditions(head_rows([1.0]), head_rows([7.0]), head_rows([0.0]))
+    known = make.attention(head_rows([1.0]), head_rows([7.0]), head_rows([0.0]))
     assert spot(known, 1.0, lse=0.5).accumulator_bits == 2
     assert spot(known, 1.0, lse=1.0).accumulator_bits == 1
     assert spot(known, 1.0, lse=3.0).accumulator_bits == 0
@@ -352,36 +334,13 @@ def test_tighter_allowances_need_more_accumulator_bits():
 # Softmax
 
 
-def softmax_conditions(scores: torch.Tensor) -> Conditions:
-    """Conditions of a softmax of given scores, whose out is the weights."""
-    keys = scores.shape[-1]
-    nothing = torch.zeros(1, keys, 0, dtype=torch.float64)
-    maximum = scores.amax(-1)
-    powers = torch.exp(scores - maximum[..., None])
-    return Conditions(
-        rows=Rows(range(1), torch.arange(scores.shape[1])),
-        q=nothing[:, : scores.shape[1]],
-        k=nothing,
-        v=nothing,
-        scale=1.0,
-        products=scores,
-        scores=scores,
-        seen=torch.ones_like(scores, dtype=torch.bool),
-        maximum=maximum,
-        total=powers.sum(-1),
-        out=torch.softmax(scores, -1),
-        lse=torch.logsumexp(scores, -1),
-        given_scores=True,
-    )
-
-
 @pytest.mark.parametrize("allowed", [0.01, 0.1, 0.3, 0.6])
 def test_softmax_has_the_blind_spot_of_attention_to_one_hot_values(allowed):
     generator = torch.Generator().manual_seed(3)
     scores = torch.randn(1, 4, 6, generator=generator, dtype=torch.float64)
     values = torch.eye(6, dtype=torch.float64)[None]
-    attention = conditions(scores, values, values)
-    result, other = spot(softmax_conditions(scores), allowed), spot(attention, allowed)
+    attention = make.attention(scores, values, values)
+    result, other = spot(make.softmax(scores), allowed), spot(attention, allowed)
     assert result.dropped_keys == other.dropped_keys
     assert result.weight == pytest.approx(other.weight, rel=ROUNDINGS)
     assert result.scale == pytest.approx(other.scale, rel=ROUNDINGS)
@@ -419,15 +378,13 @@ def test_cut_sums_are_computed_once_for_many_allowances(monkeypatch):
 
 
 def test_rows_in_pieces_have_the_blind_spot_of_all_rows_together():
-    known, allowances = (
-        random_conditions(6, 11, 3),
-        allowance(random_conditions(6, 11, 3), 0.1, 0.05),
-    )
+    known = random_conditions(6, 11, 3)
+    allowances = allowance(known, 0.1, 0.05)
     whole = blind_spot([(known, None)], allowances, generic=False, exposes_lse=True)
     parts, samples = [], []
     for query in (torch.arange(2), torch.arange(2, 6)):
         sample = allowances.samples[0]
-        parts.append(conditions(known.q[:, query], known.k, known.v, known.seen[0, query]))
+        parts.append(make.attention(known.q[:, query], known.k, known.v, seen=known.seen[0, query]))
         samples.append(
             Sample(
                 rows=Rows(range(2), query),
@@ -455,7 +412,7 @@ def test_key_faults_of_many_rows_are_examined_in_a_sample(monkeypatch):
     known = random_conditions(6, 11, 3)
     monkeypatch.setattr("attncheck.judge.blind_spot.EXAMINED", 2 * (2 * 11 * 3))
     ends = torch.tensor([0, 5])
-    end_conditions = conditions(known.q[:, ends], known.k, known.v, known.seen[0, ends])
+    end_conditions = make.attention(known.q[:, ends], known.k, known.v, seen=known.seen[0, ends])
     result, ends_result = spot(known, 0.1), spot(end_conditions, 0.1)
     assert result.dropped_keys == ends_result.dropped_keys
     assert result.weight == pytest.approx(ends_result.weight, rel=ROUNDINGS)

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from tests.judge import small_conditions as make
 
 from attncheck.core.conditions import WeightedRows
 from attncheck.core.declared_arithmetic import AMPERE, VOLTA, Accumulator, default_arithmetic
@@ -36,7 +37,7 @@ def arithmetic_variants(dtype):
         yield dataclasses.replace(usual, scaled_query=FORMATS["fp16"])
 
 
-def row_conditions(make, *, size=1.0, constant=False, causal=True, dims=16, keys=96):
+def row_conditions(*, size=1.0, constant=False, causal=True, dims=16, keys=96):
     """Conditions of two heads of 48 rows; if causal, one row sees one key and one sees none."""
     q, k = size * make.normal(2, 48, dims, seed=1), make.normal(2, keys, dims, seed=2)
     v = torch.full((2, keys, 5), 1 / 3) if constant else make.normal(2, keys, 5, seed=3)
@@ -73,9 +74,9 @@ INPUTS = {
 
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
-def test_floor_is_never_above_the_bound(make, dtype, inputs):
+def test_floor_is_never_above_the_bound(dtype, inputs):
     """NaN where it cannot say; never finite where the bound is infinite."""
-    known = row_conditions(make, **INPUTS[inputs])
+    known = row_conditions(**INPUTS[inputs])
     totals = row_totals(weighted_rows(known))
     for arithmetic in arithmetic_variants(dtype):
         bound = deterministic_bound(known, arithmetic, score_error(known, arithmetic))
@@ -93,10 +94,10 @@ def test_floor_is_never_above_the_bound(make, dtype, inputs):
     ("dtype", "least_share"),
     [("fp32", 0.4), ("tf32", 0.1), ("fp16", 0.9), ("bf16", 0.95), ("e5m2", 0.95)],
 )
-def test_floor_is_near_its_bound(make, dtype, least_share):
+def test_floor_is_near_its_bound(dtype, least_share):
     """Nearness is what ranks rows, and without it the test above could pass with floors of 0."""
     known, arithmetic = (
-        row_conditions(make, keys=256, causal=False),
+        row_conditions(keys=256, causal=False),
         default_arithmetic(DTYPES[dtype]),
     )
     bound = deterministic_bound(known, arithmetic, score_error(known, arithmetic))

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.judge import small_conditions as make
 from tests.planted_kernels.other_steps import stepping
 
 from attncheck import oracles
@@ -56,7 +57,7 @@ def test_half_ulp_by_size_and_format(size, name, half):
     assert result.item() == half
 
 
-def test_row_of_one_key_has_only_sum_division_and_output_terms(make):
+def test_row_of_one_key_has_only_sum_division_and_output_terms():
     known = make.attention([[[3.0]]], [[[5.0]]], [[[1.5]]])
     result = bound(known, default_arithmetic(DTYPES["fp32"]))
     # Roundings of a row of 1 key: itself, two a tile, one of the parts, one product.
@@ -72,7 +73,7 @@ def test_row_of_one_key_has_only_sum_division_and_output_terms(make):
     assert result.lse_terms["row sum"].item() == pytest.approx(-math.log1p(-added), rel=SMALL)
 
 
-def test_two_equal_keys_match_hand_calculation(make):
+def test_two_equal_keys_match_hand_calculation():
     """P = ½, ½ and V = ±1: O = 0, and out moves by Σ c_j = (e^ρ − 1) / e^−ρ."""
     known = make.attention([[[0.0]]], [[[1.0], [1.0]]], [[[1.0], [-1.0]]])
     profile = replace(default_arithmetic(DTYPES["bf16"]), exp2_ulps=1.0)
@@ -89,7 +90,7 @@ def test_two_equal_keys_match_hand_calculation(make):
 
 @pytest.mark.parametrize("size", [1.0, 32.0])
 @pytest.mark.parametrize("name", NAMES)
-def test_bound_of_a_row_does_not_depend_on_other_rows(make, name, size):
+def test_bound_of_a_row_does_not_depend_on_other_rows(name, size):
     """Rows and heads computed along with it change only the order of float64's sums."""
     q, k, v = (make.normal(2, n, 8, seed=i) for i, n in enumerate((5, 24, 24)))
     profile = default_arithmetic(DTYPES[name], (9, 0))
@@ -104,7 +105,7 @@ def test_bound_of_a_row_does_not_depend_on_other_rows(make, name, size):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_terms_sum_to_the_bound(make, name):
+def test_terms_sum_to_the_bound(name):
     result = bound(make.random_attention(), default_arithmetic(DTYPES[name], (9, 0)))
     for total, terms in ((result.out, result.out_terms), (result.lse, result.lse_terms)):
         assert torch.equal(torch.stack(list(terms.values())).sum(0), total)
@@ -112,7 +113,7 @@ def test_terms_sum_to_the_bound(make, name):
         assert bool(torch.isfinite(total).all())
 
 
-def test_errors_of_weights_cost_nothing_where_values_are_equal(make):
+def test_errors_of_weights_cost_nothing_where_values_are_equal():
     known = make.random_attention()
     equal = make.attention(known.q, known.k, torch.full_like(known.v, 1.25), scale=known.scale)
     result = bound(equal, default_arithmetic(DTYPES["fp32"]))
@@ -121,7 +122,7 @@ def test_errors_of_weights_cost_nothing_where_values_are_equal(make):
     assert bool((moved <= 2 * 24 * 2.0**-53).all())
 
 
-def test_rows_without_keys_are_allowed_no_error(make):
+def test_rows_without_keys_are_allowed_no_error():
     seen = torch.ones(2, 5, 24, dtype=torch.bool)
     seen[1, 3] = False
     result = bound(make.random_attention(seen=seen), default_arithmetic(DTYPES["bf16"]))
@@ -130,7 +131,7 @@ def test_rows_without_keys_are_allowed_no_error(make):
     assert bool((result.out[0] > 0).all())
 
 
-def test_hidden_keys_do_not_change_the_bound(make):
+def test_hidden_keys_do_not_change_the_bound():
     seen = torch.arange(24) < 7
     arithmetic = replace(default_arithmetic(DTYPES["bf16"]), block_kv=1)
     hidden = bound(make.random_attention(seen=seen[None, None]), arithmetic)
@@ -141,7 +142,7 @@ def test_hidden_keys_do_not_change_the_bound(make):
     torch.testing.assert_close(hidden.lse, short.lse, rtol=24 * 32 * 2.0**-53, atol=0)
 
 
-def test_scaling_values_by_a_power_of_two_scales_every_term_of_out(make):
+def test_scaling_values_by_a_power_of_two_scales_every_term_of_out():
     known, profile = make.random_attention(), default_arithmetic(DTYPES["bf16"])
     one = bound(known, profile)
     eight = bound(make.attention(known.q, known.k, 8 * known.v, scale=known.scale), profile)
@@ -166,7 +167,7 @@ LOOSER = {
 
 
 @pytest.mark.parametrize("field", LOOSER)
-def test_looser_arithmetic_allows_more(make, field):
+def test_looser_arithmetic_allows_more(field):
     known = make.random_attention(kv=40, dim=40)
     profile = default_arithmetic(DTYPES["bf16"])
     looser = replace(profile, **{field: LOOSER[field]})
@@ -176,7 +177,7 @@ def test_looser_arithmetic_allows_more(make, field):
     assert bool((loose.out > tight.out).any() or (loose.lse > tight.lse).any())
 
 
-def test_summing_rounded_weights_adds_their_rounding_to_lse(make):
+def test_summing_rounded_weights_adds_their_rounding_to_lse():
     known, plain = make.random_attention(), default_arithmetic(DTYPES["e4m3"])
     declared = replace(plain, sums_rounded_weights=True)
     without, with_it = bound(known, plain).lse, bound(known, declared).lse
@@ -184,7 +185,7 @@ def test_summing_rounded_weights_adds_their_rounding_to_lse(make):
     assert "rounding of P" in bound(known, declared).lse_terms
 
 
-def test_infinite_score_mod_error_leaves_only_its_row_unbounded(make):
+def test_infinite_score_mod_error_leaves_only_its_row_unbounded():
     known = make.random_attention()
     known = make.attention(known.q, known.k, known.v, scores=known.scores)
     zero = torch.zeros_like(known.scores)
@@ -201,7 +202,7 @@ def test_infinite_score_mod_error_leaves_only_its_row_unbounded(make):
     assert bool(torch.isfinite(result.out[~unbounded]).all())
 
 
-def test_bound_at_huge_logits_is_limited_by_the_values(make):
+def test_bound_at_huge_logits_is_limited_by_the_values():
     """With exponents off by thousands any key may win, and out is still one of the values."""
     q = 3e4 * make.normal(1, 4, 16)
     known = make.attention(q, 3e4 * make.normal(1, 8, 16, seed=1), make.normal(1, 8, 2, seed=2))
@@ -211,7 +212,7 @@ def test_bound_at_huge_logits_is_limited_by_the_values(make):
     assert bool((result.out <= 2 * 8 * 2 * known.v.abs().max()).all())
 
 
-def test_infinite_value_leaves_its_column_unbounded_where_it_is_seen(make):
+def test_infinite_value_leaves_its_column_unbounded_where_it_is_seen():
     known = make.random_attention(heads=1, rows=2)
     seen = torch.ones(1, 2, 24, dtype=torch.bool)
     seen[0, 0, 5] = False
@@ -222,13 +223,13 @@ def test_infinite_value_leaves_its_column_unbounded_where_it_is_seen(make):
     assert torch.isinf(result.out).nonzero().tolist() == [[0, 1, 1]]
 
 
-def test_softmax_of_one_score_has_only_output_rounding(make):
+def test_softmax_of_one_score_has_only_output_rounding():
     result = bound(make.softmax([[[3.0]]]), default_arithmetic(DTYPES["fp32"]))
     assert result.out_terms["exponent"].item() <= 2 * 2.0**-52 * 2.0**-20  # float64's own, times ρ
     assert result.out_terms[OUTPUT].item() == 2.0**-24
 
 
-def test_softmax_of_two_scores_matches_hand_calculation(make):
+def test_softmax_of_two_scores_matches_hand_calculation():
     result = bound(make.softmax([[[0.0, 0.0]]]), default_arithmetic(DTYPES["fp32"]))
     rho = 2 * 5 * U / (1 - 5 * U)
     change = 0.5 * (0.5 * math.expm1(rho) + 0.5 * math.expm1(rho)) / math.exp(-rho)
@@ -316,7 +317,7 @@ def test_float32_exceeds_the_bound_of_float64():
 @pytest.mark.parametrize(
     "profile", [default_arithmetic(DTYPES["fp32"]), FP64_ORACLE], ids=["fp32", "fp64"]
 )
-def test_huge_score_mod_errors_stay_attributed_to_the_score_mod(make, profile):
+def test_huge_score_mod_errors_stay_attributed_to_the_score_mod(profile):
     """A score mod that makes 2e20 of a score is off by 5e16, and LSE with it."""
     known = make.random_attention()
     known = make.attention(known.q, known.k, known.v, scores=1e20 * known.scores)
@@ -331,7 +332,7 @@ def test_huge_score_mod_errors_stay_attributed_to_the_score_mod(make, profile):
     assert bool((result.out <= 2 * (1 + 2.0**-10) * known.v.abs().amax()).all())
 
 
-def test_dividing_after_every_tile_counts_tiles_without_visible_keys(make):
+def test_dividing_after_every_tile_counts_tiles_without_visible_keys():
     known = make.random_attention(kv=64, dim=16)  # the first row is shown its first key alone
     seen = known.seen.clone()
     seen[..., 0, 1:] = False

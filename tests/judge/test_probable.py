@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.judge import small_conditions as make
 
 from attncheck.core.conditions import ScoreModError
 from attncheck.core.declared_arithmetic import default_arithmetic
@@ -52,7 +53,7 @@ def grouped_squares(weight, logs, values, center, width):
 
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("width", [0.5, 2.0**-20])
-def test_quadrature_adds_equal_weights_before_squaring(make, width, centered):
+def test_quadrature_adds_equal_weights_before_squaring(width, centered):
     heads, rows, kv, dim = 2, 3, 12, 4
     log = (4 * make.normal(heads, rows, kv)).round() / 4
     weight = log.exp() * (make.normal(heads, rows, kv, seed=1) > -1)
@@ -68,7 +69,7 @@ def test_quadrature_adds_equal_weights_before_squaring(make, width, centered):
             assert bool((got[h, r] <= 2 * hand * (1 + NOISE)).all())
 
 
-def test_rounding_of_equal_weights_adds_up_coherently(make):
+def test_rounding_of_equal_weights_adds_up_coherently():
     """16 equal keys and values: all P are rounded alike, by at most 2^-8 of themselves."""
     same = make.attention(torch.zeros(1, 1, 4), torch.ones(1, 16, 4), torch.ones(1, 16, 1))
     equal = probable(same, default_arithmetic(BF16)).sd_out.item()
@@ -79,7 +80,7 @@ def test_rounding_of_equal_weights_adds_up_coherently(make):
     assert equal > alone
 
 
-def test_probabilistic_bound_is_never_above_the_deterministic_one(make):
+def test_probabilistic_bound_is_never_above_the_deterministic_one():
     known = make.random_attention()
     for name in ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"):
         for capability in (None, (9, 0)):
@@ -89,7 +90,7 @@ def test_probabilistic_bound_is_never_above_the_deterministic_one(make):
             assert bool((likely.sd_out <= likely.out).all())
 
 
-def test_probabilistic_bound_of_empty_and_unbounded_rows(make):
+def test_probabilistic_bound_of_empty_and_unbounded_rows():
     seen = torch.ones(2, 5, 24, dtype=torch.bool)
     seen[1, 3] = False
     known = make.random_attention(seen=seen)
@@ -109,7 +110,7 @@ def test_probabilistic_bound_of_empty_and_unbounded_rows(make):
     assert bool(torch.isfinite(likely.sd_out[0, 0]).all())
 
 
-def test_more_elements_widen_the_probabilistic_bound(make):
+def test_more_elements_widen_the_probabilistic_bound():
     known = make.random_attention()
     few, many = (probable(known, default_arithmetic(BF16), elements=n) for n in (1, 2**30))
     assert bool((many.out >= few.out).all())
@@ -125,7 +126,7 @@ def simulated_error(known, seed):
     return round_to(rounded, BF16.output) - known.out
 
 
-def test_predicted_deviation_matches_simulated_roundings(make):
+def test_predicted_deviation_matches_simulated_roundings():
     known = make.random_attention(heads=4, rows=32, kv=64, dim=32)
     likely = probable(known, default_arithmetic(BF16))
     z = torch.stack([simulated_error(known, seed) for seed in range(8)]) / likely.sd_out
@@ -166,7 +167,7 @@ def test_coarsely_rounded_weights_exceed_the_probabilistic_bound():
     assert largest_share(CoarseWeights(Tiling(block_query=16, block_kv=32)), "bf16") > 1
 
 
-def test_bound_covers_weights_flushed_to_zero(make):
+def test_bound_covers_weights_flushed_to_zero():
     """255 keys of P below half the smallest e5m2 lose their values, all in one direction."""
     e5m2 = replace(default_arithmetic(DTYPES["e5m2"]), weights_scale=1.0)
     k = torch.zeros(1, 256, 1)
@@ -182,13 +183,13 @@ def test_bound_covers_weights_flushed_to_zero(make):
     assert scaled.out.item() < lost
 
 
-def test_probabilistic_bound_of_a_softmax_is_below_the_deterministic_one(make):
+def test_probabilistic_bound_of_a_softmax_is_below_the_deterministic_one():
     likely = probable(make.softmax(make.normal(1, 4, 33)), default_arithmetic(DTYPES["fp32"]))
     assert bool((likely.out < likely.certain.out).all())
     assert bool((likely.sd_out > 0).all())
 
 
-def test_bound_covers_two_roundings_of_a_subnormal_weight(make):
+def test_bound_covers_two_roundings_of_a_subnormal_weight():
     """exp is rounded to a subnormal number, and its product with 1 ÷ sum once more."""
     likely = probable(make.softmax([[[0.0, -100.0]]]), default_arithmetic(DTYPES["fp32"]))
     assert likely.out[0, 0, 1].item() > 2 * 2.0**-150

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.judge import small_conditions as make
 
 from attncheck.core.declared_arithmetic import HOPPER_FP8, Accumulator, default_arithmetic
 from attncheck.core.formats import DTYPES, FORMATS, round_to
@@ -18,7 +19,7 @@ def gamma(n):
     return n * U / (1 - n * U)
 
 
-def test_error_of_a_one_product_score_matches_hand_calculation(make):
+def test_error_of_a_one_product_score_matches_hand_calculation():
     known = make.attention([[[3.0]]], [[[5.0]]], [[[1.0]]], scale=0.5)
     radius = score_error(known, default_arithmetic(DTYPES["bf16"])).radius
     # The sum of one exact product rounds once; then two roundings of the factor.
@@ -26,14 +27,14 @@ def test_error_of_a_one_product_score_matches_hand_calculation(make):
     assert radius.item() == pytest.approx(contracted + gamma(2) * (7.5 + contracted), rel=ROUNDINGS)
 
 
-def test_error_of_fp32_scores_matches_hand_calculation(make):
+def test_error_of_fp32_scores_matches_hand_calculation():
     known = make.attention([[[3.0, 1.0]]], [[[5.0, -1.0]]], [[[1.0]]])
     radius = score_error(known, default_arithmetic(DTYPES["fp32"])).radius
     contracted = gamma(2 + 1 + 4) * 16
     assert radius.item() == pytest.approx(contracted + gamma(2) * (14 + contracted), rel=ROUNDINGS)
 
 
-def test_truncated_tf32_operands_lose_twice_as_much_and_are_biased(make):
+def test_truncated_tf32_operands_lose_twice_as_much_and_are_biased():
     known = make.attention([[[3.0]]], [[[5.0]]], [[[1.0]]])
     near, cut = (
         score_error(known, default_arithmetic(DTYPES["tf32"], capability))
@@ -45,7 +46,7 @@ def test_truncated_tf32_operands_lose_twice_as_much_and_are_biased(make):
     assert cut.bias.item() == 15 * 2 * 2.0**-10
 
 
-def test_rounding_the_scaled_query_adds_one_operand_error(make):
+def test_rounding_the_scaled_query_adds_one_operand_error():
     known = make.attention([[[3.0]]], [[[5.0]]], [[[1.0]]])
     plain = default_arithmetic(DTYPES["bf16"])
     rounds = replace(plain, scaled_query=FORMATS["bf16"])
@@ -53,13 +54,13 @@ def test_rounding_the_scaled_query_adds_one_operand_error(make):
     assert more.item() == pytest.approx(15 * 2.0**-8, rel=64 * U)  # of the other roundings
 
 
-def test_scores_of_a_softmax_have_no_error(make):
+def test_scores_of_a_softmax_have_no_error():
     error = score_error(make.softmax([[[1.0, 2.0]]]), default_arithmetic(DTYPES["fp32"]))
     assert not error.radius.any()
     assert not error.variance.any()
 
 
-def test_scaling_queries_by_a_power_of_two_scales_errors_exactly(make):
+def test_scaling_queries_by_a_power_of_two_scales_errors_exactly():
     q, k, v = make.normal(1, 4, 16), make.normal(1, 8, 16, seed=1), make.normal(1, 8, 4, seed=2)
     one, four = (
         score_error(make.attention(s * q, k, v), default_arithmetic(DTYPES["fp32"])) for s in (1, 4)
@@ -70,7 +71,7 @@ def test_scaling_queries_by_a_power_of_two_scales_errors_exactly(make):
 
 
 @pytest.mark.parametrize(("big", "seen_as"), [(8e18, "finite"), (1e19, "infinite")])
-def test_scores_that_may_overflow_fp32_have_no_bound(make, big, seen_as):
+def test_scores_that_may_overflow_fp32_have_no_bound(big, seen_as):
     known = make.attention([[[big, big]]], [[[big, -big]]], [[[1.0]]], scale=0.5)
     radius = score_error(known, default_arithmetic(DTYPES["fp32"])).radius
     assert bool(torch.isfinite(radius).all()) == (seen_as == "finite") == (2 * big**2 < 2.0**127)
@@ -137,7 +138,7 @@ def test_10_bit_accumulator_exceeds_the_bound_of_13_bits(dtype):
     assert bool(((accumulate(q, k, TEN_BITS) - q @ k.T).abs() > allowed).any())
 
 
-def test_truncation_bound_is_tighter_than_one_from_summed_magnitudes(make):
+def test_truncation_bound_is_tighter_than_one_from_summed_magnitudes():
     q, k, _ = operands("e4m3", 64, "normal")
     known = make.attention(q[None], k[None], k[None])
     fine = score_error(known, default_arithmetic(DTYPES["e4m3"], (9, 0))).radius

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.judge import small_conditions as make
 
 from attncheck.core.conditions import ScoreModError
 from attncheck.core.declared_arithmetic import AMPERE, HOPPER_FP8, default_arithmetic
@@ -32,13 +33,13 @@ def bounds(known, arithmetic, mod=None):
     return probabilistic_bound(known, arithmetic, errors, error, elements=known.out.numel())
 
 
-def positive_tensors(make, dim=64, rows=8):
+def positive_tensors(dim=64, rows=8):
     """q, k and v in [0, 1), so that all keys resemble each other."""
     tensors = (make.normal(1, n, dim, seed=i) for i, n in enumerate((rows, KEYS, KEYS)))
     return [round_to(torch.special.ndtr(x), FORMATS["bf16"]) for x in tensors]
 
 
-def test_bound_covers_tf32_values_beside_unrounded_weights(make):
+def test_bound_covers_tf32_values_beside_unrounded_weights():
     q, k, v = make.normal(1, 8, 16), make.normal(1, 4, 16, seed=1), make.normal(1, 4, 9, seed=2)
     known = make.attention(q, k, v)
     bound = bounds(known, replace(TF32, weights=FORMATS["fp32"])).out
@@ -47,8 +48,8 @@ def test_bound_covers_tf32_values_beside_unrounded_weights(make):
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_bound_covers_a_rounded_query_that_moves_all_scores_of_a_row(make, name):
-    q, k, v = positive_tensors(make)
+def test_bound_covers_a_rounded_query_that_moves_all_scores_of_a_row(name):
+    q, k, v = positive_tensors()
     known = make.attention(q, k, v, scale=0.11)
     arithmetic = replace(default_arithmetic(DTYPES[name]), scaled_query=FORMATS[name])
     moved = round_to(0.11 * q, FORMATS[name]) @ k.mT
@@ -57,8 +58,8 @@ def test_bound_covers_a_rounded_query_that_moves_all_scores_of_a_row(make, name)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_bound_covers_a_rounded_query_under_a_steep_score_mod(make, sign):
-    q, k, v = positive_tensors(make)
+def test_bound_covers_a_rounded_query_under_a_steep_score_mod(sign):
+    q, k, v = positive_tensors()
     known = make.attention(q, k, v, scale=0.11, scores=sign * 3 * 0.11 * (q @ k.mT))
     falls = torch.full_like(known.seen, sign < 0)
     arithmetic = replace(BF16, scaled_query=FORMATS["bf16"])
@@ -67,7 +68,7 @@ def test_bound_covers_a_rounded_query_under_a_steep_score_mod(make, sign):
     assert (error <= bounds(known, arithmetic, (3.0, falls)).lse).all()
 
 
-def test_bound_covers_truncation_where_a_score_mod_falls(make):
+def test_bound_covers_truncation_where_a_score_mod_falls():
     q, k, v = make.normal(1, 8, 16) / 4, make.normal(1, KEYS, 16, seed=1), make.normal(1, KEYS, 4)
     products = q @ k.mT
     known = make.attention(q, k, v, scores=products.abs())
@@ -80,7 +81,7 @@ def test_bound_covers_truncation_where_a_score_mod_falls(make):
     ).any()  # without falls, errors of both signs cancel
 
 
-def test_bound_covers_a_truncating_row_sum(make):
+def test_bound_covers_a_truncating_row_sum():
     known = make.attention(
         make.normal(1, 8, 16), make.normal(1, KEYS, 16, seed=1), torch.ones(1, KEYS, 1)
     )
@@ -99,7 +100,7 @@ def test_bound_covers_a_truncating_row_sum(make):
     assert (1 / total - 1 <= bound.out[..., 0]).all()
 
 
-def test_bound_covers_flushed_weights_missing_from_the_row_sum(make):
+def test_bound_covers_flushed_weights_missing_from_the_row_sum():
     scores = torch.full((1, 1, KEYS), -11 * math.log(2), dtype=torch.float64)
     scores[..., 0] = 0.0
     known = make.attention(scores, torch.eye(KEYS)[None], torch.ones(1, KEYS, 1))
@@ -107,7 +108,7 @@ def test_bound_covers_flushed_weights_missing_from_the_row_sum(make):
     assert (known.lse <= bound.lse).all()  # all but the first are rounded to 0
 
 
-def test_step_with_few_visible_keys_truncates_as_much_as_a_full_one(make):
+def test_step_with_few_visible_keys_truncates_as_much_as_a_full_one():
     seen = torch.arange(KEYS) % AMPERE.block == 0
     known = make.attention(*(torch.ones(1, n, 1) for n in (1, KEYS, KEYS)), seen=seen)
     arithmetic = replace(BF16, values=AMPERE, sums_rounded_weights=True, block_kv=256)
@@ -117,7 +118,7 @@ def test_step_with_few_visible_keys_truncates_as_much_as_a_full_one(make):
     assert row_sum_rounding(known, arithmetic).item() >= KEYS / AMPERE.block * each
 
 
-def test_sums_that_overflow_before_the_largest_score_have_no_bound(make):
+def test_sums_that_overflow_before_the_largest_score_have_no_bound():
     keys = torch.zeros(1, 16, 1)
     keys[0, 0] = 200.0
     known = make.attention(torch.ones(1, 1, 1), keys, torch.full((1, 16, 1), 1e38))
@@ -126,7 +127,7 @@ def test_sums_that_overflow_before_the_largest_score_have_no_bound(make):
 
 
 @pytest.mark.parametrize("place", ["q", "k", "v"])
-def test_operands_that_tf32_rounds_to_infinity_have_no_bound(make, place):
+def test_operands_that_tf32_rounds_to_infinity_have_no_bound(place):
     tensors = {name: torch.full((1, 2, 1), 1e-30, dtype=torch.float64) for name in "qkv"}
     tensors[place][0, 0, 0] = FORMATS["fp32"].max
     # A hidden key's weight is 0, and 0 times infinity is NaN.
@@ -137,7 +138,7 @@ def test_operands_that_tf32_rounds_to_infinity_have_no_bound(make, place):
         assert bool(bound.isinf().any()) is not truncates
 
 
-def test_bound_covers_underflow_and_overflow_of_a_scaled_query(make):
+def test_bound_covers_underflow_and_overflow_of_a_scaled_query():
     q, k = make.normal(1, 8, 16), 100 * make.normal(1, 64, 16, seed=1)
     arithmetic = replace(FP16, scaled_query=FORMATS["fp16"])
     small = make.attention(q, k, k, scale=2.0**-22)
@@ -147,7 +148,7 @@ def test_bound_covers_underflow_and_overflow_of_a_scaled_query(make):
     assert score_error(large, arithmetic).radius.isinf().any()
 
 
-def test_lazy_rescale_widens_the_logarithm_term(make):
+def test_lazy_rescale_widens_the_logarithm_term():
     known = make.attention(
         make.normal(1, 2, 4), make.normal(1, 16, 4, seed=1), torch.ones(1, 16, 1)
     )
@@ -161,7 +162,7 @@ def test_lazy_rescale_widens_the_logarithm_term(make):
     assert (terms[1] - terms[0] >= (4 + 4) * 8 * math.log(2) * BF16.unit).all()
 
 
-def test_softmax_scores_that_overflow_as_exponents_have_no_bound(make):
+def test_softmax_scores_that_overflow_as_exponents_have_no_bound():
     known = make.softmax(torch.tensor([[[3e38, 0.0], [1.0, 0.0]]]))
     arithmetic = default_arithmetic(DTYPES["fp32"])
     bound = deterministic_bound(known, arithmetic, score_error(known, arithmetic))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.judge import small_conditions as make
 
 from attncheck.core.conditions import ScoreModError
 from attncheck.core.declared_arithmetic import default_arithmetic
@@ -19,7 +20,7 @@ BF16 = default_arithmetic(DTYPES["bf16"])
 NOISE = 64 * 2.0**-52
 
 
-def weight_errors_of(make, scores, rho):
+def weight_errors_of(scores, rho):
     """Weight errors where scores (kv,) are off by rho (kv,) and nothing else of the kernel errs."""
     known = make.attention(
         torch.zeros(1, 1, 1), torch.zeros(1, len(scores), 1), torch.zeros(1, len(scores), 1)
@@ -45,10 +46,10 @@ CASES = list(
 
 
 @pytest.mark.parametrize(("seed", "spread", "size"), CASES)
-def test_no_corner_of_score_errors_exceeds_the_bounds(make, seed, spread, size):
+def test_no_corner_of_score_errors_exceeds_the_bounds(seed, spread, size):
     scores, rho = random_scores(seed, spread, size)
     values = make.normal(1, len(scores), 3, seed=seed)
-    errors = weight_errors_of(make, scores, rho)
+    errors = weight_errors_of(scores, rho)
     exact = torch.softmax(scores, 0)
     out = exact @ values[0]
     signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=len(scores)))).double()
@@ -72,7 +73,7 @@ def test_no_corner_of_score_errors_exceeds_the_bounds(make, seed, spread, size):
     assert errors.total_error.item() == pytest.approx(largest, abs=NOISE * size_of_lse, rel=NOISE)
 
 
-def test_bound_of_out_is_exceeded_if_halved(make):
+def test_bound_of_out_is_exceeded_if_halved():
     """The bound is nearly attained in more than half of the cases, so half of it is no bound."""
     exceeded = 0
     for seed, spread, size in CASES:
@@ -81,7 +82,7 @@ def test_bound_of_out_is_exceeded_if_halved(make):
         out = torch.softmax(scores, 0) @ values[0]
         signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=len(scores)))).double()
         corners = torch.softmax(scores + signs * rho, -1) @ values[0]
-        errors = weight_errors_of(make, scores, rho)
+        errors = weight_errors_of(scores, rho)
         both = (
             weighted_spread(w, values, out[None, None])[0, 0]
             for w in (errors.relative, errors.changed)
@@ -91,10 +92,10 @@ def test_bound_of_out_is_exceeded_if_halved(make):
     assert exceeded > len(CASES) // 2
 
 
-def test_two_equal_keys_match_hand_calculation(make):
+def test_two_equal_keys_match_hand_calculation():
     """P = ½, ½ with both exponents off by r: at most P e^r is compared with P e^-r."""
     rho = torch.full((2,), 0.0625, dtype=torch.float64)
-    errors = weight_errors_of(make, torch.zeros(2).double(), rho)
+    errors = weight_errors_of(torch.zeros(2).double(), rho)
     growth = 0.5 * math.expm1(0.0625)
     least = math.exp(-0.0625)
     assert errors.relative.flatten().tolist() == pytest.approx([growth / least] * 2, rel=NOISE)
@@ -104,8 +105,8 @@ def test_two_equal_keys_match_hand_calculation(make):
     assert errors.total_error.item() == pytest.approx(math.log1p(2 * growth), rel=NOISE)
 
 
-def test_only_key_keeps_its_weight_whatever_the_error(make):
-    errors = weight_errors_of(make, torch.tensor([1e4]).double(), torch.tensor([1e3]).double())
+def test_only_key_keeps_its_weight_whatever_the_error():
+    errors = weight_errors_of(torch.tensor([1e4]).double(), torch.tensor([1e3]).double())
     assert errors.upper.item() == 1
     values = torch.tensor([[[7.0]]]).double()
     # v − O is 0, except for float64's own rounding.
@@ -113,17 +114,17 @@ def test_only_key_keeps_its_weight_whatever_the_error(make):
     assert weighted_spread(errors.changed, values, values).item() <= lost
 
 
-def test_error_of_a_key_of_weight_zero_does_not_widen_the_others(make):
+def test_error_of_a_key_of_weight_zero_does_not_widen_the_others():
     """With finfo.min added to a score its own error is 1e31, and its weight is still 0."""
     scores, rho = torch.tensor([1.0, 2.0, -3.4e38]).double(), torch.tensor([0.0, 0.0, 1e31])
-    with_it = weight_errors_of(make, scores, rho.double())
-    without = weight_errors_of(make, scores[:2], rho[:2].double())
+    with_it = weight_errors_of(scores, rho.double())
+    without = weight_errors_of(scores[:2], rho[:2].double())
     assert torch.equal(with_it.changed[..., :2], without.changed)
     assert with_it.changed[..., 2].item() == 0
     assert with_it.total_error.item() == without.total_error.item()
 
 
-def test_unrounded_weights_have_no_rounding_error(make):
+def test_unrounded_weights_have_no_rounding_error():
     known = make.attention(make.normal(1, 4, 8), make.normal(1, 8, 8), make.normal(1, 8, 2))
     fp32 = default_arithmetic(DTYPES["fp32"])
     score_errors = exponent_errors(known, fp32, score_error(known, fp32), None)
@@ -131,7 +132,7 @@ def test_unrounded_weights_have_no_rounding_error(make):
 
 
 @pytest.mark.parametrize("scale", [1.0, 256.0])
-def test_subnormal_fp8_weight_is_off_by_half_the_spacing(make, scale):
+def test_subnormal_fp8_weight_is_off_by_half_the_spacing(scale):
     """Of two keys 2^-12 apart: e4m3 has spacing 2^-9 below 2^-6, so 2^-12 is rounded to 0."""
     e4m3 = replace(default_arithmetic(DTYPES["e4m3"]), weights_scale=scale)
     gap = 12 * math.log(2)
@@ -150,7 +151,7 @@ def test_subnormal_fp8_weight_is_off_by_half_the_spacing(make, scale):
     assert errors.rounded[0, 0, 0].item() == 2.0**-4 * errors.upper[0, 0, 0].item()
 
 
-def test_weights_normalised_before_rounding_become_subnormal_in_fp16(make):
+def test_weights_normalised_before_rounding_become_subnormal_in_fp16():
     """1,024 equal keys: P = 2^-10 is normal in fp16, the other 1,024 keys' 2^-15 · 2^-10 is not."""
     gap = 15 * math.log(2)
     k = torch.cat([torch.full((1, 1024, 1), gap), torch.zeros(1, 1024, 1)], 1)
