@@ -156,7 +156,6 @@ def test_ideal_kernel_passes_at_every_value_of_every_axis(row, backward):
 
 
 def test_window_extents_show_the_last_row_the_named_number_of_keys():
-    """Of windows 0, 1, all but one and all: keys that the last row sees."""
     visible = {}
     for extent in EXTENTS:
         row = {"mask": "sliding_window", "extent": extent, "shape": "even"}

@@ -17,8 +17,6 @@ from attncheck import oracles
 from attncheck.core.mod_spec import Spec
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.inputs.problem import Case, Problem
-from attncheck.records.run_reports import GateReport
-from attncheck.reporting.gate_verdict import gate_exit_code
 from attncheck.verify.question_fit import allowed_parameters
 from attncheck.workers.units import Unit
 
@@ -194,10 +192,3 @@ def test_unwritable_folder_and_damaged_baseline_are_one_line_errors(tmp_path):
         assert "\n" not in message.strip()
         assert done.exit_code != 0
     assert not (tmp_path / "gate" / "gate.json").exists()
-
-
-def test_gate_that_tested_nothing_exits_with_5():
-    nothing = GateReport(
-        command="", tier="smoke", started="", seconds=0.0, environments={}, kernels={}
-    )
-    assert gate_exit_code(nothing) == 5

@@ -50,44 +50,38 @@ PLAIN = {
 }
 
 
-def planning(kernel="ideal", **options):
+def planning_for(kernel="ideal", **options):
     options = {"dtypes": "fp32,bf16"} | options
     (unit,) = describe_units([kernel], device="cpu", tier="smoke", convention="")
     return Planning(unit, load_subject(kernel), InProcess(), choices(**options))
 
 
-def full_plan(kernel_plan):
+def full_plan(planning):
     """All units of a plan, with those that are drawn later in their place."""
-    units = plan_kernel(kernel_plan)
-    return [unit for unit in units if unit.kind != "draw" or unit.test] + covering_units(
-        kernel_plan
-    )
+    units = plan_kernel(planning)
+    return [unit for unit in units if unit.kind != "draw" or unit.test] + covering_units(planning)
 
 
 @pytest.fixture(scope="module")
 def ideal_plan():
-    return full_plan(planning())
+    return full_plan(planning_for())
 
 
 def test_plan_is_deterministic(ideal_plan):
-    assert [unit.id for unit in full_plan(planning())] == [unit.id for unit in ideal_plan]
+    assert [unit.id for unit in full_plan(planning_for())] == [unit.id for unit in ideal_plan]
 
 
 def test_bounds_and_baseline_are_drawn_after_the_probes_are_planned():
     """Choosing them takes seconds, in which the probes can already run."""
-    kernel_plan = planning(stages="probes,bounds,baseline")
-    *probes, draw_unit = plan_kernel(kernel_plan)
+    planning = planning_for(stages="probes,bounds,baseline")
+    *probes, draw_unit = plan_kernel(planning)
     assert {unit.stage for unit in probes} == {"probes"}
-    assert (draw_unit.kind, draw_unit.stage, draw_unit.test, kernel_plan.bounds) == (
-        "draw",
-        "bounds",
-        "",
-        None,
-    )
+    assert (draw_unit.kind, draw_unit.stage, draw_unit.test) == ("draw", "bounds", "")
+    assert planning.bounds is None
     units = draw(draw_unit, stages="probes,bounds,baseline")
-    assert list(units) == covering_units(kernel_plan)
+    assert list(units) == covering_units(planning)
     assert {unit.stage for unit in units} == {"bounds", "baseline"}
-    (only,) = plan_kernel(planning(stages="baseline"))
+    (only,) = plan_kernel(planning_for(stages="baseline"))
     assert only == draw_unit
     assert {unit.stage for unit in draw(only, stages="baseline")} == {"baseline"}
 
@@ -144,13 +138,13 @@ def test_every_applicable_property_is_drawn(ideal_plan):
 
 def test_drawn_units_are_deterministic(ideal_plan):
     for unit in [unit for unit in ideal_plan if unit.kind == "draw"][:5]:
-        first, second = (drawn_units(unit, planning(), KnownFailures(())) for _ in range(2))
+        first, second = (drawn_units(unit, planning_for(), KnownFailures(())) for _ in range(2))
         assert first == second
         assert all(Case.from_json(each.case).problem.dtype == unit.dtype for each in first)
 
 
 def test_memory_stage_always_asks_about_hidden_keys_and_far_strides():
-    cases = [Case.from_json(unit.case) for unit in full_plan(planning(stages="memory"))]
+    cases = [Case.from_json(unit.case) for unit in full_plan(planning_for(stages="memory"))]
     (hidden_keys,) = (c for c in cases if c.question == "hidden_keys_nan" and c.problem.backward)
     assert (hidden_keys.problem.score.name, hidden_keys.problem.mask.name) == ("softcap", "causal")
     far = [c for c in cases if c.question == "strides_far"]
@@ -162,8 +156,8 @@ def test_memory_stage_always_asks_about_hidden_keys_and_far_strides():
 def test_more_sequences_than_a_grid_axis_holds_are_asked_on_a_gpu():
     def oversized_cases(device):
         (unit,) = describe_units(["mine"], device=device, tier="smoke", convention="")
-        kernel_plan = Planning(unit, GridLimited(), InProcess(), choices(stages="contract"))
-        cases = [Case.from_json(each.case) for each in full_plan(kernel_plan)]
+        planning = Planning(unit, GridLimited(), InProcess(), choices(stages="contract"))
+        cases = [Case.from_json(each.case) for each in full_plan(planning)]
         return [case for case in cases if case.problem.batch * case.problem.heads > 65_535]
 
     assert oversized_cases("cpu") == []
@@ -213,23 +207,20 @@ def test_shards_partition_the_questions(ideal_plan):
 
 
 def test_another_seed_draws_other_bound_cases(ideal_plan):
-    other = {unit.id for unit in full_plan(planning(seed=5)) if unit.stage == "bounds"}
+    other = {unit.id for unit in full_plan(planning_for(seed=5)) if unit.stage == "bounds"}
     assert not other & {unit.id for unit in ideal_plan if unit.stage == "bounds"}
 
 
 def test_plan_has_only_the_chosen_stages():
-    assert {unit.stage for unit in full_plan(planning(stages="probes"))} == {"probes"}
+    assert {unit.stage for unit in full_plan(planning_for(stages="probes"))} == {"probes"}
 
 
 def test_refused_values_are_kept_with_their_reasons():
-    kernel_plan = planning(planted("right"), stages="bounds")
-    problems = [Case.from_json(unit.case).problem for unit in full_plan(kernel_plan)]
+    planning = planning_for(planted("right"), stages="bounds")
+    problems = [Case.from_json(unit.case).problem for unit in full_plan(planning)]
     assert {problem.mask.name for problem in problems} == {"full", "causal", "causal_bottom_right"}
-    assert {answer.record.variant for answer in kernel_plan.refused} >= {
-        "sliding_window",
-        "alibi",
-    }
-    assert all(answer.record.reason for answer in kernel_plan.refused)
+    assert {answer.record.variant for answer in planning.refused} >= {"sliding_window", "alibi"}
+    assert all(answer.record.reason for answer in planning.refused)
 
 
 class Restricted(Ideal):
@@ -250,7 +241,7 @@ def restricted(able, stages="baseline", **options):
     return Planning(unit, Restricted(able), InProcess(), choices(stages=stages, **options))
 
 
-def plain_with_masks(problem, *masks):
+def is_plain(problem, *masks):
     return (
         problem.operation != "softmax"
         and problem.mask.name in {"full", "causal", *masks}
@@ -260,11 +251,11 @@ def plain_with_masks(problem, *masks):
 
 
 def test_baseline_cases_are_asked_even_if_the_plan_has_changed():
-    old_plan = full_plan(restricted(plain_with_masks, dtypes="bf16"))
+    old_plan = full_plan(restricted(is_plain, dtypes="bf16"))
     here = environment("cpu")
     records = [
         new_record(
-            Restricted(plain_with_masks),
+            Restricted(is_plain),
             Case.from_json(unit.case),
             device="cpu",
             variant=unit.variant,
@@ -275,27 +266,23 @@ def test_baseline_cases_are_asked_even_if_the_plan_has_changed():
     baseline_cases = BaselineCases.of(
         make_baseline(baseline_entries(records, {"e": here}), {here.id: here}, "0")
     )
-    new_planning = restricted(
-        lambda problem: plain_with_masks(problem, "sliding_window"), dtypes="bf16"
-    )
-    cases = [Case.from_json(unit.case).id for unit in full_plan(new_planning)]
+    changed = restricted(lambda problem: is_plain(problem, "sliding_window"), dtypes="bf16")
+    cases = [Case.from_json(unit.case).id for unit in full_plan(changed)]
     assert not {Case.from_json(unit.case).id for unit in old_plan} <= set(cases)
-    new_planning.choices = replace(new_planning.choices, held=baseline_cases)
-    ids = [Case.from_json(unit.case).id for unit in full_plan(new_planning)]
+    changed.choices = replace(changed.choices, held=baseline_cases)
+    ids = [Case.from_json(unit.case).id for unit in full_plan(changed)]
     assert {*cases, *(Case.from_json(unit.case).id for unit in old_plan)} == set(ids)
     assert len(ids) == len(set(ids))
-    assert new_planning.choices.plan()["baseline"] == baseline_cases.digest
+    assert changed.choices.plan()["baseline"] == baseline_cases.digest
 
 
 def test_pair_lost_by_moving_rows_gets_a_row_of_its_own():
     def able(problem):
-        return plain_with_masks(problem) and (
-            problem.mask.name == "full" or problem.query == problem.kv
-        )
+        return is_plain(problem) and (problem.mask.name == "full" or problem.query == problem.kv)
 
-    kernel_plan = restricted(able, dtypes="bf16,fp16")
-    problems = [Case.from_json(unit.case).problem for unit in bound_units(kernel_plan)]
-    axes = axes_of(kernel_plan)
+    planning = restricted(able, dtypes="bf16,fp16")
+    problems = [Case.from_json(unit.case).problem for unit in bound_units(planning)]
+    axes = axes_of(planning)
     pairs = {(p.mask.name, p.head_dim, p.value_dim) for p in problems}
     pairs |= {(p.mask.name, p.dtype, p.distribution) for p in problems}
     wanted = {(mask, *DIMS[dims]) for mask in axes["mask"] for dims in axes["dims"]}
@@ -311,17 +298,15 @@ def gpu_planning(tier, **options):
 
 
 def test_gpu_plan_asks_again_what_is_compiled_anyway():
-    kernel_plan = gpu_planning("pr")
-    units = full_plan(kernel_plan)
+    planning = gpu_planning("pr")
+    units = full_plan(planning)
     bounds = [unit for unit in units if unit.stage == "bounds"]
     again = [unit for unit in bounds if unit.variant.endswith(AGAIN)]
     assert len(bounds) > TIERS["pr"].threes_gpu > len(again) > len(bounds) / 2
     # Two stages need these units; they are planned once, and refusals are listed once.
-    assert [unit for unit in bounds if unit.variant != SOFTMAX][-1] in kernel_plan.bounds
-    assert len(kernel_plan.refused) == len(
-        {answer.record.case_id for answer in kernel_plan.refused}
-    )
-    on_cpu = full_plan(planning(tier="pr", stages="bounds"))
+    assert [unit for unit in bounds if unit.variant != SOFTMAX][-1] in planning.bounds
+    assert len(planning.refused) == len({answer.record.case_id for answer in planning.refused})
+    on_cpu = full_plan(planning_for(tier="pr", stages="bounds"))
     assert not any(unit.variant.endswith(AGAIN) for unit in on_cpu)
 
 
@@ -352,13 +337,13 @@ def test_choose_pairs_uses_every_value_evenly():
 def test_known_failure_is_asked_instead_of_drawing_cases():
     known = KnownFailures()
     entry = next(each for each in known.entries if each.device == "cpu" and not each.depends_on)
-    kernel_plan = planning(entry.kernel, dtypes=entry.dtypes[0], stages="properties")
+    planning = planning_for(entry.kernel, dtypes=entry.dtypes[0], stages="properties")
     unit = next(
         each
-        for each in full_plan(kernel_plan)
+        for each in full_plan(planning)
         if known.of_draw(each) is not None and not known.of_draw(each).depends_on
     )
-    (question,) = drawn_units(unit, kernel_plan, known)
+    (question,) = drawn_units(unit, planning, known)
     assert Case.from_json(question.case).question == known.of_draw(unit).case.question
 
 

@@ -30,6 +30,7 @@ from attncheck.workers.units import Done, Unit
 
 pytestmark = pytest.mark.usefixtures("forked_workers", "shared_evidence")
 
+REPLAY = {"device": "cpu", "convention": "", "tier": "smoke", "stages": STAGES}
 TUTORIAL = Path(__file__).parents[1] / "data" / "tutorial_kernels.py"
 
 
@@ -59,11 +60,9 @@ def test_each_stage_finds_its_planted_fault(stage, kernel):
 @pytest.mark.parametrize("stage", ["contract", "memory", "determinism"])
 def test_right_kernel_passes_every_stage(stage):
     _, results = drive(planted("right"), stages=stage)
-    all_answers = answers(results)
-    assert not failed_answers(results), [
-        a.record.reason or a.record.judgement for a in failed_answers(results)
-    ]
-    assert any(answer.record.status == "pass" for answer in all_answers)
+    failures = failed_answers(results)
+    assert not failures, [a.record.reason or a.record.judgement for a in failures]
+    assert any(answer.record.status == "pass" for answer in answers(results))
 
 
 def test_worker_loads_the_kernel_ahead_of_its_units():
@@ -103,14 +102,13 @@ def test_failure_is_saved_shrunk_and_replayed(tmp_path):
     assert small.distribution == "normal"
     saved = load_failure(tmp_path / f"{smallest.failure}.json")
     assert saved.record.case_id == smallest.record.case_id
-    options = {"device": "cpu", "convention": "", "tier": "smoke", "stages": STAGES}
-    replays = replay_units([kernel], tmp_path, **options)
+    replays = replay_units([kernel], tmp_path, **REPLAY)
     assert {Case.from_json(unit.case).id for unit in replays} == {
         first.record.case_id,
         smallest.record.case_id,
     }
-    assert replay_units(["ideal"], tmp_path, **options) == []
-    assert replay_units([kernel], tmp_path, **options | {"stages": ("probes",)}) == []
+    assert replay_units(["ideal"], tmp_path, **REPLAY) == []
+    assert replay_units([kernel], tmp_path, **REPLAY | {"stages": ("probes",)}) == []
 
 
 @pytest.mark.parametrize(
@@ -156,8 +154,7 @@ def test_shrinking_does_not_turn_one_fault_into_another():
 
 def test_replay_skips_damaged_failure_files(tmp_path):
     (tmp_path / "aaaaaaaaaa.json").write_text("{")
-    options = {"device": "cpu", "convention": "", "tier": "smoke", "stages": STAGES}
-    assert replay_units(["ideal"], tmp_path, **options) == []
+    assert replay_units(["ideal"], tmp_path, **REPLAY) == []
 
 
 def test_replay_skips_questions_that_no_longer_exist_or_fit(tmp_path):
@@ -169,8 +166,7 @@ def test_replay_skips_questions_that_no_longer_exist_or_fit(tmp_path):
     save_failure(
         Case(problem=problem, question="empty_rows"), tmp_path
     )  # each of its rows sees a key
-    options = {"device": "cpu", "convention": "", "tier": "smoke", "stages": STAGES}
-    assert [unit.case for unit in replay_units(["ideal"], tmp_path, **options)] == [good]
+    assert [unit.case for unit in replay_units(["ideal"], tmp_path, **REPLAY)] == [good]
 
 
 def save_failure(case, folder):

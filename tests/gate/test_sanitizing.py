@@ -20,7 +20,7 @@ from attncheck.workers.units import Unit
 _WHERE = "00000000"
 
 
-def planning(device="cuda", **options):
+def planning_for(device="cuda", **options):
     unit = Unit(kind="describe", stage="contract", kernel="ideal", device=device, tier="smoke")
     result = Planning(unit, load_subject("ideal"), InProcess(), choices(**options), _WHERE)
     result._dtypes = ("bf16",)
@@ -28,7 +28,7 @@ def planning(device="cuda", **options):
 
 
 def test_sanitizer_is_off_by_default():
-    assert list(sanitizer_units(planning())) == []
+    assert list(sanitizer_units(planning_for())) == []
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,9 @@ def test_sanitizer_is_off_by_default():
 )
 def test_without_the_tool_one_line_reports_it_and_nothing_fails(monkeypatch, device, reason):
     monkeypatch.setattr(sanitizer, "sanitizer", lambda: None)
-    kernel_plan = planning(device, sanitizer=True)
-    assert list(sanitizer_units(kernel_plan)) == []
-    (answer,) = kernel_plan.refused
+    planning = planning_for(device, sanitizer=True)
+    assert list(sanitizer_units(planning)) == []
+    (answer,) = planning.refused
     assert answer.record.status == "unsupported"
     report = SimpleNamespace(
         harness=(),
@@ -57,8 +57,8 @@ def test_without_the_tool_one_line_reports_it_and_nothing_fails(monkeypatch, dev
 
 def test_each_sanitizer_tool_is_a_unit_and_its_finding_fails_the_kernel(monkeypatch):
     monkeypatch.setattr(sanitizer, "sanitizer", lambda: "/planted")
-    kernel_plan = planning(sanitizer=True)
-    units = list(sanitizer_units(kernel_plan))
+    planning = planning_for(sanitizer=True)
+    units = list(sanitizer_units(planning))
     assert [unit.variant.split()[-1] for unit in units] == ["memcheck", "racecheck", "synccheck"]
     assert {unit.stage for unit in units} == {"memory"}
 
@@ -72,7 +72,7 @@ def test_each_sanitizer_tool_is_a_unit_and_its_finding_fails_the_kernel(monkeypa
         return (replace(first, status="fail", judgement=finding), *rest)
 
     monkeypatch.setattr(sanitizer, "run_sanitizer", planted_run)
-    done = sanitize_kernel(units[0], kernel_plan)
+    done = sanitize_kernel(units[0], planning)
     assert len(done.answers) == 3
     assert not done.units  # shrinking would run without the tool
     first = done.answers[0].record

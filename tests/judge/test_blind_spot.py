@@ -14,7 +14,7 @@ from attncheck.judge.allowance import Allowance, Sample
 from attncheck.judge.blind_spot import blind_spot, cut, first_bits
 
 LN2 = math.log(2.0)
-ROUNDINGS = 64 * 2.0**-52  # a few dozen float64 operations stand between the numbers below
+ROUNDINGS = 64 * 2.0**-52  # of a few dozen float64 operations
 LITTLE = 2.0**-18  # negligible, but far more than rounding and higher-order terms
 
 

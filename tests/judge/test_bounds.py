@@ -27,7 +27,7 @@ from attncheck.verify.evidence_builder import EvidenceBuilder
 U = 2.0**-24
 # For exponent errors ρ of a few hundred u: how far e^ρ − 1 differs from ρ, and P from exact P.
 SECOND = 256 * U
-# The allowance for float64's own roundings, which every term carries, and the 2^-126 of underflow.
+# float64's own roundings, which every term includes, and the 2^-126 of underflow.
 SMALL = 64 * 8 * 2.0**-53
 NAMES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
 
@@ -118,7 +118,7 @@ def test_errors_of_weights_cost_nothing_where_values_are_equal():
     equal = make.attention(known.q, known.k, torch.full_like(known.v, 1.25), scale=known.scale)
     result = bound(equal, default_arithmetic(DTYPES["fp32"]))
     moved = result.out_terms["scores"] + result.out_terms["exponent"]
-    # But for the rounding of the exact out itself.
+    # Only the rounding of the exact out itself is left.
     assert bool((moved <= 2 * 24 * 2.0**-53).all())
 
 
@@ -208,7 +208,7 @@ def test_bound_at_huge_logits_is_limited_by_the_values():
     known = make.attention(q, 3e4 * make.normal(1, 8, 16, seed=1), make.normal(1, 8, 2, seed=2))
     result = bound(known, default_arithmetic(DTYPES["e4m3"], (9, 0)))
     assert bool(torch.isfinite(result.out).all())
-    # A weight moves by 1 at most, a value is from out at most 2 max |v|; rounding P adds 2^-4.
+    # A weight moves by at most 1, a value differs from out by at most 2 max |v|; P adds 2^-4.
     assert bool((result.out <= 2 * 8 * 2 * known.v.abs().max()).all())
 
 

@@ -117,14 +117,14 @@ def test_head_rmse_of_known_errors():
 ONE = torch.tensor([3.0, 4.0], dtype=torch.float64)
 
 
-def test_frobenius():
+def test_frobenius_is_relative_to_the_exact_tensor():
     assert frobenius(torch.tensor([0.0, 2.5]).double(), ONE) == 0.5
     assert frobenius(0 * ONE, 0 * ONE) == 0.0
     assert frobenius(ONE, 0 * ONE) == math.inf
     assert frobenius(ONE * math.nan, ONE) == math.inf
 
 
-def test_cosine():
+def test_cosine_of_known_directions():
     assert cosine(2 * ONE, ONE) == 1.0
     assert cosine(-ONE, ONE) == -1.0
     assert cosine(ONE.flip(0) * torch.tensor([1.0, -1.0]), ONE) == 0.0
@@ -132,7 +132,7 @@ def test_cosine():
     assert cosine(ONE * math.nan, ONE) == 0.0
 
 
-def test_slope():
+def test_slope_of_the_error_over_the_exact_tensor():
     assert slope(-ONE / 2, ONE) == -0.5
     assert slope(ONE.flip(0) * torch.tensor([1.0, -1.0]), ONE) == 0.0
     assert slope(ONE, 0 * ONE) == 0.0

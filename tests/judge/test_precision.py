@@ -24,7 +24,7 @@ HEADS, QUERY, DIM = 2, 32, 32
 SD = 2.0**-8
 EXACT = torch.arange(HEADS * QUERY * DIM).view(1, HEADS, QUERY, DIM).double() / 1024 + 1
 SIGN = torch.where(torch.arange(QUERY * DIM).view(QUERY, DIM) % 2 == 0, 1.0, -1.0).double()
-LITTLE = 2.0**-40  # far more than what one rounding of a root mean square moves
+LITTLE = 2.0**-40  # far more than one rounding of a root mean square
 
 
 def with_errors(*of_heads: float) -> torch.Tensor:

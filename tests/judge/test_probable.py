@@ -131,7 +131,7 @@ def test_predicted_deviation_matches_simulated_roundings():
     likely = probable(known, default_arithmetic(BF16))
     z = torch.stack([simulated_error(known, seed) for seed in range(8)]) / likely.sd_out
     size = float(z.square().mean().sqrt())
-    # Rounding is within half an ulp, 2^-8 to 2^-9 of a number: on average it is less than 2^-8.
+    # Half an ulp is 2^-9 to 2^-8 of a number, on average less than the predicted 2^-8.
     assert 0.5 < size < 1
     assert bool((z.abs() * likely.sd_out <= likely.out).all())
 

@@ -113,7 +113,7 @@ def test_step_with_few_visible_keys_truncates_as_much_as_a_full_one():
     known = make.attention(*(torch.ones(1, n, 1) for n in (1, KEYS, KEYS)), seen=seen)
     arithmetic = replace(BF16, values=AMPERE, sums_rounded_weights=True, block_kv=256)
     assert steps_with_keys(known, AMPERE).item() == KEYS / AMPERE.block
-    # The sum and one term are aligned, and what comes out is truncated.
+    # Aligning the sum and one term truncates each, and so does the result.
     each = 2 * 2.0**-AMPERE.alignment + 2.0 ** (1 - AMPERE.result)
     assert row_sum_rounding(known, arithmetic).item() >= KEYS / AMPERE.block * each
 
@@ -158,7 +158,7 @@ def test_lazy_rescale_widens_the_logarithm_term():
         ]
         for arithmetic in (BF16, replace(BF16, lazy_rescale=8.0))
     ]
-    # The maximum, times a rounded factor, and the logarithm of the row sum are as much larger.
+    # The maximum, times a rounded factor, and the logarithm of the row sum both grow by that.
     assert (terms[1] - terms[0] >= (4 + 4) * 8 * math.log(2) * BF16.unit).all()
 
 

@@ -16,7 +16,7 @@ from attncheck.judge.score_errors import exponent_errors, score_error
 from attncheck.judge.weight_errors import weight_errors
 
 BF16 = default_arithmetic(DTYPES["bf16"])
-# Softmax, product and bound in float64: some dozens of roundings of numbers of the size of P and V.
+# Some dozens of float64 roundings, in softmax, product and bound, relative to P and V.
 NOISE = 64 * 2.0**-52
 
 
@@ -166,7 +166,7 @@ def test_weights_normalised_before_rounding_become_subnormal_in_fp16():
     ]
     assert [f.floor.item() for f in errors][1] == 2.0**-25
     small = [f.rounded[0, 0, -1].item() for f in errors]
-    # Fused, a weight of 2^-15 is rounded within 2^-25; 1,024 of them stand in the row sum.
+    # Fused, a weight of 2^-15 is rounded within 2^-25; the row sum has 1,024 of them.
     # The others add 2^-15 of it to the row sum; exponents of 15 binades move it by 2^-15 at most.
     assert small[0] == pytest.approx(2.0**-25 / 1024, rel=2 * 2.0**-15)
     assert small[1] == pytest.approx(2.0**-25, rel=2 * 2.0**-15)

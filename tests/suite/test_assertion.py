@@ -181,7 +181,7 @@ def test_upcast_out_is_judged_in_its_original_format(dtype, wide):
 
 def test_one_unrounded_number_makes_out_fp32():
     qkv = random_qkv(kv=30)
-    # P is 1/30 throughout, far between two bf16: with the rounding of out too much for fp32.
+    # Every P is 1/30, far between two bf16: rounded P and out err too much for fp32.
     qkv["q"].zero_(), qkv["v"].abs_()
     out = attention_and_lse(qkv)[0].float()
     assert close(out, **qkv).status == "pass"

@@ -33,16 +33,13 @@ def failing_case_id(kernel: UnderTest, case: Case) -> str:
     return str(failure.value.record.case_id)
 
 
-def test_first_case_is_blamed_for_later_failures_when_the_gpu_is_lost(gpu_kernel, monkeypatch):
-    monkeypatch.setattr(under_test, "lost_gpu", lambda: "an illegal address")
+@pytest.mark.parametrize(("lost", "blamed"), [("an illegal address", FIRST), ("", LATER)])
+def test_later_failure_is_blamed_on_the_case_that_lost_the_gpu(
+    gpu_kernel, monkeypatch, lost, blamed
+):
+    monkeypatch.setattr(under_test, "lost_gpu", lambda: lost)
     assert failing_case_id(gpu_kernel, FIRST) == FIRST.id
-    assert failing_case_id(gpu_kernel, LATER) == FIRST.id
-
-
-def test_each_case_is_blamed_for_its_own_error_while_the_gpu_works(gpu_kernel, monkeypatch):
-    monkeypatch.setattr(under_test, "lost_gpu", lambda: "")
-    assert failing_case_id(gpu_kernel, FIRST) == FIRST.id
-    assert failing_case_id(gpu_kernel, LATER) == LATER.id
+    assert failing_case_id(gpu_kernel, LATER) == blamed.id
 
 
 def test_later_tests_are_skipped_once_the_gpu_is_lost():

@@ -1,6 +1,6 @@
 """Which tests the fixtures ``kernel`` and ``problem`` parametrize, and which they leave alone."""
 
-OF_THEIR_OWN = """
+FOREIGN_TESTS = """
 import pytest
 
 @pytest.mark.parametrize("kernel", ["gaussian", "laplace"])
@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc):
     if metafunc.function.__name__ == "test_generated":
         metafunc.parametrize("kernel", ["from a conftest"])
 """
-OURS = """
+FIXTURE_TESTS = """
 from attncheck.inputs.problem import Case
 
 def test_it(kernel):
@@ -42,7 +42,7 @@ TWO = ("--kernel=ideal", "--kernel=sdpa-math", "--device=cpu")
 FAMILIES = ("full", "causal", "padding")
 NAMES = ("one", "two", "three", "four")
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
-NOTHING_HEAVY = """
+ASSERT_NO_HEAVY_IMPORTS = """
 def pytest_sessionfinish(session):
     import sys
     assert not {"torch", "triton", "hypothesis", "numpy"} & set(sys.modules)
@@ -50,19 +50,21 @@ def pytest_sessionfinish(session):
 
 
 def test_foreign_kernel_and_problem_parameters_are_left_alone(repository):
-    done = repository.run_in_new_process(conftest=CONFTEST + NOTHING_HEAVY, test_a=OF_THEIR_OWN)
+    done = repository.run_in_new_process(
+        conftest=CONFTEST + ASSERT_NO_HEAVY_IMPORTS, test_a=FOREIGN_TESTS
+    )
     assert "5 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_kernel_fixture_runs_the_requested_kernels(repository):
-    done = repository("--collect-only", *TWO, test_a=OURS)
+    done = repository("--collect-only", *TWO, test_a=FIXTURE_TESTS)
     tests = set(done.stdout.splitlines())
     assert tests >= {"test_a.py::test_it[ideal]", "test_a.py::test_it[sdpa-math]"}
     assert "test_a.py::test_both[ideal-causal-wide]" in tests
 
 
 def test_kernel_that_refuses_a_problem_is_skipped(repository):
-    done = repository("-k", "gqa or one-key", "-rs", "--dtype=e4m3", *TWO, test_a=OURS)
+    done = repository("-k", "gqa or one-key", "-rs", "--dtype=e4m3", *TWO, test_a=FIXTURE_TESTS)
     assert "2 passed, 2 skipped" in done.stdout, done.stdout
     assert "sdpa-math takes no such problem on cpu: takes no fp8 inputs" in done.stdout
 

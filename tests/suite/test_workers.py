@@ -19,18 +19,24 @@ def four_gpus(monkeypatch):
     return current
 
 
-@pytest.mark.parametrize(("worker", "gpu"), [("gw0", "0"), ("gw3", "3"), ("gw6", "2")])
-def test_xdist_workers_take_gpus_in_turn(monkeypatch, four_gpus, worker, gpu):
+@pytest.mark.parametrize(
+    ("worker", "visible", "gpu"),
+    [
+        ("gw0", None, "0"),
+        ("gw3", None, "3"),
+        ("gw6", None, "2"),
+        ("gw1", "7,5,3,1", "5"),
+        ("", None, None),  # without xdist
+    ],
+)
+def test_each_xdist_worker_sees_one_of_the_visible_gpus(
+    monkeypatch, four_gpus, worker, visible, gpu
+):
     monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     choose_gpu()
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == gpu
-
-
-def test_xdist_workers_choose_among_visible_gpus(monkeypatch, four_gpus):
-    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
-    choose_gpu()
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == gpu
 
 
 def test_gpu_becomes_the_current_device_where_cuda_is_initialized(monkeypatch, four_gpus):
@@ -38,12 +44,6 @@ def test_gpu_becomes_the_current_device_where_cuda_is_initialized(monkeypatch, f
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     choose_gpu()
     assert four_gpus == [1]
-    assert "CUDA_VISIBLE_DEVICES" not in os.environ
-
-
-def test_process_without_xdist_sees_all_gpus(monkeypatch, four_gpus):
-    monkeypatch.setenv("PYTEST_XDIST_WORKER", "")
-    choose_gpu()
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 

@@ -24,7 +24,7 @@ from attncheck.surveys.mod_survey import compare_backends, mpmath_backend
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = Dimensions(batch=2, heads=2, query=6, kv=9)
 WHOLE = Dimensions(batch=2, heads=4, query=64, kv=64)
-FEW_HEADS = Dimensions(batch=1, heads=2, query=20, kv=64)  # score mods take their time
+FEW_HEADS = Dimensions(batch=1, heads=2, query=20, kv=64)  # score mods are slow
 FILE = Path(__file__).parents[2] / "examples" / "mods.py"
 EXAMPLES = mods_in(import_file(FILE, "the examples"))
 
@@ -309,8 +309,10 @@ def test_integer_overflow_and_division_by_zero_are_rejected():
     assert "by 0 at (b, h, q_idx, kv_idx) =" in rejection(divides)
 
 
-def test_captured_parameter_is_supported():
+def test_captured_parameters_and_float64_tables_are_supported():
+    """A float64 table is accepted because fp32 holds each of its numbers."""
     learned = torch.nn.Parameter(torch.linspace(-1, 1, 9))
+    table = torch.arange(9, dtype=torch.float64)
 
     def bias(score, b, h, q_idx, kv_idx):
         return score + learned[kv_idx]
@@ -318,16 +320,9 @@ def test_captured_parameter_is_supported():
     def shown(b, h, q_idx, kv_idx):
         return learned[kv_idx] + q_idx > 0
 
-    for mod in (bias, shown):
-        backends = compare(mod, subject_named("flex"), Ideal())
-        assert [backend.status for backend in backends] == ["equal"] * 3, backends
-
-
-def test_float64_table_with_fp32_values_is_supported():
-    table = torch.arange(9, dtype=torch.float64)
-
-    def bias(score, b, h, q_idx, kv_idx):
+    def table_bias(score, b, h, q_idx, kv_idx):
         return score + table[kv_idx]
 
-    backends = compare(bias, subject_named("flex"))
-    assert [backend.status for backend in backends] == ["equal"] * 2, backends
+    for mod in (bias, shown, table_bias):
+        backends = compare(mod, subject_named("flex"), Ideal())
+        assert [backend.status for backend in backends] == ["equal"] * 3, backends
