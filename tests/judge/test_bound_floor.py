@@ -75,17 +75,17 @@ INPUTS = {
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
 def test_floor_is_never_above_the_bound(dtype, inputs):
-    """NaN where it cannot say; never finite where the bound is infinite."""
+    """A floor may be NaN (unknown), and is unknown wherever the bound is infinite."""
     known = row_conditions(**INPUTS[inputs])
     totals = row_totals(weighted_rows(known))
     for arithmetic in arithmetic_variants(dtype):
         bound = deterministic_bound(known, arithmetic, score_error(known, arithmetic))
-        for floor, bound_tensor in zip(
+        for floor, whole in zip(
             bound_floor(totals, arithmetic), (bound.out, bound.lse), strict=True
         ):
-            finite = ~floor.isnan()
-            assert bool((floor[finite] <= bound_tensor[finite]).all()), arithmetic
-            assert bool(bound_tensor[finite].isfinite().all()), arithmetic
+            defined = ~floor.isnan()
+            assert bool((floor[defined] <= whole[defined]).all()), arithmetic
+            assert bool(whole[defined].isfinite().all()), arithmetic
             empty = ~known.seen.any(-1)
             assert bool((floor[empty] == 0).all())
 
@@ -96,10 +96,8 @@ def test_floor_is_never_above_the_bound(dtype, inputs):
 )
 def test_floor_is_near_its_bound(dtype, least_share):
     """Nearness is what ranks rows, and without it the test above could pass with floors of 0."""
-    known, arithmetic = (
-        row_conditions(keys=256, causal=False),
-        default_arithmetic(DTYPES[dtype]),
-    )
+    known = row_conditions(keys=256, causal=False)
+    arithmetic = default_arithmetic(DTYPES[dtype])
     bound = deterministic_bound(known, arithmetic, score_error(known, arithmetic))
     out_floor, lse_floor = bound_floor(row_totals(weighted_rows(known)), arithmetic)
     assert bool((out_floor >= least_share * bound.out).all())
