@@ -1,11 +1,11 @@
-"""The summary at the end of a run: its counts, across processes, and the exit code."""
+"""The summary at the end of a run: its counts, the exit code and the command it shows."""
 
 import xml.etree.ElementTree as ET
 
 import pytest
 
 from attncheck.records.run_reports import PropertyOutcome, Tally
-from attncheck.suite.outcomes import summary_lines
+from attncheck.suite.outcomes import pytest_command, summary_lines
 
 PROPERTY = """
 from attncheck.suite import asks
@@ -137,3 +137,18 @@ def test_summary_lines_add_up_problems_and_seconds_by_kernel():
         "no tests of aa in tf32: never",
     ]
     assert not list(summary_lines([], {}, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("args", "command"),
+    [
+        (["properties", "-n", "2"], "pytest properties -n 2"),
+        (["--attncheck-report", "some/dir", "-q"], "pytest -q"),
+        (["--attncheck-report=some/dir", "-q"], "pytest -q"),
+        (["/home/me/properties/test_causal.py::test_x"], "pytest test_causal.py::test_x"),
+        (["--known-failures=/home/me/mine.toml"], "pytest --known-failures=mine.toml"),
+        (["-k", "causal and bf16"], "pytest -k 'causal and bf16'"),
+    ],
+)
+def test_reported_command_contains_no_folder(args, command):
+    assert pytest_command(args) == command
