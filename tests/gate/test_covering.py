@@ -81,30 +81,30 @@ def compilation(row):
 
 @pytest.mark.parametrize("least", [0, 700])
 def test_compiled_rows_cover_every_triple_with_few_compilations(least):
-    first, again = compiled_rows(COMPILED, "medium", least)
+    distinct, repeated = compiled_rows(COMPILED, "medium", least)
     plain = covering_rows(COMPILED, 3)
-    assert triples([*first, *again]) == triples(plain)
-    assert not any(never(row) for row in (*first, *again) for _, never in EXCLUSIONS[:4])
-    compiled = [compilation(row) for row in first]
+    assert triples([*distinct, *repeated]) == triples(plain)
+    assert not any(never(row) for row in (*distinct, *repeated) for _, never in EXCLUSIONS[:4])
+    compiled = [compilation(row) for row in distinct]
     assert len(compiled) == len(set(compiled)) < 0.8 * len({compilation(row) for row in plain})
     # Where a row excludes some lengths, a row of another mask has them.
-    assert len({compilation(row) for row in again} - set(compiled)) < 5
-    assert len(first) + len(again) >= least
-    assert (first, again) == compiled_rows(COMPILED, "medium", least)
+    assert len({compilation(row) for row in repeated} - set(compiled)) < 5
+    assert len(distinct) + len(repeated) >= least
+    assert (distinct, repeated) == compiled_rows(COMPILED, "medium", least)
 
 
 def test_compiled_rows_add_triples_that_varying_single_axes_misses(monkeypatch):
     monkeypatch.setattr(covering._Triples, "varied", lambda self, row: (next(self.every(row)), 0))
     covering._compiled_rows.cache_clear()
-    first, again = compiled_rows(COMPILED, "medium", 0)
+    distinct, repeated = compiled_rows(COMPILED, "medium", 0)
     covering._compiled_rows.cache_clear()
-    assert triples([*first, *again]) == triples(covering_rows(COMPILED, 3))
+    assert triples([*distinct, *repeated]) == triples(covering_rows(COMPILED, 3))
 
 
 def test_compiled_rows_reach_the_requested_number():
     axes = {name: values[:1] for name, values in COMPILED.items()}
-    first, again = compiled_rows(axes, "medium", 40)
-    assert (len(first), len(again)) == (1, 39)
+    distinct, repeated = compiled_rows(axes, "medium", 40)
+    assert (len(distinct), len(repeated)) == (1, 39)
     assert compiled_rows(axes | {"dtype": ()}, "medium", 40) == ([], [])
 
 

@@ -115,9 +115,9 @@ def test_refactoring_that_changes_no_bit_is_identical(repository):
     # The other commit's answers are not counted.
     assert len(report.answers) == sum(report.planned.values()) == 2
     assert {answer.record.environment for answer in report.answers} == set(report.environments)
-    here, before = list(content.units.values())[1:3]
-    assert (here.commit, before.commit) == ("", tree.commit)
-    assert all(Shard(n, 5).has(here) == Shard(n, 5).has(before) for n in range(1, 6))
+    new, old = list(content.units.values())[1:3]
+    assert (new.commit, old.commit) == ("", tree.commit)
+    assert all(Shard(n, 5).has(new) == Shard(n, 5).has(old) for n in range(1, 6))
 
 
 def test_baseline_units_alternate_between_both_commits(monkeypatch):

@@ -126,14 +126,14 @@ def test_plan_has_no_unit_twice(ideal_plan):
 
 
 def test_every_applicable_property_is_drawn(ideal_plan):
-    drawn = {unit.test for unit in ideal_plan if unit.kind == "draw"}
+    drawn_properties = {unit.test for unit in ideal_plan if unit.kind == "draw"}
     applicable = {
         name
         for name, spec in properties().items()
         if (not spec.dtypes or {"fp32", "bf16"} & set(spec.dtypes))
         and spec.questions != ("launches",)
     }
-    assert drawn == applicable
+    assert drawn_properties == applicable
 
 
 def test_drawn_units_are_deterministic(ideal_plan):
@@ -301,8 +301,8 @@ def test_gpu_plan_asks_again_what_is_compiled_anyway():
     planning = gpu_planning("pr")
     units = full_plan(planning)
     bounds = [unit for unit in units if unit.stage == "bounds"]
-    again = [unit for unit in bounds if unit.variant.endswith(AGAIN)]
-    assert len(bounds) > TIERS["pr"].threes_gpu > len(again) > len(bounds) / 2
+    repeated = [unit for unit in bounds if unit.variant.endswith(AGAIN)]
+    assert len(bounds) > TIERS["pr"].threes_gpu > len(repeated) > len(bounds) / 2
     # Two stages need these units; they are planned once, and refusals are listed once.
     assert [unit for unit in bounds if unit.variant != SOFTMAX][-1] in planning.bounds
     assert len(planning.refused) == len({answer.record.case_id for answer in planning.refused})

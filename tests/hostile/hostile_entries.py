@@ -192,10 +192,10 @@ def mistakes(entry: Entry, folder: Path, done: subprocess.CompletedProcess[str])
         problems.append(f"characters {sorted(set(unsafe))} reach the terminal")
     if re.search(r'File "[^"]*\battncheck/\w', done.stdout + done.stderr):
         problems.append("a traceback of ours")
-    if left := _left(entry, folder):
-        problems.append(f"left {left}")
-    if alive := _alive(folder):
-        problems.append(f"still run: {alive}")
+    if leftovers := _leftover_files(entry, folder):
+        problems.append(f"left {leftovers}")
+    if running := _running_processes(folder):
+        problems.append(f"still run: {running}")
     return problems
 
 
@@ -203,7 +203,7 @@ def _pattern(says: str) -> re.Pattern[str]:
     return re.compile(".*".join(map(re.escape, says.split("…"))))
 
 
-def _left(entry: Entry, folder: Path) -> list[str]:
+def _leftover_files(entry: Entry, folder: Path) -> list[str]:
     """Files it must not leave: outside its folder, or inside beside its report."""
     outside = [path for name in ("home", "tmp") for path in (folder / name).rglob("*")]
     known = {"reports", "k.py", "__pycache__", *entry.files, *entry.leaves}
@@ -216,14 +216,14 @@ def _left(entry: Entry, folder: Path) -> list[str]:
     ]
 
 
-def _alive(folder: Path) -> list[str]:
+def _running_processes(folder: Path) -> list[str]:
     """Processes whose working directory is in ``folder``, or that have it in their environment."""
     processes = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            where = (process / "cwd").readlink()
-            known = str(folder).encode() in (process / "environ").read_bytes()
-            if known or where.is_relative_to(folder):
+            folder_of_process = (process / "cwd").readlink()
+            in_environment = str(folder).encode() in (process / "environ").read_bytes()
+            if in_environment or folder_of_process.is_relative_to(folder):
                 processes.append((process / "cmdline").read_text().replace("\0", " ")[:100])
         except OSError:  # it has ended, or belongs to another user
             continue

@@ -99,7 +99,7 @@ def test_arithmetic_text_lists_every_declared_fact():
         "products of e4m3; P in e4m3; sums in 13-bit, 32 products a step; exp2 within 2 ulp; "
         "out in bf16"
     )
-    changed = replace(
+    custom = replace(
         profile,
         scores=FP32,
         weights_scale=128.0,
@@ -108,7 +108,7 @@ def test_arithmetic_text_lists_every_declared_fact():
         scaled_query=FORMATS["bf16"],
         splits=2,
     )
-    assert str(changed) == (
+    assert str(custom) == (
         "products of e4m3; P in e4m3 × 128; q·k in fp32, P·V in 13-bit, 32 products a step; "
         "maximum may lag by 1 binades; row sum of rounded P; scale · q rounded to bf16; "
         "exp2 within 2 ulp; up to 2 parts merged; out in bf16"

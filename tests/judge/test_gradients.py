@@ -275,8 +275,8 @@ def one_pair(forward, value=math.inf) -> torch.Tensor:
 def test_unbounded_score_mod_leaves_its_row_and_that_rows_keys_unbounded(which):
     case = problem(score=Spec.of("softcap", cap=4.0), mask=CAUSAL)
     forward = conditions_of(case)[0].known
-    nothing = torch.zeros_like(forward.products)
-    error = ScoreModError(radius=nothing, own=nothing, jump=nothing > 0)
+    zeros = torch.zeros_like(forward.products)
+    error = ScoreModError(radius=zeros, own=zeros, jump=zeros > 0)
     unbounded_error = replace(error, radius=one_pair(forward))
     unbounded_error.radius[3, 5, 4] = unbounded_error.radius[
         3, 2, 5

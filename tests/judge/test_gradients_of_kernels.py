@@ -117,11 +117,11 @@ def score_mod_errors(case: Problem):
         forward, kv = known.known, case.kv
         rows, seen = forward.rows, forward.seen[..., :kv]
         heads = torch.arange(rows.heads.start, rows.heads.stop)[:, None, None]
-        where = (heads // case.heads, heads % case.heads, rows.query[None, :, None])
-        where = (*where, torch.arange(kv)[None, None])
+        indices = (heads // case.heads, heads % case.heads, rows.query[None, :, None])
+        indices = (*indices, torch.arange(kv)[None, None])
         errors = []
         for analysis in analyses:
-            error = analysis.at(forward.products[..., :kv], scores.radius[..., :kv], *where)
+            error = analysis.at(forward.products[..., :kv], scores.radius[..., :kv], *indices)
             parts = (torch.where(seen, x, 0.0) for x in (error.radius, error.own))
             radius, own = (torch.nn.functional.pad(x, (0, int(forward.has_sink))) for x in parts)
             errors.append(ScoreModError(radius=radius, own=own, jump=radius < 0))

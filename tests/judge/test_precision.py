@@ -32,7 +32,7 @@ def with_errors(*of_heads: float) -> torch.Tensor:
     return EXACT + torch.stack([SIGN * SD * size for size in of_heads])[None]
 
 
-def arguments_for(out: torch.Tensor, **changed: Any) -> dict[str, Any]:
+def arguments_for(out: torch.Tensor, **changes: Any) -> dict[str, Any]:
     """What ``decide`` is called with for ``out``, where ideal kernels err as predicted."""
     lse = torch.ones(1, HEADS, QUERY, dtype=torch.float64)
     sample = Sample(
@@ -53,11 +53,11 @@ def arguments_for(out: torch.Tensor, **changed: Any) -> dict[str, Any]:
         "ideal": with_errors(1.0, 1.0),
         "ensemble": lambda: [with_errors(1.0, 1.0), with_errors(0.9, 0.9)],
     }
-    return plain | changed
+    return plain | changes
 
 
-def judge(out: torch.Tensor, **changed: Any) -> Judgement:
-    return decide(**arguments_for(out, **changed))
+def judge(out: torch.Tensor, **changes: Any) -> Judgement:
+    return decide(**arguments_for(out, **changes))
 
 
 def precision(judgement: Judgement) -> Precision:

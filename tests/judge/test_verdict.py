@@ -26,7 +26,7 @@ SIGN = torch.where(torch.arange(QUERY * DIM).view(QUERY, DIM) % 2 == 0, 1.0, -1.
 DEAD = (0, 1, 31)  # the last row of head 1 sees no key
 
 
-def arguments_for(**changed: Any) -> dict[str, Any]:
+def arguments_for(**changes: Any) -> dict[str, Any]:
     """Arguments of ``decide`` for a kernel whose errors are 1/32 of the bound, as predicted."""
     alive = torch.ones(BATCH, HEADS, QUERY, dtype=torch.bool)
     alive[DEAD] = False
@@ -56,12 +56,12 @@ def arguments_for(**changed: Any) -> dict[str, Any]:
         "ideal": ideal,
         "ensemble": lambda: [ideal],
     }
-    return plain | changed
+    return plain | changes
 
 
-def judge_with_error(at: tuple[int, ...], share: float, **changed: Any) -> Judgement:
+def judge_with_error(at: tuple[int, ...], share: float, **changes: Any) -> Judgement:
     """The verdict where one element of out, or of LSE, is off by this share of its bound."""
-    arguments = arguments_for(**changed)
+    arguments = arguments_for(**changes)
     name, unit = ("out", ROW) if len(at) == 4 else ("lse", LSE_ROW)
     arguments[name][at] = getattr(arguments["truth"], name)[at] + share * unit
     return decide(**arguments)
@@ -169,7 +169,7 @@ def test_worst_element_is_the_one_named_in_the_reason():
 
 
 @pytest.mark.parametrize(
-    ("at", "share", "changed", "status", "rule", "reason"),
+    ("at", "share", "changes", "status", "rule", "reason"),
     [
         (
             (0, 1, 3, 7),
@@ -215,14 +215,14 @@ def test_worst_element_is_the_one_named_in_the_reason():
         ((0, 0, 0, 0), 9.0, {"oracle_share": math.nan}, "inconclusive", "bound", "by less than"),
     ],
 )
-def test_error_at_one_element_gets_its_rule_and_reason(at, share, changed, status, rule, reason):
-    changed = dict(changed)
-    if "dtype" in changed:
-        changed["arithmetic"] = default_arithmetic(DTYPES[changed.pop("dtype")])
-    if "oracle_share" in changed:
-        changed["allowance"] = replace(arguments_for()["allowance"], **changed)
-        del changed["oracle_share"]
-    judgement = judge_with_error(at, share, **changed)
+def test_error_at_one_element_gets_its_rule_and_reason(at, share, changes, status, rule, reason):
+    changes = dict(changes)
+    if "dtype" in changes:
+        changes["arithmetic"] = default_arithmetic(DTYPES[changes.pop("dtype")])
+    if "oracle_share" in changes:
+        changes["allowance"] = replace(arguments_for()["allowance"], **changes)
+        del changes["oracle_share"]
+    judgement = judge_with_error(at, share, **changes)
     assert summary(judgement) == (status, rule)
     assert reason in judgement.reason
     over = judgement.out_over_bound if len(at) == 4 else judgement.lse_over_bound

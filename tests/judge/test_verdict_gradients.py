@@ -46,8 +46,8 @@ def gradients(changes: dict[tuple[TensorName, tuple[int, ...]], float]) -> list[
             alive = torch.arange(7) != UNREAD
             exact[UNREAD] = 0.0
         got = exact + BOUND / 32 * (exact != 0)
-        for (changed, at), value in changes.items():
-            if changed == name:
+        for (tensor, at), value in changes.items():
+            if tensor == name:
                 got[at] = value
         tensors.append(
             ComparedTensor.of(name, got, exact, torch.where(exact == 0, 0.0, BOUND), alive)

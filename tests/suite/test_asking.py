@@ -39,18 +39,18 @@ def test_property_takes_the_kernel_fixture_alone():
 
 
 def test_drawn_cases_have_the_kernels_dtype_and_family():
-    drawn: list[Case] = []
+    examples: list[Case] = []
 
     @hypothesis.settings(CI, max_examples=30)
     @hypothesis.given(case=cases(under_test(), SPEC))
     def draw(case: Case) -> None:
-        drawn.append(case)
+        examples.append(case)
 
     draw()
-    assert {case.problem.dtype for case in drawn} == {"bf16"}
-    assert {case.problem.mask.name for case in drawn} == {"causal"}
-    assert all(2 <= case.problem.kv <= 9 for case in drawn)
-    assert all(SPEC.fits(case.question, case.problem) for case in drawn)
+    assert {case.problem.dtype for case in examples} == {"bf16"}
+    assert {case.problem.mask.name for case in examples} == {"causal"}
+    assert all(2 <= case.problem.kv <= 9 for case in examples)
+    assert all(SPEC.fits(case.question, case.problem) for case in examples)
 
 
 def test_gpu_kernels_are_asked_more_cases_of_one_compilation():

@@ -126,15 +126,15 @@ def test_given_draws_problems_without_a_deadline_until_one_fails():
 
 
 def test_given_respects_the_users_settings():
-    drawn = []
+    examples = []
 
     @attncheck.given(problem=attncheck.problems(**SMALL))
     @settings(max_examples=3, database=None)
     def holds(problem: Problem) -> None:
-        drawn.append(problem)
+        examples.append(problem)
 
     holds()
-    assert len(drawn) == 3
+    assert len(examples) == 3
 
 
 def test_given_redraws_unsupported_problems():

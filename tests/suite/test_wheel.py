@@ -25,15 +25,15 @@ def installed(tmp_path_factory):
 
 
 def test_wheel_contains_every_property(installed):
-    ours = {path.name for path in (ROOT / "properties").iterdir() if path.is_file()}
-    assert {path.name for path in (installed / "attncheck" / "properties").iterdir()} == ours
+    sources = {path.name for path in (ROOT / "properties").iterdir() if path.is_file()}
+    assert {path.name for path in (installed / "attncheck" / "properties").iterdir()} == sources
 
 
 def test_wheel_contains_every_template(installed):
     folder = Path("attncheck") / "reporting" / "templates"
-    ours = {path.name: path.read_bytes() for path in (ROOT / "src" / folder).iterdir()}
-    assert {path.name: path.read_bytes() for path in (installed / folder).iterdir()} == ours
-    assert "page.html.j2" in ours
+    sources = {path.name: path.read_bytes() for path in (ROOT / "src" / folder).iterdir()}
+    assert {path.name: path.read_bytes() for path in (installed / folder).iterdir()} == sources
+    assert "page.html.j2" in sources
 
 
 def test_properties_run_from_the_wheel(installed, tmp_path):

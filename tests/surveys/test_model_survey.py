@@ -75,10 +75,10 @@ class WrongWindowBackward(Ideal):
         return wrong
 
 
-def survey(kernel, folder, spec="llama", size=SMALL, right=2, beside=()):
+def survey(kernel, folder, spec="llama", size=SMALL, right=2, baselines=()):
     host = SimpleNamespace(subject=kernel, executor=InProcess())
     return list(
-        survey_model(spec, size, {kernel.name: host}, [*beside], right=right, folder=folder)
+        survey_model(spec, size, {kernel.name: host}, [*baselines], right=right, folder=folder)
     )
 
 
@@ -113,7 +113,7 @@ def test_fault_of_a_backward_is_located_by_layer(tmp_path):
 def test_right_kernel_passes_beside_other_kernels(tmp_path):
     # One of the tilings it is compared with, so it cannot be further away than all of them.
     kernel = Ideal(right_tilings(SMALL.length, 1)[0])
-    records = survey(kernel, tmp_path, "mistral", beside=[Sdpa("math")])
+    records = survey(kernel, tmp_path, "mistral", baselines=[Sdpa("math")])
     assert [(record.kernel, record.beside, record.status) for record in records] == [
         ("ideal", False, "pass"),
         ("sdpa-math", True, "pass"),
