@@ -460,7 +460,7 @@ def test_the_first_of_a_sweep_stays_and_of_long_ones_a_part():
     of_each_kernel = stay("properties/test_it.py", long)
     assert of_each_kernel[0] == long[0]
     assert 3 <= len(of_each_kernel) <= 15
-    row = "test_it_ends_as_the_table_says[{}: {}]"
+    row = "test_hostile_entry_ends_as_the_table_says[{}: {}]"
     rows = [row.format(family, n) for family in "ab" for n in range(40)]
     hostile = stay("tests/hostile/test_hostile.py", rows)
     assert {rows[0], rows[40]} <= set(hostile)

@@ -1,6 +1,6 @@
-"""Kernels of the fault table: right, but for what the query length says; and one with a bad name.
+"""Kernels of the fault table: the query length selects the fault; and one with a bad name.
 
-One class for all of them: a process serves many Cases, and after each fault a right one.
+One class for all of them: a process runs many Cases, with a right one after each fault.
 """
 
 import ctypes
@@ -12,8 +12,8 @@ import torch
 from attncheck.subjects.ideal import Ideal
 
 RIGHT = 2
-_KEPT = []
-_SEEN = {}
+_RETAINED = []
+_STATE = {}
 
 
 def writes_beside_its_output(inputs, outputs):
@@ -32,36 +32,36 @@ def multiplies_what_is_hidden(inputs, outputs):
 
 
 def stale_bytes(inputs, outputs):
-    """The memory of its first call, which nobody has written again."""
-    return _SEEN.setdefault("stale", outputs)
+    """Returns the memory of the first call, which nobody has rewritten."""
+    return _STATE.setdefault("stale", outputs)
 
 
 def kept_by_shape(inputs, outputs):
-    return _SEEN.setdefault(inputs.q.shape, outputs)
+    return _STATE.setdefault(inputs.q.shape, outputs)
 
 
 def kept_by_pointer(inputs, outputs):
-    return _SEEN.setdefault(inputs.q.data_ptr(), outputs)
+    return _STATE.setdefault(inputs.q.data_ptr(), outputs)
 
 
 def right_on_the_first_call(inputs, outputs):
-    if _SEEN.setdefault("first", 0):
+    if _STATE.setdefault("first", 0):
         outputs.out.add_(1)
-    _SEEN["first"] += 1
+    _STATE["first"] += 1
 
 
 def another_order(inputs, outputs):
-    _SEEN["order"] = not _SEEN.get("order")
-    if _SEEN["order"]:
+    _STATE["order"] = not _STATE.get("order")
+    if _STATE["order"]:
         outputs.out.copy_(torch.nextafter(outputs.out, torch.zeros_like(outputs.out)))
 
 
 def keeps_memory(inputs, outputs):
-    _KEPT.append(torch.zeros(4096))
+    _RETAINED.append(torch.zeros(4096))
 
 
 def keeps_descriptors(inputs, outputs):
-    _KEPT.append(os.open(os.devnull, os.O_RDONLY))
+    _RETAINED.append(os.open(os.devnull, os.O_RDONLY))
 
 
 def changes_the_default_dtype(inputs, outputs):
@@ -94,7 +94,7 @@ FAULTS = dict(
 
 
 class Planted(Ideal):
-    """Its outputs lie in memory that it asks torch for."""
+    """Outputs are in memory allocated with torch, right except for the selected fault."""
 
     name, summary = "planted", "right but for the fault"
 
@@ -103,17 +103,17 @@ class Planted(Ideal):
 
         def planted():
             right = call()
-            made = {name: torch.empty_like(one) for name, one in right.tensors().items()}
-            for name, one in right.tensors().items():
-                made[name].copy_(one)
-            outputs = replace(right, **made)
+            copies = {name: torch.empty_like(tensor) for name, tensor in right.tensors().items()}
+            for name, tensor in right.tensors().items():
+                copies[name].copy_(tensor)
+            outputs = replace(right, **copies)
             return (fault(inputs, outputs) if fault else None) or outputs
 
         return planted
 
 
 class Named(Ideal):
-    """Wrong, so that everything that is written of a failure bears its name."""
+    """Wrong, so that every file about the failure contains its name."""
 
     name, summary = "../../=cmd()<script>alert(1)</script>", "=cmd()|' /C calc'!A0"
 

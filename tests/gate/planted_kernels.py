@@ -1,4 +1,4 @@
-"""Kernels with one fault each: one for every stage of a gate."""
+"""Kernels with one fault each, one for every stage of a gate."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 
 
 def right(query, key, value, *, is_causal=False, scale=None):
-    # What is hidden may be NaN, and 0 · NaN is no 0: not in out, nor in dQ.
+    # Hidden keys may be NaN, and 0 · NaN is not 0, neither in out nor in dQ.
     key, value = (each.double().nan_to_num(0.0, 0.0, 0.0) for each in (key, value))
     scores = (query.double() @ key.mT) * (scale or query.shape[-1] ** -0.5)
     if is_causal:
@@ -28,7 +28,7 @@ def sees_the_next_key(query, key, value, *, is_causal=False, scale=None):
 
 
 def sees_the_next_key_or_doubles(query, key, value, *, is_causal=False, scale=None):
-    """Two faults, of which no call has both: with a mask the one, without it the other."""
+    """Two faults that no call shows together: one with a mask, the other without."""
     if is_causal:
         return sees_the_next_key(query, key, value, is_causal=True, scale=scale)
     return right(query, key, 2 * value.double(), scale=scale).to(query.dtype)
@@ -43,14 +43,14 @@ def reads_as_if_contiguous(query, key, value, *, is_causal=False, scale=None):
 CALLS = [0]
 
 
-def never_the_same(query, key, value, *, is_causal=False, scale=None):
+def nondeterministic(query, key, value, *, is_causal=False, scale=None):
     CALLS[0] += 1
     out = right(query, key, value, is_causal=is_causal, scale=scale)
     return out if CALLS[0] % 2 else torch.nextafter(out, torch.zeros_like(out))
 
 
-def decodes(q, k, v, *, softmax_scale=None):
-    """Right, of 64 rows of all heads that share a key head."""
+def decode_only(q, k, v, *, softmax_scale=None):
+    """Right, for at most 64 rows of all heads that share a key head."""
     group = q.shape[2] // k.shape[2]
     if q.shape[1] * group > 64:
         raise ValueError("at most 64 rows of all heads that share a key head")
@@ -59,5 +59,5 @@ def decodes(q, k, v, *, softmax_scale=None):
     return right(q, k, v, scale=softmax_scale).transpose(1, 2)
 
 
-def takes_nothing(query, key, value, *, is_causal=False, scale=None):
+def refuses_everything(query, key, value, *, is_causal=False, scale=None):
     raise NotImplementedError("nothing")

@@ -1,7 +1,7 @@
-"""Which kernels a change is about."""
+"""``--changed-since``: which kernels a change of files concerns."""
 
 import pytest
-from tests.gate.driven import git
+from tests.gate.gate_driver import git
 
 from attncheck.core.errors import UsageError
 from attncheck.gate.sources import changed_kernels
@@ -36,11 +36,11 @@ def project(tmp_path, monkeypatch):
 KERNELS = ("one", "two", "silent")
 
 
-def test_only_who_says_nothing_of_its_sources_where_nothing_changed(project):
+def test_without_changes_only_kernels_without_declared_sources_count(project):
     assert changed_kernels(KERNELS, "HEAD") == ("silent",)
 
 
-def test_a_source_an_entry_and_a_new_file_count(project):
+def test_changed_source_changed_entry_and_new_file_count(project):
     (project / "csrc" / "deep" / "a.cu").write_text("2")
     assert changed_kernels(KERNELS, "HEAD") == ("one", "silent")
     git(project, "checkout", "-q", "csrc")
@@ -51,12 +51,12 @@ def test_a_source_an_entry_and_a_new_file_count(project):
     assert changed_kernels(KERNELS, "HEAD") == ("one", "silent")
 
 
-def test_a_source_that_was_renamed_counts_at_both_names(project):
+def test_renamed_source_counts_under_its_old_name(project):
     git(project, "mv", "csrc/deep/a.cu", "a.cu")
     assert changed_kernels(KERNELS, "HEAD") == ("one", "silent")
 
 
-def test_names_with_spaces_and_lines_and_a_folder_of_the_repository(project, monkeypatch):
+def test_changes_are_found_from_a_subfolder_and_with_odd_file_names(project, monkeypatch):
     git(project, "config", "diff.relative", "true")
     (project / "csrc" / "deep" / "a.cu").write_text("2")
     (project / "two.py").unlink()
@@ -71,7 +71,7 @@ def test_names_with_spaces_and_lines_and_a_folder_of_the_repository(project, mon
 @pytest.mark.parametrize(
     "file", ["pkg/attn.py", "pkg/attn/__init__.py", "src/pkg/attn.py", "src/pkg/attn/__init__.py"]
 )
-def test_the_file_of_a_module_counts(project, file):
+def test_file_of_a_kernels_module_counts(project, file):
     table = '[kernels.mine]\nentry = "pkg.attn:f"\nsources = ["csrc"]\n'
     (project / "attncheck.toml").write_text(table)
     git(project, "commit", "-qam", "another")
@@ -81,19 +81,19 @@ def test_the_file_of_a_module_counts(project, file):
     assert changed_kernels(("mine",), "HEAD") == ("mine",)
 
 
-def test_another_table_is_another_kernel(project):
+def test_changed_capability_table_counts_for_every_kernel(project):
     (project / "attncheck.toml").write_text(TABLE + "\n")
     assert changed_kernels(KERNELS, "HEAD") == KERNELS
 
 
 @pytest.mark.parametrize("ref", ["nowhere", "--output=/tmp/x", ""])
-def test_what_is_no_commit_is_said(project, ref):
+def test_changed_kernels_rejects_unknown_commits(project, ref):
     with pytest.raises(UsageError, match="--changed-since"):
         changed_kernels(KERNELS, ref)
 
 
 @pytest.mark.parametrize(
-    ("file", "pattern", "same"),
+    ("file", "pattern", "matches"),
     [
         ("csrc/a.cu", "csrc/**", True),
         ("csrc/b/a.cu", "csrc/**/*.cu", True),
@@ -108,5 +108,5 @@ def test_what_is_no_commit_is_said(project, ref):
         ("other/a.cu", "", False),
     ],
 )
-def test_patterns(file, pattern, same):
-    assert matches_pattern(file, pattern) is same
+def test_source_patterns_match_paths(file, pattern, matches):
+    assert matches_pattern(file, pattern) is matches

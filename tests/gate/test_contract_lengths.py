@@ -1,9 +1,9 @@
-"""The first stage asks lengths that are whole tiles of one size and of no larger one."""
+"""The contract stage tests lengths that are whole tiles of one size but of no larger one."""
 
 from pathlib import Path
 
 import pytest
-from tests.gate.driven import answers, drive
+from tests.gate.gate_driver import answers, drive
 
 from attncheck import demo
 from attncheck.records.record import FAILED_STATUSES
@@ -11,10 +11,10 @@ from attncheck.records.record import FAILED_STATUSES
 pytestmark = pytest.mark.usefixtures("shared_evidence")
 
 SOURCE = Path(demo.__file__).with_name("flash_attention.py").read_text()
-CHOSEN_FOR = "EVEN=key.shape[2] % 32 == 0"  # where its tiles are of 64 keys
+CHOSEN_FOR = "EVEN=key.shape[2] % 32 == 0"  # where the kernel skips bounds checks
 
 
-def wrong(path, *, chosen_for, tile):
+def failing_variants(path, *, chosen_for, tile):
     text = SOURCE.replace(CHOSEN_FOR, CHOSEN_FOR.replace("32", str(chosen_for)))
     path.write_text(text.replace("TILE = 64\n", f"TILE = {tile}\n"))
     _, results = drive(f"{path}::attention", stages="contract")
@@ -26,11 +26,11 @@ def wrong(path, *, chosen_for, tile):
 
 
 @pytest.mark.parametrize(("chosen_for", "tile"), [(16, 128), (32, 64), (64, 128)])
-def test_a_path_without_bounds_for_smaller_tiles_is_found(tmp_path, chosen_for, tile):
-    assert f"whole tiles of {chosen_for}" in wrong(
+def test_missing_bounds_checks_for_smaller_tiles_fail(tmp_path, chosen_for, tile):
+    assert f"whole tiles of {chosen_for}" in failing_variants(
         tmp_path / "kernel.py", chosen_for=chosen_for, tile=tile
     )
 
 
-def test_one_for_its_own_tiles_passes(tmp_path):
-    assert not wrong(tmp_path / "kernel.py", chosen_for=64, tile=64)
+def test_skipping_bounds_checks_at_whole_tiles_passes(tmp_path):
+    assert not failing_variants(tmp_path / "kernel.py", chosen_for=64, tile=64)

@@ -1,4 +1,4 @@
-"""Covering arrays: every pair and triple that can be, counted in another way."""
+"""Covering arrays contain every possible pair and triple, counted here by brute force."""
 
 import itertools
 
@@ -41,25 +41,25 @@ AXES = {
 EXCLUDED = [each for each in EXCLUSIONS if set(each[0]) <= set(AXES)]
 
 
-def possible(axes, chosen, exclusions):
-    """Values of the axes ``chosen`` for which a whole row exists: all rows are tried."""
-    whole = (dict(zip(axes, row, strict=True)) for row in itertools.product(*axes.values()))
-    able = (row for row in whole if not any(never(row) for _, never in exclusions))
-    return {tuple(row[name] for name in chosen) for row in able}
+def possible_values(axes, names, exclusions):
+    """Values of the axes ``chosen`` for which a whole row exists, by trying all rows."""
+    rows = (dict(zip(axes, row, strict=True)) for row in itertools.product(*axes.values()))
+    allowed = (row for row in rows if not any(never(row) for _, never in exclusions))
+    return {tuple(row[name] for name in names) for row in allowed}
 
 
 @pytest.mark.parametrize("strength", [1, 2, 3])
-def test_every_choice_is_covered(strength):
+def test_covering_rows_cover_every_possible_combination(strength):
     rows = covering_rows(AXES, strength)
-    for chosen in itertools.combinations(AXES, strength):
-        covered = {tuple(row[name] for name in chosen) for row in rows}
-        assert covered == possible(AXES, chosen, EXCLUDED)
+    for names in itertools.combinations(AXES, strength):
+        covered = {tuple(row[name] for name in names) for row in rows}
+        assert covered == possible_values(AXES, names, EXCLUDED)
 
 
-def test_an_array_of_fewer_rows_misses_some():
+def test_fewer_rows_miss_some_pairs():
     rows = covering_rows(AXES, 2)
     pairs = {(row["mask"], row["heads"]) for row in rows[: len(MASK_NAMES) * len(HEADS) - 1]}
-    assert pairs != possible(AXES, ("mask", "heads"), EXCLUDED)
+    assert pairs != possible_values(AXES, ("mask", "heads"), EXCLUDED)
 
 
 COMPILED = AXES | {
@@ -70,7 +70,7 @@ COMPILED = AXES | {
 }
 
 
-def threes(rows):
+def triples(rows):
     return {frozenset(three) for row in rows for three in itertools.combinations(row.items(), 3)}
 
 
@@ -80,50 +80,50 @@ def compilation(row):
 
 
 @pytest.mark.parametrize("least", [0, 700])
-def test_few_compilations_have_every_three_that_there_can_be(least):
-    first, again = compiled_rows(COMPILED, "medium", least)
+def test_compiled_rows_cover_every_triple_with_few_compilations(least):
+    distinct, repeated = compiled_rows(COMPILED, "medium", least)
     plain = covering_rows(COMPILED, 3)
-    assert threes([*first, *again]) == threes(plain)
-    assert not any(never(row) for row in (*first, *again) for _, never in EXCLUSIONS[:4])
-    compiled = [compilation(row) for row in first]
+    assert triples([*distinct, *repeated]) == triples(plain)
+    assert not any(never(row) for row in (*distinct, *repeated) for _, never in EXCLUSIONS[:4])
+    compiled = [compilation(row) for row in distinct]
     assert len(compiled) == len(set(compiled)) < 0.8 * len({compilation(row) for row in plain})
-    # Of a row that cannot have some lengths another mask has them.
-    assert len({compilation(row) for row in again} - set(compiled)) < 5
-    assert len(first) + len(again) >= least
-    assert (first, again) == compiled_rows(COMPILED, "medium", least)
+    # Where a row excludes some lengths, a row of another mask has them.
+    assert len({compilation(row) for row in repeated} - set(compiled)) < 5
+    assert len(distinct) + len(repeated) >= least
+    assert (distinct, repeated) == compiled_rows(COMPILED, "medium", least)
 
 
-def test_what_one_axis_after_the_other_misses_is_added(monkeypatch):
+def test_compiled_rows_add_triples_that_varying_single_axes_misses(monkeypatch):
     monkeypatch.setattr(covering._Triples, "varied", lambda self, row: (next(self.every(row)), 0))
     covering._compiled_rows.cache_clear()
-    first, again = compiled_rows(COMPILED, "medium", 0)
+    distinct, repeated = compiled_rows(COMPILED, "medium", 0)
     covering._compiled_rows.cache_clear()
-    assert threes([*first, *again]) == threes(covering_rows(COMPILED, 3))
+    assert triples([*distinct, *repeated]) == triples(covering_rows(COMPILED, 3))
 
 
-def test_of_few_values_there_are_as_many_rows():
-    one = {name: values[:1] for name, values in COMPILED.items()}
-    first, again = compiled_rows(one, "medium", 40)
-    assert (len(first), len(again)) == (1, 39)
-    assert compiled_rows(one | {"dtype": ()}, "medium", 40) == ([], [])
+def test_compiled_rows_reach_the_requested_number():
+    axes = {name: values[:1] for name, values in COMPILED.items()}
+    distinct, repeated = compiled_rows(axes, "medium", 40)
+    assert (len(distinct), len(repeated)) == (1, 39)
+    assert compiled_rows(axes | {"dtype": ()}, "medium", 40) == ([], [])
 
 
-def test_nothing_excluded_is_in_a_row():
+def test_covering_rows_contain_nothing_excluded():
     rows = covering_rows(AXES, 3)
     assert not any(never(row) for row in rows for _, never in EXCLUDED)
     assert any(row["stored"] == "paged" for row in rows)
 
 
-def test_the_rows_are_the_same_every_time():
+def test_covering_rows_are_deterministic():
     assert covering_rows(AXES, 2) == covering_rows(AXES, 2)
 
 
-def test_an_axis_without_values_makes_no_rows():
+def test_axis_without_values_gives_no_rows():
     assert covering_rows({**AXES, "dtype": ()}, 2) == []
 
 
 @pytest.mark.parametrize("shapes", SHAPES)
-def test_every_mask_has_a_problem_of_every_shape_and_heads(shapes):
+def test_every_mask_fits_every_shape_and_number_of_heads(shapes):
     for mask, shape, heads in itertools.product(MASKS, SHAPES[shapes], HEADS):
         row = {"mask": mask, "shape": shape, "heads": heads}
         problem = row_problem(row, shapes, 0)
@@ -135,7 +135,7 @@ PAIRS = [
     *({"mask": mask, "extent": extent} for mask in MASKS for extent in EXTENTS),
     *({"scale": scale, "score": score} for scale in SCALES for score in SCORES),
 ]
-# A backward judges the forward too: of pairs it is asked by itself.
+# A backward judges the forward too, so pairs need no forward of their own.
 POSSIBLE = [
     pytest.param(row, backward, id="-".join([*row.values(), backward]))
     for rows, backwards in ((SINGLE, BACKWARD), (PAIRS, ("backward of LSE",)))
@@ -146,7 +146,7 @@ POSSIBLE = [
 
 
 @pytest.mark.parametrize(("row", "backward"), POSSIBLE)
-def test_a_right_kernel_is_right_at_every_value(row, backward):
+def test_ideal_kernel_passes_at_every_value_of_every_axis(row, backward):
     row = {"dtype": "fp16", "mask": "causal", "shape": "ragged", "backward": backward} | row
     if any(never(PLAIN_ROW | row) for _, never in EXCLUSIONS):
         row["backward"] = ""
@@ -155,16 +155,15 @@ def test_a_right_kernel_is_right_at_every_value(row, backward):
     assert record.status in {"pass", "unsupported"}, record.judgement
 
 
-def test_a_boundary_is_where_it_is_said_to_be():
-    """Of windows 0, 1, all but one and all: keys that the last row sees."""
-    seen = {}
+def test_window_extents_show_the_last_row_the_named_number_of_keys():
+    visible = {}
     for extent in EXTENTS:
         row = {"mask": "sliding_window", "extent": extent, "shape": "even"}
         problem = row_problem(row, "tiny", 0)
         last = torch.tensor(problem.query - 1)
         zero = torch.zeros_like(last)
-        seen[extent] = int(problem.mask_mod()(zero, zero, last, torch.arange(problem.kv)).sum())
-    assert seen == {
+        visible[extent] = int(problem.mask_mod()(zero, zero, last, torch.arange(problem.kv)).sum())
+    assert visible == {
         "": 16,
         "half": 32,
         "no key": 0,
@@ -175,7 +174,7 @@ def test_a_boundary_is_where_it_is_said_to_be():
     }
 
 
-def test_what_leaves_nothing_to_see_has_rows_of_its_own():
+def test_alone_rows_have_every_value_that_hides_other_faults():
     rows = list(alone_rows(ALL_AXES))
     for axis, values in ALONE.items():
         assert {row[axis] for row in rows} >= set(values)
@@ -183,8 +182,8 @@ def test_what_leaves_nothing_to_see_has_rows_of_its_own():
         assert sum(row[axis] in values for axis, values in ALONE.items()) == 1
 
 
-def test_what_shows_beside_one_another_stands_together():
-    """The distribution is there though there is no time for it elsewhere."""
+def test_alone_rows_end_with_the_values_to_be_tested_together():
+    """They keep their distribution even where the tier has no time for it elsewhere."""
     axes = ALL_AXES | {"distribution": ("normal",)}
     rows = list(alone_rows(axes))[-len(TOGETHER) :]
     for row, values in zip(rows, TOGETHER, strict=True):

@@ -1,11 +1,11 @@
-"""A gate beside another commit: whose kernels are asked, how cases stand, and what is counted."""
+"""``gate --against``: asks both commits' kernels and compares cases; only this commit counts."""
 
 import json
 from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
-from tests.gate.driven import choices, git
+from tests.gate.gate_driver import choices, git
 
 from attncheck.cases.tier import tier_named
 from attncheck.core.errors import UsageError
@@ -69,132 +69,135 @@ CASES = tuple(
 )
 
 
-def beside(there, kernel="mine"):
-    """The journal of a gate of two cases, the kernel here in this process."""
-    chosen = choices(dtypes="bf16", stages="baseline", tree=there)
-    (first,) = describe_units([kernel], device="cpu", tier="smoke", convention="")
+def run_both_commits(tree, kernel="mine"):
+    """The journal of a gate of two cases on both commits; the kernel runs in this process."""
+    gate_choices = choices(dtypes="bf16", stages="baseline", tree=tree)
+    (describe_unit,) = describe_units([kernel], device="cpu", tier="smoke", convention="")
     units = []
     for case in CASES:
-        here = replace(first, kind="ask", stage="baseline", case=case.to_json())
-        units += [here, replace(here, commit=there.commit)]
+        unit = replace(describe_unit, kind="ask", stage="baseline", case=case.to_json())
+        units += [unit, replace(unit, commit=tree.commit)]
     facts = {"kernel": kernel, "name": kernel, "summary": ""}
-    content = JournalContent(head={**chosen.plan(), "tier": "smoke"})
-    content.units = {unit.id: unit for unit in (first, *units)}
-    gate = GateWorker(chosen, KnownFailures(()))
-    content.results = {first.id: Done(unit=first.id, facts=facts)}
+    content = JournalContent(head={**gate_choices.plan(), "tier": "smoke"})
+    content.units = {unit.id: unit for unit in (describe_unit, *units)}
+    gate = GateWorker(gate_choices, KnownFailures(()))
+    content.results = {describe_unit.id: Done(unit=describe_unit.id, facts=facts)}
     content.results |= {unit.id: gate.do(unit) for unit in units}
     gate.close()
     return content
 
 
-def test_what_may_be_flaky_is_not_worse(repository):
-    with commit_tree("main") as there:
-        content = beside(there)
+def test_accepted_flaky_case_is_within_rounding(repository):
+    with commit_tree("main") as tree:
+        content = run_both_commits(tree)
     for id_, done in content.results.items():
         if done.answers and not content.units[id_].commit:
             answers = (replace(a, record=replace(a.record, status="flaky")) for a in done.answers)
             content.results[id_] = replace(done, answers=tuple(answers))
 
     def standings(command):
-        found = build_report(content, command=command)
-        return {change.standing for change in found.changes}, gate_exit_code(found, Policy(flaky=2))
+        report = build_report(content, command=command)
+        return {change.standing for change in report.changes}, gate_exit_code(
+            report, Policy(flaky=2)
+        )
 
     assert standings("attncheck gate mine --flaky 1") == ({"worse"}, 1)
     assert standings("attncheck gate mine --flaky 2") == ({"within rounding"}, 0)
 
 
-def test_a_change_that_changes_no_bit_is_identical(repository):
+def test_refactoring_that_changes_no_bit_is_identical(repository):
     (repository / "mine.py").write_text(REFACTORED)
-    with commit_tree("main") as there:
-        content = beside(there)
-    found = build_report(content)
-    assert [change.standing for change in found.changes] == ["identical"] * 2
-    assert found.baseline == f"commit {there.commit[:12]}"
-    # What the other commit answers is counted nowhere.
-    assert len(found.answers) == sum(found.planned.values()) == 2
-    assert {answer.record.environment for answer in found.answers} == set(found.environments)
-    here, before = list(content.units.values())[1:3]
-    assert (here.commit, before.commit) == ("", there.commit)
-    assert all(Shard(n, 5).has(here) == Shard(n, 5).has(before) for n in range(1, 6))
+    with commit_tree("main") as tree:
+        content = run_both_commits(tree)
+    report = build_report(content)
+    assert [change.standing for change in report.changes] == ["identical"] * 2
+    assert report.baseline == f"commit {tree.commit[:12]}"
+    # The other commit's answers are not counted.
+    assert len(report.answers) == sum(report.planned.values()) == 2
+    assert {answer.record.environment for answer in report.answers} == set(report.environments)
+    new, old = list(content.units.values())[1:3]
+    assert (new.commit, old.commit) == ("", tree.commit)
+    assert all(Shard(n, 5).has(new) == Shard(n, 5).has(old) for n in range(1, 6))
 
 
-def test_every_measured_case_is_asked_of_both(monkeypatch):
-    """As the plan has it: one right after the other."""
-    found = SimpleNamespace(commit="0" * 40)
+def test_baseline_units_alternate_between_both_commits(monkeypatch):
+    other = SimpleNamespace(commit="0" * 40)
     planning = SimpleNamespace(
-        choices=SimpleNamespace(tree=found, held=None, dtypes=(), tier=tier_named("smoke")),
+        choices=SimpleNamespace(tree=other, held=None, dtypes=(), tier=tier_named("smoke")),
         refused=[],
     )
     unit = Unit(kind="ask", stage="bounds", kernel="mine", device="cpu", case=CASES[0].to_json())
     monkeypatch.setattr("attncheck.gate.bound_stage.bound_units", lambda _: iter([unit] * 3))
     sides = [each.commit for each in baseline_units(planning)]
-    assert sides == ["", found.commit] * 3
+    assert sides == ["", other.commit] * 3
 
 
-def test_a_loss_is_worse(repository):
+def test_lost_precision_is_worse(repository):
     (repository / "mine.py").write_text(LOSES)
-    with commit_tree("main") as there:
-        found = build_report(beside(there))
-    assert {change.standing for change in found.changes} == {"worse"}
-    assert all(answer.record.status == "pass" for answer in found.answers)
+    with commit_tree("main") as tree:
+        report = build_report(run_both_commits(tree))
+    assert {change.standing for change in report.changes} == {"worse"}
+    assert all(answer.record.status == "pass" for answer in report.answers)
 
 
-@pytest.mark.parametrize("what", ["file", "name"])
-def test_what_the_commit_has_not_is_new(repository, what):
+@pytest.mark.parametrize("absent", ["file", "name"])
+def test_kernel_absent_from_the_commit_is_new(repository, absent):
     (repository / "mine.py").rename(repository / "other.py")
-    if what == "name":
+    if absent == "name":
         (repository / "mine.py").write_text(KERNEL.replace("def attention", "def newer"))
-    kernel = "other.py::attention" if what == "file" else "mine.py::newer"
-    with commit_tree("main") as there:
-        found = build_report(beside(there, kernel))
-    change = found.changes[0]
-    assert {each.standing for each in found.changes} == {"new"}
-    said = "no file other.py" if what == "file" else "mine.py has no 'newer'"
-    assert said in change.reason
-    assert not found.harness
+    kernel = "other.py::attention" if absent == "file" else "mine.py::newer"
+    with commit_tree("main") as tree:
+        report = build_report(run_both_commits(tree, kernel))
+    change = report.changes[0]
+    assert {each.standing for each in report.changes} == {"new"}
+    reason = "no file other.py" if absent == "file" else "mine.py has no 'newer'"
+    assert reason in change.reason
+    assert not report.harness
 
 
-def test_a_module_of_the_repository_in_place_of_the_commits_is_refused(repository):
-    """As where a package is installed so that it is found here first."""
+def test_module_loaded_from_the_repository_instead_of_the_commit_is_an_error(repository):
+    """This happens where the package is installed such that this repository precedes the tree."""
     (repository / "mine.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(repository)!r})\nimport beside_it\n{KERNEL}"
+        f"import sys\nsys.path.insert(0, {str(repository)!r})\nimport helper_module\n{KERNEL}"
     )
-    (repository / "beside_it.py").write_text("NUMBER = 1\n")
+    (repository / "helper_module.py").write_text("NUMBER = 1\n")
     git(repository, "add", ".")
-    git(repository, "commit", "--quiet", "-m", "It looks for modules where they are not")
-    with commit_tree("main") as there:
-        content = beside(there)
-    said = [done.facts.get("usage", "") for done in content.results.values()]
-    assert any("was loaded in place of main's" in each for each in said)
+    git(repository, "commit", "--quiet", "-m", "It imports from a fixed folder")
+    with commit_tree("main") as tree:
+        content = run_both_commits(tree)
+    errors = [done.facts.get("usage", "") for done in content.results.values()]
+    assert any("was loaded in place of main's" in each for each in errors)
 
 
-def test_a_kernel_that_fails_there_fails_nothing_here(repository):
+def test_failures_of_the_other_commit_do_not_fail_this_one(repository):
     git(repository, "rm", "--quiet", "mine.py")
     (repository / "mine.py").write_text(KERNEL.replace("tril()", "tril(1)"))
     git(repository, "add", ".")
     git(repository, "commit", "--quiet", "-m", "A fault")
     (repository / "mine.py").write_text(KERNEL)
-    with commit_tree("main") as there:
-        content = beside(there)
-    found = build_report(content)
-    assert {answer.record.status for answer in found.answers} == {"pass"}
-    assert "better" in {change.standing for change in found.changes}
-    before = [content.results[id_] for id_, unit in content.units.items() if unit.commit]
-    assert any(answer.record.status == "fail" for done in before for answer in done.answers)
-    assert not [done for done in before if done.units or any(a.failure for a in done.answers)]
+    with commit_tree("main") as tree:
+        content = run_both_commits(tree)
+    report = build_report(content)
+    assert {answer.record.status for answer in report.answers} == {"pass"}
+    assert "better" in {change.standing for change in report.changes}
+    other_results = [content.results[id_] for id_, unit in content.units.items() if unit.commit]
+    assert any(answer.record.status == "fail" for done in other_results for answer in done.answers)
+    assert not [
+        done for done in other_results if done.units or any(a.failure for a in done.answers)
+    ]
 
 
-def test_a_tree_travels_as_text(repository):
-    with commit_tree("main") as there:
-        chosen = choices(
-            tree=there, held=BaselineCases(digest="0", cases=(("k", "d", "v", {"a": 1}),))
+def test_choices_with_a_tree_survive_json(repository):
+    with commit_tree("main") as tree:
+        gate_choices = choices(
+            tree=tree, held=BaselineCases(digest="0", cases=(("k", "d", "v", {"a": 1}),))
         )
-    text = json.dumps(chosen.options())
-    assert Choices.of(json.loads(text)) == chosen
+    text = json.dumps(gate_choices.options())
+    assert Choices.of(json.loads(text)) == gate_choices
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("mine", "--against", "gone"), "no such commit"),
         (("ideal", "--against", "main"), "is attncheck's own"),
@@ -203,12 +206,12 @@ def test_a_tree_travels_as_text(repository):
         (("mine", "--sanitizer", "--stage", "bounds"), "it is left out"),
     ],
 )
-def test_what_cannot_be_compared_is_said_before_anything_is_asked(repository, words, said):
+def test_against_rejects_impossible_comparisons_before_asking(repository, words, message):
     from click.testing import CliRunner
 
     from attncheck.cli.gate import gate
 
     result = CliRunner().invoke(gate, [*words, "--device", "cpu", "-q"])
     assert isinstance(result.exception, UsageError)
-    assert said in str(result.exception)
+    assert message in str(result.exception)
     assert not (repository / "reports").exists()

@@ -1,4 +1,4 @@
-"""``attncheck gate``: exit codes, files, going on with a run that was stopped."""
+"""``attncheck gate``: exit codes, files, usage errors, shards and resuming a stopped run."""
 
 import json
 import os
@@ -31,8 +31,8 @@ def gate(warm_python):
     return lambda *words, cwd: warm_python.run("attncheck", "gate", *words, cwd=cwd, timeout=300)
 
 
-def fresh(*words, cwd):
-    """In a process that has imported nothing."""
+def run_in_new_process(*words, cwd):
+    """Runs the verb in a process that has imported nothing."""
     return subprocess.run(
         [sys.executable, "-m", "attncheck", "gate", *words],
         cwd=cwd,
@@ -44,7 +44,7 @@ def fresh(*words, cwd):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("nobody",), "kernel 'nobody' is not known: choose from"),
         (("missing.py::kernel",), "there is no file 'missing.py'"),
@@ -59,16 +59,16 @@ def fresh(*words, cwd):
         ((), "no kernel is named"),
     ],
 )
-def test_what_cannot_be_is_one_line_and_2(words, said, tmp_path, attncheck_here):
-    code, err = attncheck_here(*words, cwd=tmp_path)
+def test_usage_errors_are_one_line_and_exit_with_2(words, message, tmp_path, invoke_gate):
+    code, err = invoke_gate(*words, cwd=tmp_path)
     assert code == 2
-    assert said in err
+    assert message in err
     assert not (tmp_path / "reports").exists()
 
 
 @pytest.fixture
-def attncheck_here(monkeypatch):
-    """The verb in this process: nothing is started for what cannot be."""
+def invoke_gate(monkeypatch):
+    """Runs the verb in this process: a usage error starts nothing."""
     from click.testing import CliRunner
 
     from attncheck.cli.gate import gate as verb
@@ -83,8 +83,8 @@ def attncheck_here(monkeypatch):
     return run
 
 
-def these_options(shard="", seed=None, directory="reports/gate", stage="contract"):
-    """Those of ``attncheck gate ideal --tier nightly``."""
+def nightly_options(shard="", seed=None, directory="reports/gate", stage="contract"):
+    """Options of ``attncheck gate ideal --tier nightly``."""
     return GateOptions(
         tier="nightly",
         device="cpu",
@@ -99,18 +99,18 @@ def these_options(shard="", seed=None, directory="reports/gate", stage="contract
     )
 
 
-def this_run(*args, **options):
-    """What it is to do; nothing is done."""
-    return plan_run(these_options(*args, **options), ("ideal",))
+def nightly_plan(*args, **options):
+    """The plan of that run, which is not executed."""
+    return plan_run(nightly_options(*args, **options), ("ideal",))
 
 
-def part(shard, seed, folder):
-    """The journal of a part of that run, whose kernel is right."""
-    this, path = this_run(shard, seed), folder / f"{shard[0]}.jsonl"
-    gate = GateWorker(this.choices)
-    with Journal.open(path, this.head, resume=False) as journal:
-        journal.queued(this.units)
-        for unit in this.units:
+def run_shard(shard, seed, folder):
+    """Runs one shard of that plan on the ideal kernel, and returns its journal's path."""
+    run_plan, path = nightly_plan(shard, seed), folder / f"{shard[0]}.jsonl"
+    gate = GateWorker(run_plan.choices)
+    with Journal.open(path, run_plan.head, resume=False) as journal:
+        journal.queued(run_plan.units)
+        for unit in run_plan.units:
             journal.done(gate.do(unit))
         for unit in journal.content.unfinished:
             journal.done(Done(unit=unit.id))
@@ -118,23 +118,23 @@ def part(shard, seed, folder):
     return path
 
 
-def test_parts_of_nightly_with_one_seed_are_one_run(tmp_path, monkeypatch):
+def test_shards_with_one_seed_merge_into_one_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    parts = [part(shard, 7, tmp_path) for shard in ("1/2", "2/2")]
+    parts = [run_shard(shard, 7, tmp_path) for shard in ("1/2", "2/2")]
     content = merge_journals({str(path): read_journal(path) for path in parts})
     assert content.units.keys() == content.results.keys()
     assert len(content.results) > len(read_journal(parts[0]).results) > 1
     (tmp_path / "results.jsonl").write_bytes(merged_journal_bytes(content))
-    whole = this_run(directory=tmp_path)  # goes on with the numbers that the parts have drawn
+    whole = nightly_plan(directory=tmp_path)  # resumes with the shards' numbers
     assert (whole.head["seed"], whole.choices.seed) == (7, 7)
     with Journal.open(tmp_path / "results.jsonl", whole.head, resume=True) as journal:
         assert journal.results == content.results
-    other = part("2/2", 8, tmp_path)
+    other = run_shard("2/2", 8, tmp_path)
     with pytest.raises(UsageError, match="no parts of one run: seed is 7 and 8"):
         merge_journals({str(path): read_journal(path) for path in (parts[0], other)})
 
 
-def test_a_part_asks_nothing_that_failed_on_its_own_machine(tmp_path, monkeypatch):
+def test_shard_replays_no_failures_of_its_own_machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     case = Case(problem=Problem(query=4, dtype="fp32"))
     record = blank_record(case, kernel="ideal", reason="planted")
@@ -143,24 +143,26 @@ def test_a_part_asks_nothing_that_failed_on_its_own_machine(tmp_path, monkeypatc
         "reports/failures",
     )
     variants = [
-        [unit.variant for unit in this_run(shard, seed=7, stage="bounds").units]
+        [unit.variant for unit in nightly_plan(shard, seed=7, stage="bounds").units]
         for shard in ("", "1/2", "2/2")
     ]
     assert variants == [["", REPLAYED], [""], [""]]
 
 
-def test_another_seed_is_another_run(tmp_path, monkeypatch, capsys):
+def test_run_with_another_seed_does_not_resume(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    with Journal.open(tmp_path / "results.jsonl", this_run(seed=7).head, resume=False) as journal:
-        journal.queued(this_run(seed=7).units)
-    this = this_run(seed=8, directory=tmp_path)
+    with Journal.open(
+        tmp_path / "results.jsonl", nightly_plan(seed=7).head, resume=False
+    ) as journal:
+        journal.queued(nightly_plan(seed=7).units)
+    run_plan = nightly_plan(seed=8, directory=tmp_path)
     with pytest.raises(JournalError, match="holds another run: seed is 7 there and 8 here"):
-        run_gate(this, these_options(seed=8, directory=tmp_path))
+        run_gate(run_plan, nightly_options(seed=8, directory=tmp_path))
     assert "goes on" not in capsys.readouterr().err
 
 
-def test_a_wrong_kernel_is_1_with_all_files(tmp_path, warm_python):
-    done = fresh(f"{PLANTED}::of_another_dtype", *LITTLE, cwd=tmp_path)
+def test_wrong_kernel_exits_with_1_and_writes_all_files(tmp_path, warm_python):
+    done = run_in_new_process(f"{PLANTED}::of_another_dtype", *LITTLE, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "FAIL" in done.stdout
     folder = tmp_path / "reports" / "gate"
@@ -171,16 +173,16 @@ def test_a_wrong_kernel_is_1_with_all_files(tmp_path, warm_python):
     assert report.stages == ("contract",)
     scripts = list((folder / "repro").iterdir())
     assert scripts
-    asked = warm_python.run(str(scripts[0]), cwd=Path.cwd())
-    assert asked.returncode == 1
-    assert "FileNotFoundError" not in asked.stdout  # it finds its kernel
-    assert "No such file" not in asked.stdout
-    kept = {path.stem for path in (tmp_path / "reports" / "failures").iterdir()}
-    assert {answer.failure for answer in report.answers if answer.failure} == kept
+    reproduced = warm_python.run(str(scripts[0]), cwd=Path.cwd())
+    assert reproduced.returncode == 1
+    assert "FileNotFoundError" not in reproduced.stdout  # it finds its kernel
+    assert "No such file" not in reproduced.stdout
+    saved = {path.stem for path in (tmp_path / "reports" / "failures").iterdir()}
+    assert {answer.failure for answer in report.answers if answer.failure} == saved
 
 
-def test_nothing_tested_is_5_and_a_stopped_run_goes_on(gate, tmp_path):
-    nothing = gate(f"{PLANTED}::takes_nothing", *LITTLE, "--in-process", cwd=tmp_path)
+def test_nothing_tested_exits_with_5_and_a_stopped_run_resumes(gate, tmp_path):
+    nothing = gate(f"{PLANTED}::refuses_everything", *LITTLE, "--in-process", cwd=tmp_path)
     assert nothing.returncode == 5, nothing.stdout + nothing.stderr
 
     stopped = gate("ideal", *LITTLE, "--max-time", "0.001s", cwd=tmp_path)
@@ -190,20 +192,20 @@ def test_nothing_tested_is_5_and_a_stopped_run_goes_on(gate, tmp_path):
     assert other.returncode == 3
     assert "holds another run" in other.stderr
     journal = tmp_path / "reports" / "gate" / "results.jsonl"
-    before = set(read_journal(journal).results)
+    answered = set(read_journal(journal).results)
 
-    rest = gate("ideal", *LITTLE, cwd=tmp_path)
-    assert rest.returncode == 0, rest.stdout + rest.stderr
-    assert "goes on with" in rest.stderr
+    resumed = gate("ideal", *LITTLE, cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "goes on with" in resumed.stderr
     content = read_journal(journal)
-    assert before <= set(content.results)
+    assert answered <= set(content.results)
     assert not content.unfinished
-    begun = [json.loads(line) for line in journal.read_text().splitlines()]
-    results = [line["done"]["unit"] for line in begun if line["kind"] == "result"]
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    results = [line["done"]["unit"] for line in lines if line["kind"] == "result"]
     assert len(results) == len(set(results))
 
 
-def test_the_first_failure_stops_the_run(gate, tmp_path):
+def test_fail_fast_stops_the_run_at_the_first_failure(gate, tmp_path):
     options = (*LITTLE, "--stage", "bounds", "-x", "--in-process")
     done = gate(f"{PLANTED}::of_another_dtype", *options, cwd=tmp_path)
     assert done.returncode == 1

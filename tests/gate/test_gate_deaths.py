@@ -1,8 +1,8 @@
-"""What a kernel's process dies of beside its Cases, and a judge that has no memory for one."""
+"""Deaths of a kernel's process outside its Cases, and a judge that runs out of memory."""
 
 import pytest
 import torch
-from tests.gate.driven import choices, named
+from tests.gate.gate_driver import choices, planted
 
 from attncheck import oracles
 from attncheck.core.mod_spec import Spec
@@ -30,7 +30,7 @@ class Mine(Ideal):
 """
 
 
-def did(kernel, kind):
+def run_unit(kernel, kind):
     case = CASE.to_json() if kind == "ask" else {}
     unit = Unit(kind=kind, stage="contract", kernel=kernel, device="cpu", tier="smoke", case=case)
     gate = GateWorker(choices(isolated=True), KnownFailures(()))
@@ -44,26 +44,26 @@ def did(kernel, kind):
     ("deaths", "kind", "status"),
     [(1, "describe", None), (2, "describe", "crash"), (1, "ask", "flaky")],
 )
-def test_a_death_while_loading_is_confirmed_alone(deaths, kind, status, tmp_path):
-    """Shards that each describe a kernel say the same of it: nothing of what was flaky."""
+def test_death_while_loading_is_confirmed_by_loading_again(deaths, kind, status, tmp_path):
+    """Shards that each describe a kernel must agree on it, so none of them reports a flaky load."""
     file = tmp_path / "mine.py"
     file.write_text(DIES.format(deaths=deaths))
-    done = did(f"{file}::Mine", kind)
+    done = run_unit(f"{file}::Mine", kind)
     assert (tmp_path / "times").read_text() == "xx"
     assert not done.harness
     assert {answer.record.status for answer in done.answers} == ({status} if status else set())
     assert bool(done.units) == (deaths == 1 and kind == "describe")
 
 
-def test_a_process_that_does_not_start_is_no_verdict_on_a_kernel(monkeypatch):
+def test_process_that_does_not_start_is_a_harness_error(monkeypatch):
     monkeypatch.setattr("attncheck.gate.gate_worker.Deadlines.of", lambda _: NO_TIME)
-    done = did("ideal", "describe")
+    done = run_unit("ideal", "describe")
     assert done.answers == ()
     assert "it did not answer whether it had started in 0.001 s" in done.harness
 
 
 @pytest.mark.parametrize(
-    ("kernel", "stage", "question", "lacks", "status"),
+    ("kernel", "stage", "question", "shortages", "status"),
     [
         ("right", "bounds", "compare", 1, "pass"),
         ("right", "bounds", "compare", 99, "unsupported"),
@@ -73,48 +73,48 @@ def test_a_process_that_does_not_start_is_no_verdict_on_a_kernel(monkeypatch):
         ("right", "memory", "strides_gapped", 99, "unsupported"),
     ],
 )
-def test_a_judge_without_memory_asks_again_and_blames_no_kernel(
-    kernel, stage, question, lacks, status, monkeypatch
+def test_judge_out_of_memory_retries_and_does_not_blame_the_kernel(
+    kernel, stage, question, shortages, status, monkeypatch
 ):
-    calls, waited, exact, draw = [], [], oracles.truth, input_tensors.draw_inputs
+    calls, waits, exact, draw = [], [], oracles.truth, input_tensors.draw_inputs
 
-    def lacking(function):
-        def call(*of):
+    def failing_first(function):
+        def call(*arguments):
             calls.append(1)
-            if len(calls) <= lacks:
+            if len(calls) <= shortages:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return function(*of)
+            return function(*arguments)
 
         return call
 
     problem = Problem(query=4, kv=8, mask=Spec.of("causal"), dtype="fp32")
     case = Case(problem=problem, question=question)
-    unit = Unit(kind="ask", stage=stage, kernel=named(kernel), device="cpu", case=case.to_json())
+    unit = Unit(kind="ask", stage=stage, kernel=planted(kernel), device="cpu", case=case.to_json())
     gate = GateWorker(choices(), KnownFailures(()))
     gate.load(unit)
     if question == "compare":
-        monkeypatch.setattr(oracles, "truth", lacking(exact))
+        monkeypatch.setattr(oracles, "truth", failing_first(exact))
     else:
-        monkeypatch.setattr(input_tensors, "draw_inputs", lacking(draw))
-    monkeypatch.setattr("attncheck.gate.gate_worker.time.sleep", waited.append)
+        monkeypatch.setattr(input_tensors, "draw_inputs", failing_first(draw))
+    monkeypatch.setattr("attncheck.gate.gate_worker.time.sleep", waits.append)
     (answer,) = gate.do(unit).answers
     gate.close()
     assert answer.record.status == status, answer.record
-    assert waited == [0.5, 2.0, 8.0, 0][: min(lacks, 4)]
+    assert waits == [0.5, 2.0, 8.0, 0][: min(shortages, 4)]
     if status == "unsupported":
         assert "too small for it: out of memory for the" in answer.record.reason
 
 
 @pytest.mark.parametrize(("query", "places"), [(64, {"cpu"}), (512, {"", "cpu"}), (8192, {""})])
-def test_what_a_gpu_has_no_memory_to_judge_a_cpu_judges_last(query, places, monkeypatch):
-    asked = []
+def test_judge_out_of_gpu_memory_tries_the_cpu_last(query, places, monkeypatch):
+    tried = []
 
-    def lacking(subject, case, *, place, **_):
-        asked.append(place)
+    def out_of_memory(subject, case, *, place, **_):
+        tried.append(place)
         reason = "out of memory for the exact result"
         return blank_record(case, kernel=subject.name, reason=reason)
 
-    monkeypatch.setattr("attncheck.gate.gate_worker.run_case", lacking)
+    monkeypatch.setattr("attncheck.gate.gate_worker.run_case", out_of_memory)
     monkeypatch.setattr("attncheck.gate.gate_worker.time.sleep", lambda _: None)
     case = Case(problem=Problem(query=query, kv=query, dtype="fp32"))
     unit = Unit(kind="ask", stage="probes", kernel="ideal", device="cpu", case=case.to_json())
@@ -122,5 +122,5 @@ def test_what_a_gpu_has_no_memory_to_judge_a_cpu_judges_last(query, places, monk
     (answer,) = gate.do(unit).answers
     gate.close()
     assert answer.record.status == "unsupported"
-    assert (len(asked), set(asked)) == (5, places)
-    assert asked[-1] == max(places)
+    assert (len(tried), set(tried)) == (5, places)
+    assert tried[-1] == max(places)

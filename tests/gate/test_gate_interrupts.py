@@ -1,4 +1,4 @@
-"""Ctrl-C in a real run: one ends it in good order, two at once, and the same command goes on."""
+"""One Ctrl-C ends a gate in good order, two end it at once, and the same command resumes."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import sys
 import time
 from contextlib import suppress
 
-from tests.gate.driven import git
+from tests.gate.gate_driver import git
 
 from attncheck.workers.journal_format import JournalError, read_journal
 
@@ -25,7 +25,7 @@ def kernel(query, key, value):
 """
 
 
-def begun(folder, *words):
+def start_gate(folder, *words):
     return subprocess.Popen(
         [sys.executable, "-m", "attncheck", "gate", *words],
         cwd=folder,
@@ -37,25 +37,25 @@ def begun(folder, *words):
     )
 
 
-def started(folder, *words):
-    """A gate that is at work: its journal has an answer."""
-    process = begun(folder, *WORDS, *words)
+def start_gate_and_wait(folder, *words):
+    """Starts a gate and returns once its journal has an answer."""
+    process = start_gate(folder, *WORDS, *words)
     journal = folder / "reports" / "gate" / "results.jsonl"
-    while process.poll() is None and not _answered(journal):
+    while process.poll() is None and not _has_answer(journal):
         time.sleep(0.02)
     assert process.poll() is None, process.communicate()
     return process, journal
 
 
-def _answered(journal):
+def _has_answer(journal):
     try:
         return any(done.answers for done in read_journal(journal).results.values())
-    except JournalError:  # not there yet, or no line of it
+    except JournalError:  # no file yet, or no line in it
         return False
 
 
-def test_one_ends_the_run_in_good_order_and_it_goes_on(tmp_path, warm_python):
-    process, journal = started(tmp_path, "--in-process", "-q")
+def test_one_interrupt_ends_the_run_cleanly_and_the_same_command_resumes(tmp_path, warm_python):
+    process, journal = start_gate_and_wait(tmp_path, "--in-process", "-q")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130, out + err
@@ -67,32 +67,32 @@ def test_one_ends_the_run_in_good_order_and_it_goes_on(tmp_path, warm_python):
     assert content.why == "interrupted"
     assert content.unfinished
     assert content.head["typed"].startswith("attncheck gate ideal --device cpu")
-    before = set(content.results)
+    answered = set(content.results)
 
     words = ("gate", *WORDS, "--in-process", "--strict", "-q")
-    rest = warm_python.run("attncheck", *words, cwd=tmp_path, timeout=300)
-    assert rest.returncode == 0, rest.stdout + rest.stderr
+    resumed = warm_python.run("attncheck", *words, cwd=tmp_path, timeout=300)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     content = read_journal(journal)
-    assert before <= set(content.results)
+    assert answered <= set(content.results)
     assert not content.unfinished
-    assert "--strict" in content.head["typed"]  # as the last session was typed
+    assert "--strict" in content.head["typed"]  # the head records the last command
 
 
-def test_two_end_it_at_once_with_130(tmp_path):
-    """The kernel is called, and does not come back: one interrupt would wait for it.
+def test_two_interrupts_end_a_hanging_run_at_once(tmp_path):
+    """The kernel never returns, so one interrupt would wait.
 
-    The files of the commit that it is beside are gone then, too.
+    The other commit's tree is removed too.
     """
     (tmp_path / "hangs.py").write_text(HANGS)
     (tmp_path / "temporary").mkdir()
     for words in (("init", "-q"), ("add", "hangs.py"), ("commit", "-q", "-m", "It hangs")):
         git(tmp_path, *words)
     more = ("--stage", "baseline", "--against", "HEAD", "--in-process", "-q")
-    process = begun(tmp_path, "hangs.py::kernel", *WORDS[1:], *more)
+    process = start_gate(tmp_path, "hangs.py::kernel", *WORDS[1:], *more)
     while process.poll() is None and not (tmp_path / "called").exists():
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    with suppress(subprocess.TimeoutExpired):  # of two at the same moment a process hears one
+    with suppress(subprocess.TimeoutExpired):  # of two simultaneous signals one is lost
         process.wait(3)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
@@ -100,6 +100,6 @@ def test_two_end_it_at_once_with_130(tmp_path):
     assert "Traceback" not in err
     content = read_journal(tmp_path / "reports" / "gate" / "results.jsonl")
     assert content.why == "interrupted"
-    assert not any(content.lost.values())  # what was ended is not held against its unit
+    assert not any(content.lost.values())  # an interrupt does not count as a death of its unit
     assert not list((tmp_path / "temporary").glob("attncheck-against-*"))
     assert git(tmp_path, "worktree", "list").count("\n") == 1

@@ -1,4 +1,4 @@
-"""What is asked: the same every time, each property, and by parts each question once."""
+"""The plan of a gate: complete, deterministic, and without duplicates, also across shards."""
 
 from collections import Counter
 from contextlib import closing
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from msgspec.structs import replace as replace_unit
-from tests.gate.driven import choices, named
+from tests.gate.gate_driver import choices, planted
 
 from attncheck.cases.covering import DIMS, EXCLUSIONS, HEADS, SHAPES, row_problem, row_values
 from attncheck.cases.mask_samples import SOFTMAX
@@ -50,53 +50,55 @@ PLAIN = {
 }
 
 
-def planning(kernel="ideal", **options):
+def planning_for(kernel="ideal", **options):
     options = {"dtypes": "fp32,bf16"} | options
     (unit,) = describe_units([kernel], device="cpu", tier="smoke", convention="")
     return Planning(unit, load_subject(kernel), InProcess(), choices(**options))
 
 
-def plan(found):
-    """All of a plan, what is drawn later in its place too."""
-    units = plan_kernel(found)
-    return [unit for unit in units if unit.kind != "draw" or unit.test] + covering_units(found)
+def full_plan(planning):
+    """All units of a plan, with those that are drawn later in their place."""
+    units = plan_kernel(planning)
+    return [unit for unit in units if unit.kind != "draw" or unit.test] + covering_units(planning)
 
 
 @pytest.fixture(scope="module")
-def whole():
-    return plan(planning())
+def ideal_plan():
+    return full_plan(planning_for())
 
 
-def test_the_plan_is_the_same_every_time(whole):
-    assert [unit.id for unit in plan(planning())] == [unit.id for unit in whole]
+def test_plan_is_deterministic(ideal_plan):
+    assert [unit.id for unit in full_plan(planning_for())] == [unit.id for unit in ideal_plan]
 
 
-def test_what_takes_seconds_to_choose_is_drawn_while_others_are_asked():
-    found = planning(stages="probes,bounds,baseline")
-    *probes, drawn = plan_kernel(found)
+def test_bounds_and_baseline_are_drawn_after_the_probes_are_planned():
+    """Choosing them takes seconds, in which the probes can already run."""
+    planning = planning_for(stages="probes,bounds,baseline")
+    *probes, draw_unit = plan_kernel(planning)
     assert {unit.stage for unit in probes} == {"probes"}
-    assert (drawn.kind, drawn.stage, drawn.test, found.bounds) == ("draw", "bounds", "", None)
-    units = draw(drawn, stages="probes,bounds,baseline")
-    assert list(units) == covering_units(found)
+    assert (draw_unit.kind, draw_unit.stage, draw_unit.test) == ("draw", "bounds", "")
+    assert planning.bounds is None
+    units = draw(draw_unit, stages="probes,bounds,baseline")
+    assert list(units) == covering_units(planning)
     assert {unit.stage for unit in units} == {"bounds", "baseline"}
-    (alone,) = plan_kernel(planning(stages="baseline"))
-    assert alone == drawn
-    assert {unit.stage for unit in draw(alone, stages="baseline")} == {"baseline"}
+    (only,) = plan_kernel(planning_for(stages="baseline"))
+    assert only == draw_unit
+    assert {unit.stage for unit in draw(only, stages="baseline")} == {"baseline"}
 
 
-def test_what_follows_from_a_unit_is_the_same_if_that_was_lost_before():
+def test_units_drawn_after_a_lost_attempt_are_the_same():
     (describe,) = describe_units(["ideal"], device="cpu", tier="smoke", convention="")
     stages = {"stages": "bounds"}
     assert draw(describe, **stages) == draw(replace_unit(describe, alone=True), **stages)
 
 
 def draw(unit, **options):
-    """The units that follow from one."""
+    """The units that follow from ``unit``."""
     with closing(GateWorker(choices(**{"dtypes": "fp32,bf16"} | options))) as gate:
         return gate.do(unit).units
 
 
-def test_questions_of_one_kernel_key_are_told_on_a_gpu():
+def test_kernel_key_groups_questions_that_share_a_compiled_kernel():
     def key(device="cuda", **fields):
         case = Case(problem=Problem(**{"query": 64} | fields))
         unit = Unit(kind="ask", stage="bounds", kernel="x", device=device, case=case.to_json())
@@ -115,59 +117,59 @@ def test_questions_of_one_kernel_key_are_told_on_a_gpu():
     assert kernel_key(replace_unit(describe, **sanitizes)) == ""
 
 
-def test_every_stage_asks_something(whole):
-    assert {unit.stage for unit in whole} == set(STAGES)
+def test_every_stage_has_units(ideal_plan):
+    assert {unit.stage for unit in ideal_plan} == set(STAGES)
 
 
-def test_no_question_is_asked_twice(whole):
-    assert len({unit.id for unit in whole}) == len(whole)
+def test_plan_has_no_unit_twice(ideal_plan):
+    assert len({unit.id for unit in ideal_plan}) == len(ideal_plan)
 
 
-def test_every_property_that_concerns_the_kernel_is_drawn_from(whole):
-    drawn = {unit.test for unit in whole if unit.kind == "draw"}
-    able = {
+def test_every_applicable_property_is_drawn(ideal_plan):
+    drawn_properties = {unit.test for unit in ideal_plan if unit.kind == "draw"}
+    applicable = {
         name
         for name, spec in properties().items()
         if (not spec.dtypes or {"fp32", "bf16"} & set(spec.dtypes))
         and spec.questions != ("launches",)
     }
-    assert drawn == able
+    assert drawn_properties == applicable
 
 
-def test_what_is_drawn_is_the_same_every_time(whole):
-    for unit in [unit for unit in whole if unit.kind == "draw"][:5]:
-        first, second = (drawn_units(unit, planning(), KnownFailures(())) for _ in range(2))
+def test_drawn_units_are_deterministic(ideal_plan):
+    for unit in [unit for unit in ideal_plan if unit.kind == "draw"][:5]:
+        first, second = (drawn_units(unit, planning_for(), KnownFailures(())) for _ in range(2))
         assert first == second
         assert all(Case.from_json(each.case).problem.dtype == unit.dtype for each in first)
 
 
-def test_a_question_that_needs_more_than_a_layout_is_asked_in_every_plan():
-    cases = [Case.from_json(unit.case) for unit in plan(planning(stages="memory"))]
-    (found,) = (c for c in cases if c.question == "hidden_keys_nan" and c.problem.backward)
-    assert (found.problem.score.name, found.problem.mask.name) == ("softcap", "causal")
+def test_memory_stage_always_asks_about_hidden_keys_and_far_strides():
+    cases = [Case.from_json(unit.case) for unit in full_plan(planning_for(stages="memory"))]
+    (hidden_keys,) = (c for c in cases if c.question == "hidden_keys_nan" and c.problem.backward)
+    assert (hidden_keys.problem.score.name, hidden_keys.problem.mask.name) == ("softcap", "causal")
     far = [c for c in cases if c.question == "strides_far"]
     assert [c.parameters["tensor"] for c in far] == [0, 1, 2, 3][: 3 + far[0].problem.backward]
-    without = plan(restricted(lambda problem: not problem.backward, stages="memory"))
-    assert not any(Case.from_json(unit.case).problem.backward for unit in without)
+    forward_only = full_plan(restricted(lambda problem: not problem.backward, stages="memory"))
+    assert not any(Case.from_json(unit.case).problem.backward for unit in forward_only)
 
 
-def test_more_sequences_than_a_grid_holds_are_asked_where_there_are_grids():
-    def many(device):
+def test_more_sequences_than_a_grid_axis_holds_are_asked_on_a_gpu():
+    def oversized_cases(device):
         (unit,) = describe_units(["mine"], device=device, tier="smoke", convention="")
-        found = Planning(unit, Elsewhere(), InProcess(), choices(stages="contract"))
-        cases = [Case.from_json(each.case) for each in plan(found)]
+        planning = Planning(unit, GridLimited(), InProcess(), choices(stages="contract"))
+        cases = [Case.from_json(each.case) for each in full_plan(planning)]
         return [case for case in cases if case.problem.batch * case.problem.heads > 65_535]
 
-    assert many("cpu") == []
-    (case,) = many("cuda")
-    assert case.question == "first_row"  # which needs no oracle, of so many heads
+    assert oversized_cases("cpu") == []
+    (case,) = oversized_cases("cuda")
+    assert case.question == "first_row"  # which needs no oracle for so many heads
     small = Case(problem=case.problem.replace(head_dim=1, value_dim=1), question=case.question)
-    record = run_case(Elsewhere(), small, device="cpu")
+    record = run_case(GridLimited(), small, device="cpu")
     assert (record.status, record.judgement.rule) == ("fail", "relation")
 
 
-class Elsewhere(Ideal):
-    """Of more sequences than a grid's axis has places it launches nothing, and says nothing."""
+class GridLimited(Ideal):
+    """Launches nothing, silently, for more sequences than a grid's axis can hold."""
 
     def absent(self, device):
         return None
@@ -181,7 +183,7 @@ class Elsewhere(Ideal):
         return lambda: Outputs(out.to(dtype), torch.zeros(sizes))
 
 
-def test_a_window_hides_something_wherever_its_pairs_count():
+def test_window_hides_keys_in_every_row_that_counts_for_its_pairs():
     for shapes in SHAPES:
         rows = [{"mask": "sliding_window", "shape": shape} | PLAIN for shape in SHAPES[shapes]]
         for row in [row for row in rows if not any(never(row) for _, never in EXCLUSIONS)]:
@@ -190,39 +192,39 @@ def test_a_window_hides_something_wherever_its_pairs_count():
                 torch.arange(problem.query), torch.arange(problem.kv), indexing="ij"
             )
             zero = torch.zeros((), dtype=torch.long)
-            seen = problem.mask_mod()(zero, zero, q_idx, kv_idx)
-            assert bool(((q_idx >= kv_idx) & ~seen).any()), (shapes, row["shape"])
+            visible = problem.mask_mod()(zero, zero, q_idx, kv_idx)
+            assert bool(((q_idx >= kv_idx) & ~visible).any()), (shapes, row["shape"])
             assert row_values(row, problem, shapes)["mask"] == "sliding_window"
             one_row = problem.replace(query=1)
             assert row_values(row, one_row, shapes)["mask"] is None
 
 
-def test_shards_share_the_questions_among_them(whole):
-    asked = [unit for unit in whole if unit.kind == "ask"]
-    parts = [[unit.id for unit in asked if Shard(n, 3).has(unit)] for n in (1, 2, 3)]
-    assert sorted(id_ for part in parts for id_ in part) == sorted(unit.id for unit in asked)
+def test_shards_partition_the_questions(ideal_plan):
+    questions = [unit for unit in ideal_plan if unit.kind == "ask"]
+    parts = [[unit.id for unit in questions if Shard(n, 3).has(unit)] for n in (1, 2, 3)]
+    assert sorted(id_ for part in parts for id_ in part) == sorted(unit.id for unit in questions)
     assert all(parts)
 
 
-def test_another_seed_draws_other_numbers(whole):
-    other = {unit.id for unit in plan(planning(seed=5)) if unit.stage == "bounds"}
-    assert not other & {unit.id for unit in whole if unit.stage == "bounds"}
+def test_another_seed_draws_other_bound_cases(ideal_plan):
+    other = {unit.id for unit in full_plan(planning_for(seed=5)) if unit.stage == "bounds"}
+    assert not other & {unit.id for unit in ideal_plan if unit.stage == "bounds"}
 
 
-def test_a_stage_that_is_left_out_asks_nothing():
-    assert {unit.stage for unit in plan(planning(stages="probes"))} == {"probes"}
+def test_plan_has_only_the_chosen_stages():
+    assert {unit.stage for unit in full_plan(planning_for(stages="probes"))} == {"probes"}
 
 
-def test_what_a_kernel_refuses_is_kept_and_said():
-    found = planning(named("right"), stages="bounds")
-    asked = [Case.from_json(unit.case).problem for unit in plan(found)]
-    assert {problem.mask.name for problem in asked} == {"full", "causal", "causal_bottom_right"}
-    assert {answer.record.variant for answer in found.refused} >= {"sliding_window", "alibi"}
-    assert all(answer.record.reason for answer in found.refused)
+def test_refused_values_are_kept_with_their_reasons():
+    planning = planning_for(planted("right"), stages="bounds")
+    problems = [Case.from_json(unit.case).problem for unit in full_plan(planning)]
+    assert {problem.mask.name for problem in problems} == {"full", "causal", "causal_bottom_right"}
+    assert {answer.record.variant for answer in planning.refused} >= {"sliding_window", "alibi"}
+    assert all(answer.record.reason for answer in planning.refused)
 
 
 class Restricted(Ideal):
-    """Takes what ``able`` says."""
+    """An ideal kernel that takes only Problems for which ``able`` holds."""
 
     def __init__(self, able):
         super().__init__()
@@ -239,7 +241,7 @@ def restricted(able, stages="baseline", **options):
     return Planning(unit, Restricted(able), InProcess(), choices(stages=stages, **options))
 
 
-def plainly(problem, *masks):
+def is_plain(problem, *masks):
     return (
         problem.operation != "softmax"
         and problem.mask.name in {"full", "causal", *masks}
@@ -248,39 +250,39 @@ def plainly(problem, *masks):
     )
 
 
-def test_a_baseline_is_asked_what_it_was_made_of_whatever_the_plan_is_now():
-    before = plan(restricted(plainly, dtypes="bf16"))
+def test_baseline_cases_are_asked_even_if_the_plan_has_changed():
+    old_plan = full_plan(restricted(is_plain, dtypes="bf16"))
     here = environment("cpu")
     records = [
         new_record(
-            Restricted(plainly),
+            Restricted(is_plain),
             Case.from_json(unit.case),
             device="cpu",
             variant=unit.variant,
             environment="e",
         )
-        for unit in before
+        for unit in old_plan
     ]
-    held = BaselineCases.of(
+    baseline_cases = BaselineCases.of(
         make_baseline(baseline_entries(records, {"e": here}), {here.id: here}, "0")
     )
-    after = restricted(lambda problem: plainly(problem, "sliding_window"), dtypes="bf16")
-    cases = [Case.from_json(unit.case).id for unit in plan(after)]
-    assert not {Case.from_json(unit.case).id for unit in before} <= set(cases)
-    after.choices = replace(after.choices, held=held)
-    found = [Case.from_json(unit.case).id for unit in plan(after)]
-    assert {*cases, *(Case.from_json(unit.case).id for unit in before)} == set(found)
-    assert len(found) == len(set(found))
-    assert after.choices.plan()["baseline"] == held.digest
+    changed = restricted(lambda problem: is_plain(problem, "sliding_window"), dtypes="bf16")
+    cases = [Case.from_json(unit.case).id for unit in full_plan(changed)]
+    assert not {Case.from_json(unit.case).id for unit in old_plan} <= set(cases)
+    changed.choices = replace(changed.choices, held=baseline_cases)
+    ids = [Case.from_json(unit.case).id for unit in full_plan(changed)]
+    assert {*cases, *(Case.from_json(unit.case).id for unit in old_plan)} == set(ids)
+    assert len(ids) == len(set(ids))
+    assert changed.choices.plan()["baseline"] == baseline_cases.digest
 
 
-def test_a_pair_that_is_lost_where_rows_are_moved_has_a_row_of_its_own():
+def test_pair_lost_by_moving_rows_gets_a_row_of_its_own():
     def able(problem):
-        return plainly(problem) and (problem.mask.name == "full" or problem.query == problem.kv)
+        return is_plain(problem) and (problem.mask.name == "full" or problem.query == problem.kv)
 
-    found = restricted(able, dtypes="bf16,fp16")
-    problems = [Case.from_json(unit.case).problem for unit in bound_units(found)]
-    axes = axes_of(found)
+    planning = restricted(able, dtypes="bf16,fp16")
+    problems = [Case.from_json(unit.case).problem for unit in bound_units(planning)]
+    axes = axes_of(planning)
     pairs = {(p.mask.name, p.head_dim, p.value_dim) for p in problems}
     pairs |= {(p.mask.name, p.dtype, p.distribution) for p in problems}
     wanted = {(mask, *DIMS[dims]) for mask in axes["mask"] for dims in axes["dims"]}
@@ -289,41 +291,41 @@ def test_a_pair_that_is_lost_where_rows_are_moved_has_a_row_of_its_own():
     assert {(mask, *HEADS[each]) for mask in axes["mask"] for each in axes["heads"]} <= heads
 
 
-def on_a_gpu(tier, **options):
+def gpu_planning(tier, **options):
     (unit,) = describe_units(["mine"], device="cuda", tier=tier, convention="")
     options = {"dtypes": "fp32,bf16", "stages": "bounds,baseline"} | options
-    return Planning(unit, Elsewhere(), InProcess(), choices(tier=tier, **options))
+    return Planning(unit, GridLimited(), InProcess(), choices(tier=tier, **options))
 
 
-def test_on_a_gpu_what_is_compiled_anyway_is_asked_again():
-    found = on_a_gpu("pr")
-    units = plan(found)
+def test_gpu_plan_asks_again_what_is_compiled_anyway():
+    planning = gpu_planning("pr")
+    units = full_plan(planning)
     bounds = [unit for unit in units if unit.stage == "bounds"]
-    again = [unit for unit in bounds if unit.variant.endswith(AGAIN)]
-    assert len(bounds) > TIERS["pr"].threes_gpu > len(again) > len(bounds) / 2
-    # Of two stages that need them they are planned, and refusals said, once.
-    assert [unit for unit in bounds if unit.variant != SOFTMAX][-1] in found.bounds
-    assert len(found.refused) == len({answer.record.case_id for answer in found.refused})
-    on_cpu = plan(planning(tier="pr", stages="bounds"))
+    repeated = [unit for unit in bounds if unit.variant.endswith(AGAIN)]
+    assert len(bounds) > TIERS["pr"].threes_gpu > len(repeated) > len(bounds) / 2
+    # Two stages need these units; they are planned once, and refusals are listed once.
+    assert [unit for unit in bounds if unit.variant != SOFTMAX][-1] in planning.bounds
+    assert len(planning.refused) == len({answer.record.case_id for answer in planning.refused})
+    on_cpu = full_plan(planning_for(tier="pr", stages="bounds"))
     assert not any(unit.variant.endswith(AGAIN) for unit in on_cpu)
 
 
 def test_tier_pr_has_every_problem_of_smoke():
-    smoke, pr = (plan(on_a_gpu(tier, stages="bounds")) for tier in ("smoke", "pr"))
+    smoke, pr = (full_plan(gpu_planning(tier, stages="bounds")) for tier in ("smoke", "pr"))
     cases = {Case.from_json(unit.case).id for unit in pr}
     missing = [unit for unit in smoke if Case.from_json(unit.case).id not in cases]
     assert not missing
 
 
-def test_what_is_asked_first_is_what_the_kernel_is(whole):
+def test_priority_orders_describing_first_and_then_stages(ideal_plan):
     describe = describe_units(["ideal"], device="cpu", tier="smoke", convention="")
-    ordered = sorted([*whole, *describe], key=priority)
+    ordered = sorted([*ideal_plan, *describe], key=priority)
     assert ordered[0].kind == "describe"
     order = [STAGES.index(unit.stage) for unit in ordered]
     assert order == sorted(order)
 
 
-def test_pairs_are_chosen_evenly():
+def test_choose_pairs_uses_every_value_evenly():
     pairs = [(dtype, family) for dtype in ("fp32", "bf16") for family in ("full", "causal")]
     used = Counter()
     for _ in range(4):
@@ -332,20 +334,20 @@ def test_pairs_are_chosen_evenly():
     assert set(choose_pairs(pairs, 2, Counter())) in ({pairs[0], pairs[3]}, {pairs[1], pairs[2]})
 
 
-def test_a_known_failure_is_asked_in_place_of_a_search():
+def test_known_failure_is_asked_instead_of_drawing_cases():
     known = KnownFailures()
     entry = next(each for each in known.entries if each.device == "cpu" and not each.depends_on)
-    found = planning(entry.kernel, dtypes=entry.dtypes[0], stages="properties")
+    planning = planning_for(entry.kernel, dtypes=entry.dtypes[0], stages="properties")
     unit = next(
         each
-        for each in plan(found)
+        for each in full_plan(planning)
         if known.of_draw(each) is not None and not known.of_draw(each).depends_on
     )
-    (asked,) = drawn_units(unit, found, known)
-    assert Case.from_json(asked.case).question == known.of_draw(unit).case.question
+    (question,) = drawn_units(unit, planning, known)
+    assert Case.from_json(question.case).question == known.of_draw(unit).case.question
 
 
-def test_stages_are_named_in_their_order():
+def test_parse_stages_orders_and_validates_names():
     assert parse_stages(("memory", "probes")) == ("probes", "memory")
     assert "bounds" not in parse_stages((), ("bounds",))
     with pytest.raises(UnknownName, match="Choose from baseline"):
@@ -354,12 +356,12 @@ def test_stages_are_named_in_their_order():
         parse_stages(("bounds",), ("bounds",))
 
 
-def test_a_kernel_is_asked_once_what_it_takes_and_again_where_asking_failed():
-    said = [Failure(kind="error", message="it died"), None]
+def test_caching_executor_caches_refusals_but_not_failures():
+    replies = [Failure(kind="error", message="it died"), None]
 
     class Counting(InProcess):
         def refusal(self, subject, problem, device):
-            return said.pop(0)
+            return replies.pop(0)
 
     executor, problem = CachingExecutor(Counting()), Problem(query=4)
     problems = [problem, problem, problem, problem.replace(seed=1, distribution="uniform")]

@@ -1,11 +1,11 @@
-"""Each stage finds the kernel that is wrong there, and a right one passes all."""
+"""Each stage fails a kernel with a fault for it; failures are saved, shrunk and explained."""
 
 from pathlib import Path
 
 import msgspec
 import pytest
 from msgspec.structs import replace
-from tests.gate.driven import answers, choices, drive, named
+from tests.gate.gate_driver import answers, choices, drive, planted
 
 from attncheck.core.mod_spec import Spec
 from attncheck.diagnose.reproduce import new_failure
@@ -30,10 +30,11 @@ from attncheck.workers.units import Done, Unit
 
 pytestmark = pytest.mark.usefixtures("forked_workers", "shared_evidence")
 
+REPLAY = {"device": "cpu", "convention": "", "tier": "smoke", "stages": STAGES}
 TUTORIAL = Path(__file__).parents[1] / "data" / "tutorial_kernels.py"
 
 
-def wrong(results):
+def failed_answers(results):
     return [a for a in answers(results) if a.record.status in FAILED_STATUSES]
 
 
@@ -45,41 +46,41 @@ def wrong(results):
         ("bounds", "sees_the_next_key"),
         ("properties", "sees_the_next_key"),
         ("memory", "reads_as_if_contiguous"),
-        ("determinism", "never_the_same"),
+        ("determinism", "nondeterministic"),
         ("baseline", "sees_the_next_key"),
     ],
 )
 def test_each_stage_finds_its_planted_fault(stage, kernel):
-    _, results = drive(named(kernel), first=True, stages=stage)
-    found = wrong(results)
-    assert found, stage
-    assert all(answer.stage == stage for answer in found)
+    _, results = drive(planted(kernel), first=True, stages=stage)
+    failures = failed_answers(results)
+    assert failures, stage
+    assert all(answer.stage == stage for answer in failures)
 
 
 @pytest.mark.parametrize("stage", ["contract", "memory", "determinism"])
-def test_a_right_kernel_passes(stage):
-    _, results = drive(named("right"), stages=stage)
-    found = answers(results)
-    assert not wrong(results), [a.record.reason or a.record.judgement for a in wrong(results)]
-    assert any(answer.record.status == "pass" for answer in found)
+def test_right_kernel_passes_every_stage(stage):
+    _, results = drive(planted("right"), stages=stage)
+    failures = failed_answers(results)
+    assert not failures, [a.record.reason or a.record.judgement for a in failures]
+    assert any(answer.record.status == "pass" for answer in answers(results))
 
 
-def test_a_kernel_is_loaded_before_anything_is_asked():
-    (unit,) = describe_units([named("right")], device="cpu", tier="smoke", convention="")
+def test_worker_loads_the_kernel_ahead_of_its_units():
+    (unit,) = describe_units([planted("right")], device="cpu", tier="smoke", convention="")
     gate = work(ahead=msgspec.json.encode(unit).decode(), **choices().options())
-    loaded = gate._hosts.of(unit)
+    host = gate._hosts.of(unit)
     assert gate.do(unit).facts["name"]
-    assert gate._hosts.of(unit) is loaded
+    assert gate._hosts.of(unit) is host
     gate.close()
     (missing,) = describe_units(["nowhere.py::none"], device="cpu", tier="smoke", convention="")
     gate = work(ahead=msgspec.json.encode(missing).decode(), **choices().options())
     assert "nowhere.py" in gate.do(missing).facts["usage"]
 
 
-def test_of_what_is_asked_again_the_verdict_is_enough():
+def test_repeated_questions_keep_only_the_verdict():
     gate = GateWorker(choices(), KnownFailures(()))
-    (unit,) = describe_units([named("right")], device="cpu", tier="smoke", convention="")
-    asked = replace(
+    (unit,) = describe_units([planted("right")], device="cpu", tier="smoke", convention="")
+    question = replace(
         unit,
         kind="ask",
         stage="bounds",
@@ -87,28 +88,27 @@ def test_of_what_is_asked_again_the_verdict_is_enough():
         case=Case(problem=Problem(query=4)).to_json(),
     )
     for variant, brief in (("full", False), (f"full {AGAIN}", True)):
-        (answer,) = gate.do(replace(asked, variant=variant)).answers
+        (answer,) = gate.do(replace(question, variant=variant)).answers
         assert (answer.record.status, answer.record.out is None) == ("pass", brief)
 
 
-def test_a_failure_is_kept_made_smaller_and_asked_again(tmp_path):
-    kernel = named("sees_the_next_key")
+def test_failure_is_saved_shrunk_and_replayed(tmp_path):
+    kernel = planted("sees_the_next_key")
     _, results = drive(kernel, first=True, stages="bounds", failures=str(tmp_path))
-    first, smallest = wrong(results)
+    first, smallest = failed_answers(results)
     assert smallest.smallest_of == first.record.case_id
     small = Case.from_json(smallest.record.case).problem
     assert (small.batch, small.heads, small.query, small.kv) == (1, 1, 1, 2)
     assert small.distribution == "normal"
-    kept = load_failure(tmp_path / f"{smallest.failure}.json")
-    assert kept.record.case_id == smallest.record.case_id
-    how = {"device": "cpu", "convention": "", "tier": "smoke", "stages": STAGES}
-    again = replay_units([kernel], tmp_path, **how)
-    assert {Case.from_json(unit.case).id for unit in again} == {
+    saved = load_failure(tmp_path / f"{smallest.failure}.json")
+    assert saved.record.case_id == smallest.record.case_id
+    replays = replay_units([kernel], tmp_path, **REPLAY)
+    assert {Case.from_json(unit.case).id for unit in replays} == {
         first.record.case_id,
         smallest.record.case_id,
     }
-    assert replay_units(["ideal"], tmp_path, **how) == []
-    assert replay_units([kernel], tmp_path, **how | {"stages": ("probes",)}) == []
+    assert replay_units(["ideal"], tmp_path, **REPLAY) == []
+    assert replay_units([kernel], tmp_path, **REPLAY | {"stages": ("probes",)}) == []
 
 
 @pytest.mark.parametrize(
@@ -118,28 +118,28 @@ def test_a_failure_is_kept_made_smaller_and_asked_again(tmp_path):
         ("sees_the_next_key_or_doubles", {"mask-one-key-wider", ""}),
     ],
 )
-def test_each_fault_is_one_cause_that_explains_all_it_does(kernel, models):
-    _, results = drive(named(kernel), stages="bounds")
-    failed = [answer.record for answer in wrong(results)]
+def test_failures_are_grouped_into_one_cause_per_fault(kernel, models):
+    _, results = drive(planted(kernel), stages="bounds")
+    failed = [answer.record for answer in failed_answers(results)]
     groups = group_by_cause(failed)
     assert {group.model for group in groups} == models
     assert sum(len(group.members) for group in groups) == len(failed) > 5
-    # What is off by a factor that is fitted has no name, and a kind.
+    # A fitted factor has no model, only a family.
     kinds = {failed[group.members[0]].diagnosis.family for group in groups if not group.model}
     assert kinds <= {FAMILIES["factor"]}
     for group in groups:
-        masks = {problem_of(failed[i]).mask["name"] == "full" for i in group.members}
-        # None is explained by a mask that its problem does not have.
-        assert not group.model or masks == {False}
+        unmasked = {problem_of(failed[i]).mask["name"] == "full" for i in group.members}
+        # No failure is explained by a mask that its problem does not have.
+        assert not group.model or unmasked == {False}
 
 
-def test_a_failure_is_made_smaller_without_becoming_another_one():
-    """Without its mask the Case fails by the same rule, for another reason."""
+def test_shrinking_does_not_turn_one_fault_into_another():
+    """Without its mask the Case fails by the same rule, but for another reason."""
     problem = Problem(query=33, kv=33, heads=2, head_dim=32, mask=Spec.of("causal"), dtype="fp32")
     unit = Unit(
         kind="shrink",
         stage="bounds",
-        kernel=named("sees_the_next_key_or_doubles"),
+        kernel=planted("sees_the_next_key_or_doubles"),
         device="cpu",
         tier="smoke",
         case=Case(problem=problem).to_json(),
@@ -152,29 +152,31 @@ def test_a_failure_is_made_smaller_without_becoming_another_one():
     assert answer.record.diagnosis.ranked[0].model == "mask-one-key-wider"
 
 
-def test_a_failure_file_that_is_none_stops_nothing(tmp_path):
+def test_replay_skips_damaged_failure_files(tmp_path):
     (tmp_path / "aaaaaaaaaa.json").write_text("{")
-    how = {"device": "cpu", "convention": "", "tier": "smoke", "stages": STAGES}
-    assert replay_units(["ideal"], tmp_path, **how) == []
+    assert replay_units(["ideal"], tmp_path, **REPLAY) == []
 
 
-def test_what_can_be_asked_no_more_is_not_asked_again(tmp_path):
+def test_replay_skips_questions_that_no_longer_exist_or_fit(tmp_path):
     problem = Problem(query=4)
-    good = kept(Case(problem=problem, question="prefill_rows", parameters={"rows": 2}), tmp_path)
-    kept(Case(problem=problem, question="prefill_rows", parameters={"gone": 2}), tmp_path)
-    kept(Case(problem=problem, question="empty_rows"), tmp_path)  # each of its rows sees a key
-    how = {"device": "cpu", "convention": "", "tier": "smoke", "stages": STAGES}
-    assert [unit.case for unit in replay_units(["ideal"], tmp_path, **how)] == [good]
+    good = save_failure(
+        Case(problem=problem, question="prefill_rows", parameters={"rows": 2}), tmp_path
+    )
+    save_failure(Case(problem=problem, question="prefill_rows", parameters={"gone": 2}), tmp_path)
+    save_failure(
+        Case(problem=problem, question="empty_rows"), tmp_path
+    )  # each of its rows sees a key
+    assert [unit.case for unit in replay_units(["ideal"], tmp_path, **REPLAY)] == [good]
 
 
-def kept(case, folder):
-    """Keep it as a failure of the ideal kernel; its JSON."""
+def save_failure(case, folder):
+    """Saves the case as a failure of the ideal kernel, and returns the case's JSON."""
     record = blank_record(case, kernel="ideal", reason="planted")
     keep_failure(new_failure(record, kernel="ideal", device="cpu", convention="", test=""), folder)
     return case.to_json()
 
 
-def test_a_question_that_cannot_be_asked_is_no_matter_of_usage():
+def test_unknown_question_is_a_harness_error_and_not_a_usage_error():
     case = Case(problem=Problem(query=4), question="compare").to_json() | {"question": "gone"}
     unit = Unit(kind="ask", stage="bounds", kernel="ideal", device="cpu", case=case)
     done = GateWorker(choices()).do(unit)
@@ -182,13 +184,13 @@ def test_a_question_that_cannot_be_asked_is_no_matter_of_usage():
     assert "ask of ideal: question 'gone' is not known" in done.harness
 
 
-def test_a_kernel_that_is_not_there_is_a_matter_of_usage():
-    unit = Unit(kind="describe", stage="contract", kernel=named("nobody"), device="cpu")
+def test_missing_kernel_is_a_usage_error():
+    unit = Unit(kind="describe", stage="contract", kernel=planted("nobody"), device="cpu")
     done = GateWorker(choices()).do(unit)
     assert "nobody" in done.facts["usage"]
 
 
-def test_known_failures_warn_and_others_fail():
+def test_known_failure_turns_a_failure_into_a_warning_but_never_a_crash():
     known = KnownFailures()
     entry = next(each for each in known.entries if each.device == "cpu" and not each.depends_on)
     case = entry.case
@@ -201,15 +203,15 @@ def test_known_failures_warn_and_others_fail():
         case=case.to_json(),
     )
     record = blank_record(case, kernel=entry.kernel)
-    said = known.excuse(record, unit, case)
-    assert said.status == "warn"
-    assert said.reason.startswith(KNOWN)
+    excused = known.excuse(record, unit, case)
+    assert excused.status == "warn"
+    assert excused.reason.startswith(KNOWN)
     assert KnownFailures(()).excuse(record, unit, case).status == record.status
     for lost in ("crash", "timeout", "oom"):
-        gone = replace(record, status=lost)
-        assert known.excuse(gone, unit, case) is gone
-        drawn = replace(unit, test=entry.test)
-        assert known.excuse(gone, drawn, case) is gone
+        lost_record = replace(record, status=lost)
+        assert known.excuse(lost_record, unit, case) is lost_record
+        drawn_unit = replace(unit, test=entry.test)
+        assert known.excuse(lost_record, drawn_unit, case) is lost_record
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def test_known_failures_warn_and_others_fail():
         ("hidden_keys_huge", {"query": 4, "mask": {"name": "sliding_window", "window": 1}}, "fail"),
     ],
 )
-def test_outside_of_properties_an_entry_is_about_its_case_or_its_question(
+def test_known_failure_applies_to_its_case_or_its_question_outside_properties(
     question, changes, status
 ):
     row = {} if question == "compare" else {"row": 0}
@@ -245,7 +247,7 @@ def test_outside_of_properties_an_entry_is_about_its_case_or_its_question(
     assert KnownFailures((entry,)).excuse(record, unit, other).status == status
 
 
-def test_a_run_that_was_ended_says_what_is_missing_of_which_kernel(tmp_path):
+def test_unfinished_run_lists_what_was_not_asked_of_each_kernel(tmp_path):
     path = f"{tmp_path}/kernel.py::attention"
     kernels = {path: {"kernel": path, "name": "kernel.py::attention"}}
     content = JournalContent(why="--max-time 5s is over")
@@ -256,14 +258,14 @@ def test_a_run_that_was_ended_says_what_is_missing_of_which_kernel(tmp_path):
             content.results[unit.id] = Done(unit=unit.id, facts=kernels[kernel])
             for stage, commit in (("memory", ""), ("memory", "a1"), ("baseline", "")):
                 case = Case(problem=Problem(query=4)).to_json()
-                left = Unit(
+                pending = Unit(
                     kind="ask", stage=stage, kernel=kernel, device="cpu", case=case, commit=commit
                 )
-                content.units[left.id] = left
+                content.units[pending.id] = pending
     report = build_report(content)
     lines = list(not_covered(report))
     assert "not asked of kernel.py::attention: 1 of memory, 1 of baseline" in lines
-    # Without its folder: a report is passed on.
+    # Without its folder, because reports are shared.
     assert "not asked of other.py::attention: anything at all" in lines
     assert load_report(report_json(report), GateReport) == report
 
@@ -275,26 +277,26 @@ def test_a_run_that_was_ended_says_what_is_missing_of_which_kernel(tmp_path):
         ("whole_tiles_of_128", ["the padding of the last tile of keys is not masked"]),
     ],
 )
-def test_a_plain_function_is_asked_within_its_claims(kernel, causes):
+def test_plain_function_is_tested_within_its_documented_claims(kernel, causes):
     _, results = drive(f"{TUTORIAL}::{kernel}", dtypes="", stages="contract,probes,memory")
     described = next(done for done in results.values() if "summary" in done.facts)
     assert "takes fp16; head_dim 16, 32, 64, 128, 256" in described.facts["summary"]
-    # A smaller form of one of them is no failure of its own.
-    failed = [one.record for one in answers(results) if not one.smallest_of]
+    # A shrunk form is no failure of its own.
+    failed = [x.record for x in answers(results) if not x.smallest_of]
     failed = [record for record in failed if record.status in FAILED_STATUSES]
-    found = [group.cause for group in group_by_cause(failed)]
-    assert len(found) == len(causes)
-    assert all(one.startswith(cause) for one, cause in zip(found, causes, strict=True))
-    passed = [one.record for one in answers(results) if one.record.status == "pass"]
+    group_causes = [group.cause for group in group_by_cause(failed)]
+    assert len(group_causes) == len(causes)
+    assert all(x.startswith(cause) for x, cause in zip(group_causes, causes, strict=True))
+    passed = [x.record for x in answers(results) if x.record.status == "pass"]
     assert {problem_of(record).dtype for record in passed} == {"fp16"}
 
 
-def test_a_kernel_for_decoding_is_asked_as_much_as_another():
-    """What it refuses by its rows is known before it is asked: nothing of the bounds is lost."""
-    _, results = drive(named("decodes"), stages="bounds")
+def test_decode_only_kernel_gets_its_full_share_of_bound_cases():
+    """Its limit on rows is known before planning, so no bound case is lost to a refusal."""
+    _, results = drive(planted("decode_only"), stages="bounds")
     records = [answer.record for answer in answers(results)]
-    shared = [Case.from_json(one.case).problem for one in records if one.status == "pass"]
-    shared = [problem for problem in shared if problem.group > 1]
-    assert len(shared) > 10
-    assert max(problem.query * problem.group for problem in shared) <= 64
-    assert not [one for one in records if one.reason.startswith("ValueError")]
+    grouped = [Case.from_json(record.case).problem for record in records if record.status == "pass"]
+    grouped = [problem for problem in grouped if problem.group > 1]
+    assert len(grouped) > 10
+    assert max(problem.query * problem.group for problem in grouped) <= 64
+    assert not [record for record in records if record.reason.startswith("ValueError")]

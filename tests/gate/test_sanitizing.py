@@ -1,10 +1,10 @@
-"""``--sanitizer`` in a gate: what is asked, what is said without the tool, and what is found."""
+"""``gate --sanitizer``: its units, the one line without the tool, and failing findings."""
 
 from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
-from tests.gate.driven import choices
+from tests.gate.gate_driver import choices
 
 from attncheck.core.judgement import Judgement
 from attncheck.gate.planning import Planning
@@ -20,25 +20,25 @@ from attncheck.workers.units import Unit
 _WHERE = "00000000"
 
 
-def planning(device="cuda", **options):
+def planning_for(device="cuda", **options):
     unit = Unit(kind="describe", stage="contract", kernel="ideal", device=device, tier="smoke")
-    found = Planning(unit, load_subject("ideal"), InProcess(), choices(**options), _WHERE)
-    found._dtypes = ("bf16",)
-    return found
+    result = Planning(unit, load_subject("ideal"), InProcess(), choices(**options), _WHERE)
+    result._dtypes = ("bf16",)
+    return result
 
 
-def test_nobody_asks_for_it():
-    assert list(sanitizer_units(planning())) == []
+def test_sanitizer_is_off_by_default():
+    assert list(sanitizer_units(planning_for())) == []
 
 
 @pytest.mark.parametrize(
-    ("device", "said"), [("cpu", "nothing of a CPU"), ("cuda", sanitizer.ABSENT)]
+    ("device", "reason"), [("cpu", "nothing of a CPU"), ("cuda", sanitizer.ABSENT)]
 )
-def test_without_a_tool_one_line_says_so_and_nothing_fails(monkeypatch, device, said):
+def test_without_the_tool_one_line_reports_it_and_nothing_fails(monkeypatch, device, reason):
     monkeypatch.setattr(sanitizer, "sanitizer", lambda: None)
-    found = planning(device, sanitizer=True)
-    assert list(sanitizer_units(found)) == []
-    (answer,) = found.refused
+    planning = planning_for(device, sanitizer=True)
+    assert list(sanitizer_units(planning)) == []
+    (answer,) = planning.refused
     assert answer.record.status == "unsupported"
     report = SimpleNamespace(
         harness=(),
@@ -50,31 +50,31 @@ def test_without_a_tool_one_line_says_so_and_nothing_fails(monkeypatch, device, 
         shard="",
         answers=(answer,),
     )
-    assert [line for line in not_covered(report) if said in line] == [
+    assert [line for line in not_covered(report) if reason in line] == [
         f"ideal does not support 1 question: {answer.record.reason}"
     ]
 
 
-def test_with_one_each_tool_is_a_unit_and_what_it_finds_fails_the_kernel(monkeypatch):
+def test_each_sanitizer_tool_is_a_unit_and_its_finding_fails_the_kernel(monkeypatch):
     monkeypatch.setattr(sanitizer, "sanitizer", lambda: "/planted")
-    found = planning(sanitizer=True)
-    units = list(sanitizer_units(found))
+    planning = planning_for(sanitizer=True)
+    units = list(sanitizer_units(planning))
     assert [unit.variant.split()[-1] for unit in units] == ["memcheck", "racecheck", "synccheck"]
     assert {unit.stage for unit in units} == {"memory"}
 
-    def planted(kernel, cases, tool, *, convention, device):
+    def planted_run(kernel, cases, tool, *, convention, device):
         assert (kernel, tool, convention, device) == ("ideal", "memcheck", "", "cuda")
-        said = Judgement(status="fail", rule="memory", reason="memcheck: planted")
+        finding = Judgement(status="fail", rule="memory", reason="memcheck: planted")
         first, *rest = (
             new_record(load_subject("ideal"), case, device="cuda", variant="", environment="")
             for case in cases
         )
-        return (replace(first, status="fail", judgement=said), *rest)
+        return (replace(first, status="fail", judgement=finding), *rest)
 
-    monkeypatch.setattr(sanitizer, "run_sanitizer", planted)
-    done = sanitize_kernel(units[0], found)
+    monkeypatch.setattr(sanitizer, "run_sanitizer", planted_run)
+    done = sanitize_kernel(units[0], planning)
     assert len(done.answers) == 3
-    assert not done.units  # a smaller one would be asked without the tool
+    assert not done.units  # shrinking would run without the tool
     first = done.answers[0].record
     assert first.status in FAILED_STATUSES
     assert (first.kernel, first.environment, first.variant) == ("ideal", _WHERE, units[0].variant)

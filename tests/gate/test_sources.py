@@ -1,11 +1,11 @@
-"""What a kernel is made of: a run goes on only where that is what it was."""
+"""A run resumes only while the kernel's source files are unchanged."""
 
 import hashlib
 import os
 from pathlib import Path
 
 import pytest
-from tests.gate.driven import choices
+from tests.gate.gate_driver import choices
 
 from attncheck.cli import long_runs
 from attncheck.cli.gate import _change_since
@@ -30,7 +30,7 @@ ENTRY = "kernel.py::attention"
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("helper.py").write_text("def attention(query, key, value):\n    return value\n")
     Path("kernel.py").write_text(KERNEL)
@@ -38,16 +38,16 @@ def here(tmp_path, monkeypatch):
 
 
 def journal(facts, kernel=ENTRY, **changes):
-    """Of a run that has described its kernel, and not asked it anything yet."""
+    """The journal of a run that has described its kernel and asked it nothing yet."""
     (unit,) = describe_units([kernel], device="cpu", tier="smoke", convention="")
-    left = Unit(kind="ask", stage="contract", kernel=kernel, device="cpu", tier="smoke")
+    pending = Unit(kind="ask", stage="contract", kernel=kernel, device="cpu", tier="smoke")
     content = JournalContent(head={"sources": "as they were"} | changes)
-    content.units |= {unit.id: unit, left.id: left}
+    content.units |= {unit.id: unit, pending.id: pending}
     content.results[unit.id] = Done(unit=unit.id, facts=facts)
     return content
 
 
-def test_a_kernel_is_described_with_all_files_that_it_has_loaded(here):
+def test_describing_a_kernel_hashes_every_file_it_loaded(project):
     gate = GateWorker(choices(isolated=True, stages="contract"))
     (unit,) = describe_units([ENTRY], device="cpu", tier="smoke", convention="")
     done = gate.do(unit)
@@ -61,19 +61,19 @@ def test_a_kernel_is_described_with_all_files_that_it_has_loaded(here):
     assert changed_source(journal(facts)) == "helper.py has changed"
 
 
-def test_a_run_goes_on_only_with_the_same_files(here, capsys, monkeypatch):
-    facts = file_hashes([str(here / "kernel.py"), str(here / "helper.py")])
+def test_run_resumes_only_with_unchanged_files(project, capsys, monkeypatch):
+    facts = file_hashes([str(project / "kernel.py"), str(project / "helper.py")])
     head = {"sources": "as they were"}
     monkeypatch.setattr(long_runs, "existing_journal", lambda *_, **__: journal(facts))
     assert long_runs.resumable("folder", head, _change_since, fresh=False)[1]
     assert "goes on with" in capsys.readouterr().err
     Path("helper.py").write_text("")
     assert not long_runs.resumable("folder", head, _change_since, fresh=False)[1]
-    said = "attncheck: helper.py has changed since folder/results.jsonl: all is asked anew.\n"
-    assert capsys.readouterr().err == said
+    message = "attncheck: helper.py has changed since folder/results.jsonl: all is asked anew.\n"
+    assert capsys.readouterr().err == message
 
 
-def test_where_files_cannot_be_told_sources_are_what_counts(here):
+def test_declared_sources_count_where_loaded_files_are_unknown(project):
     unknown = f"nobody can tell whether {ENTRY} has changed"
     assert changed_source(journal({})) == changed_source(journal({"files": {}})) == unknown
     assert changed_source(journal({}, kernel="ideal")) == ""
@@ -84,14 +84,14 @@ def test_where_files_cannot_be_told_sources_are_what_counts(here):
     assert changed_source(journal({}, kernel="mine")) == ""
 
 
-def test_what_is_no_regular_file_is_not_read(here):
+def test_file_hashes_skip_anything_but_regular_files(project):
     os.mkfifo("pipe")
-    names = ("/dev/zero", str(here / "pipe"), "a\0b", "lone \ud800", str(here))
+    names = ("/dev/zero", str(project / "pipe"), "a\0b", "lone \ud800", str(project))
     assert set(file_hashes(names)["files"].values()) == {""}
 
 
 @pytest.mark.parametrize("pattern", [".", "./", "csrc/**", "csrc", "**/*.cu", "csrc/*/a.cu"])
-def test_each_source_is_part_of_the_fingerprint(here, pattern):
+def test_fingerprint_covers_declared_sources_but_not_reports(project, pattern):
     Path("attncheck.toml").write_text(
         f'[kernels.mine]\nentry = "{ENTRY}"\nsources = ["{pattern}"]\n'
     )

@@ -1,20 +1,20 @@
-"""The table of hostile kernels and bad inputs: how it is read, run, judged and shown.
+"""Reads, runs and judges the table of hostile kernels and bad inputs, and writes its page.
 
 Each file of ``entries/`` holds families in TOML. A family has a ``title``, sentences (``about``),
-and what its entries have unless they say otherwise; an entry has
+and defaults for the fields of its entries. An entry has
 
-* ``name``: what is hostile or bad, as the page says it;
+* ``name``: what is hostile or bad, as shown on the page;
 * ``kernel``: the body of ``def kernel(q, k, v)`` in ``k.py``, after ``HEAD``; or ``file``: all of
-  ``k.py``; ``files``: others by name; ``setup``: Python that runs in the folder before;
-* ``command``: what stands after ``attncheck``; ``line``: a line of shell in its place, where
-  ``$A`` is attncheck; ``environment``: variables that are otherwise (empty: none);
-* ``code``: the exit code; ``says``: the line that tells the user, where … stands for anything. It
-  is the first line of standard error unless a verdict was reached (codes 0, 1 and 5); empty where
-  nobody can read anything;
-* ``fresh``: a Python that has imported nothing, since the entry is about processes or descriptors;
-* ``prints``: lines of standard error that may be the kernel's own;
-* ``leaves``: files that it may leave in its folder, beside ``reports``;
-* ``pending``: what is not yet as the entry says, and why.
+  ``k.py``; ``files``: other files by name; ``setup``: Python to run in the folder beforehand;
+* ``command``: the words after ``attncheck``; or ``line``: a shell command, where ``$A`` is
+  attncheck; ``environment``: variables to set, or to unset where empty;
+* ``code``: the exit code; ``says``: the line that informs the user, where … stands for any text.
+  It is the first line of standard error unless a verdict was reached (codes 0, 1 and 5), and
+  empty where no output can be read;
+* ``fresh``: run in a Python that has imported nothing, for entries about processes or descriptors;
+* ``prints``: how many lines of standard error may be the kernel's own;
+* ``leaves``: files that it may leave in its folder, besides ``reports``;
+* ``pending``: the reason if attncheck does not yet behave as the entry states.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as right
 
 """
-_MOST_LINES = 4  # of standard error
-_VERDICTS = {0, 1, 5}  # exit codes of a verdict: all others are one line of standard error
+_MOST_LINES = 4  # on standard error
+_VERDICTS = {0, 1, 5}  # with any other exit code, standard error starts with the one line
 _CODES = {0, 1, 2, 3, 5, 130}
 _SECONDS = 60
-# An escape, another control character than tab and newline, or one that turns text round or hides.
+# Escapes, control characters except tab and newline, and characters that reverse or hide text.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One hostile kernel or bad input; the module says what its fields mean."""
+    """One hostile kernel or bad input; the module's docstring explains the fields."""
 
     family: str
     name: str
@@ -70,13 +70,13 @@ class Entry:
 
     @property
     def id(self) -> str:
-        """What pytest calls it."""
+        """The test's id in pytest."""
         return f"{self.family}: {self.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A table of the page."""
+    """One table of the page."""
 
     title: str
     about: str
@@ -85,7 +85,7 @@ class Family:
 
 
 def families(file: str = "*") -> list[Family]:
-    """Every family, in the order of the page; or those of the files ``N_file.toml``."""
+    """Every family, in the page's order; or only those of the files ``N_file.toml``."""
     return [
         _family(data)
         for path in sorted((HERE / "entries").glob(f"?_{file}.toml"))
@@ -109,7 +109,7 @@ def _family(data: dict[str, Any]) -> Family:
 
 
 def run(entry: Entry, folder: Path, servers: Servers) -> subprocess.CompletedProcess[str]:
-    """How it ends and what it says, in ``folder/work``."""
+    """Runs the entry in ``folder/work``."""
     work = folder / "work"
     for name in ("work", "home", "tmp"):
         (folder / name).mkdir()
@@ -130,9 +130,9 @@ def run(entry: Entry, folder: Path, servers: Servers) -> subprocess.CompletedPro
     else:
         words = [sys.executable, "-m", "attncheck", *shlex.split(entry.command)]
         if not entry.fresh:
-            # Not of this folder, lest the server seem to be left behind.
+            # Not in this folder, or the server would look like a leftover process.
             servers.start("attncheck", {**env, "HOME": "/", "TMPDIR": ""})
-            # What a kernel may change before it is needed is not made before it is asked.
+            # A kernel that patches the judge must meet it before the exact result is known.
             keeps = entry.family != "Kernels that patch the judge"
             return servers.run(*words[2:], cwd=work, env=env, timeout=_SECONDS, keeps=keeps)
     return subprocess.run(
@@ -148,9 +148,16 @@ def run(entry: Entry, folder: Path, servers: Servers) -> subprocess.CompletedPro
 
 
 def _environment(folder: Path, entry: Entry) -> dict[str, str]:
-    own = ("PYTEST_", "TRITON_INTERPRET", "COLUMNS", "NO_COLOR", "FORCE_COLOR", "PYTHONIOENCODING")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    ours = {
+    prefixes = (
+        "PYTEST_",
+        "TRITON_INTERPRET",
+        "COLUMNS",
+        "NO_COLOR",
+        "FORCE_COLOR",
+        "PYTHONIOENCODING",
+    )
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    settings = {
         "COLUMNS": "200",
         "CUDA_VISIBLE_DEVICES": "",
         "HOME": str(folder / "home"),
@@ -158,46 +165,46 @@ def _environment(folder: Path, entry: Entry) -> dict[str, str]:
         "TMPDIR": str(folder / "tmp"),
     }
     if entry.fresh or entry.line:
-        ours["OMP_WAIT_POLICY"] = "PASSIVE"
-    else:  # as other tests have it: their server will do
-        ours["TRITON_INTERPRET"] = "1"
-    whole = {**kept, **ours, **entry.environment}
-    return {name: value for name, value in whole.items() if value}
+        settings["OMP_WAIT_POLICY"] = "PASSIVE"
+    else:  # like other tests, to share their server
+        settings["TRITON_INTERPRET"] = "1"
+    merged = {**inherited, **settings, **entry.environment}
+    return {name: value for name, value in merged.items() if value}
 
 
 def mistakes(entry: Entry, folder: Path, done: subprocess.CompletedProcess[str]) -> list[str]:
-    """What is not as the entry says, or as it is of every command."""
-    found = []
+    """Deviations from the entry, and from what holds for every command."""
+    problems = []
     if done.returncode != entry.code:
-        found.append(f"exit code {done.returncode}, not {entry.code}")
+        problems.append(f"exit code {done.returncode}, not {entry.code}")
     out, err = done.stdout.splitlines(), done.stderr.splitlines()
     lines = [*out, *err] if entry.code in _VERDICTS else err[entry.prints :][:1]
     if not any(_pattern(entry.says).search(line) for line in lines or [""]):
-        found.append(f"nothing says {entry.says!r}")
+        problems.append(f"nothing says {entry.says!r}")
     if len(err) > _MOST_LINES + entry.prints:
-        found.append(f"{len(err)} lines of standard error")
+        problems.append(f"{len(err)} lines of standard error")
     wants_colours = "FORCE_COLOR" in entry.environment
     checks = entry.command.startswith("check") and entry.code in _VERDICTS and entry.says
     verdict = (out or [""])[0].lstrip("\x1b[0123456789;m# ")
     if checks and not verdict.startswith(("PASS ", "FAIL ", "NOTHING TESTED ")):
-        found.append(f"begins without a verdict: {verdict!r}")
+        problems.append(f"begins without a verdict: {verdict!r}")
     if not wants_colours and (unsafe := _UNSAFE.findall(done.stdout + done.stderr)):
-        found.append(f"characters {sorted(set(unsafe))} reach the terminal")
+        problems.append(f"characters {sorted(set(unsafe))} reach the terminal")
     if re.search(r'File "[^"]*\battncheck/\w', done.stdout + done.stderr):
-        found.append("a traceback of ours")
-    if left := _left(entry, folder):
-        found.append(f"left {left}")
-    if alive := _alive(folder):
-        found.append(f"still run: {alive}")
-    return found
+        problems.append("a traceback of ours")
+    if leftovers := _leftover_files(entry, folder):
+        problems.append(f"left {leftovers}")
+    if running := _running_processes(folder):
+        problems.append(f"still run: {running}")
+    return problems
 
 
 def _pattern(says: str) -> re.Pattern[str]:
     return re.compile(".*".join(map(re.escape, says.split("…"))))
 
 
-def _left(entry: Entry, folder: Path) -> list[str]:
-    """Files that it may not leave: outside its folder, or inside beside its report."""
+def _leftover_files(entry: Entry, folder: Path) -> list[str]:
+    """Files it must not leave: outside its folder, or inside beside its report."""
     outside = [path for name in ("home", "tmp") for path in (folder / name).rglob("*")]
     known = {"reports", "k.py", "__pycache__", *entry.files, *entry.leaves}
     known |= {name.partition("/")[0] for name in known}
@@ -209,25 +216,25 @@ def _left(entry: Entry, folder: Path) -> list[str]:
     ]
 
 
-def _alive(folder: Path) -> list[str]:
-    """Processes that work in ``folder``, or have it in their environment."""
-    found = []
+def _running_processes(folder: Path) -> list[str]:
+    """Processes whose working directory is in ``folder``, or that have it in their environment."""
+    processes = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            where = (process / "cwd").readlink()
-            known = str(folder).encode() in (process / "environ").read_bytes()
-            if known or where.is_relative_to(folder):
-                found.append((process / "cmdline").read_text().replace("\0", " ")[:100])
-        except OSError:  # it ended, or is another user's
+            folder_of_process = (process / "cwd").readlink()
+            in_environment = str(folder).encode() in (process / "environ").read_bytes()
+            if in_environment or folder_of_process.is_relative_to(folder):
+                processes.append((process / "cmdline").read_text().replace("\0", " ")[:100])
+        except OSError:  # it has ended, or belongs to another user
             continue
-    return found
+    return processes
 
 
 # ------------------------------------------------------------------ the page
 
 
 def page() -> str:
-    """``docs/reference/hostile.md``."""
+    """The text of ``docs/reference/hostile.md``."""
     all_families = families()
     count = sum(len(family.entries) for family in all_families)
     lines = [
@@ -255,7 +262,7 @@ def page() -> str:
 
 
 def _table(family: Family) -> list[str]:
-    """Rows of a family, with a column of commands where they are not all the family's."""
+    """Rows of a family, with a column of commands where some differ from the family's."""
     commands = [
         "" if each.command == family.command and not each.line else _command(each)
         for each in family.entries
@@ -264,10 +271,10 @@ def _table(family: Family) -> list[str]:
     heads = ["", *(["Command"] if own else []), "Exit", "It says"]
     lines = [_row(heads), _row(["---"] * len(heads))]
     for entry, command in zip(family.entries, commands, strict=True):
-        said = _code(entry.says) if entry.says else "nothing: nobody could read it"
-        said += f" (not yet: {entry.pending})" if entry.pending else ""
+        message = _code(entry.says) if entry.says else "nothing: nobody could read it"
+        message += f" (not yet: {entry.pending})" if entry.pending else ""
         name = entry.name.replace("|", "\\|").replace("*", "\\*").replace("__", "\\_\\_")
-        lines.append(_row([name, *([command] if own else []), str(entry.code), said]))
+        lines.append(_row([name, *([command] if own else []), str(entry.code), message]))
     return [*lines, ""]
 
 
@@ -282,7 +289,7 @@ def _row(cells: list[str]) -> str:
 
 
 def _code(text: str) -> str:
-    """A code span of a cell."""
+    """A code span within a table cell."""
     ticks = "``" if "`" in text else "`"
     pad = " " if "`" in text else ""
     return f"{ticks}{pad}{text.replace('|', chr(92) + '|')}{pad}{ticks}"

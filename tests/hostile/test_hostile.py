@@ -1,4 +1,4 @@
-"""Every hostile kernel and bad input ends as the table says, and the page shows the table."""
+"""Every hostile kernel and bad input ends as its table says, and the page shows the table."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ def params(entries):
     ]
 
 
-def ended(entry, folder, servers):
+def assert_ends_as_stated(entry, folder, servers):
     done = run(entry, folder, servers)
-    found = mistakes(entry, folder, done)
-    assert not found, f"{found}\n{done.stdout}\n{done.stderr}"
+    problems = mistakes(entry, folder, done)
+    assert not problems, f"{problems}\n{done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("entry", params(each for each in ENTRIES if each not in OPTIONS))
-def test_it_ends_as_the_table_says(entry, tmp_path, warm_python):
-    ended(entry, tmp_path, warm_python)
+def test_hostile_entry_ends_as_the_table_says(entry, tmp_path, warm_python):
+    assert_ends_as_stated(entry, tmp_path, warm_python)
 
 
 @pytest.mark.parametrize("entry", params(OPTIONS))
-def test_a_bad_option_is_one_line(entry, tmp_path, warm_python):
-    ended(entry, tmp_path, warm_python)
+def test_bad_option_is_one_line(entry, tmp_path, warm_python):
+    assert_ends_as_stated(entry, tmp_path, warm_python)
 
 
-def test_there_are_two_hundred_and_each_is_another():
+def test_there_are_at_least_200_distinct_entries():
     assert len(ENTRIES) >= 200
     assert not [name for name, count in Counter(each.id for each in ENTRIES).items() if count > 1]
-    same = Counter(repr(replace(each, family="", name="", says="", code=0)) for each in ENTRIES)
-    assert not [entry for entry, count in same.items() if count > 1]
+    copies = Counter(repr(replace(each, family="", name="", says="", code=0)) for each in ENTRIES)
+    assert not [entry for entry, count in copies.items() if count > 1]
 
 
-def test_the_page_shows_the_table():
-    """``ATTNCHECK_UPDATE_SNAPSHOTS=1 pytest tests/hostile`` writes it anew."""
+def test_documentation_page_shows_the_table():
+    """``ATTNCHECK_UPDATE_SNAPSHOTS=1 pytest tests/hostile`` rewrites the page."""
     if os.environ.get("ATTNCHECK_UPDATE_SNAPSHOTS") == "1":
         PAGE.write_text(page(), encoding="utf-8")
     assert PAGE.read_text(encoding="utf-8") == page(), "run with ATTNCHECK_UPDATE_SNAPSHOTS=1"
@@ -66,18 +66,19 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("says", PLANTED)
-def test_what_is_not_as_the_table_says_is_told(says, tmp_path, warm_python):
-    right = next(each for each in ENTRIES if each.name == "waits for standard input")
-    entry = replace(right, **PLANTED[says])
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_mistakes_reports_each_planted_deviation(mistake, tmp_path, warm_python):
+    """Without this the table's tests could pass whatever attncheck does."""
+    harmless = next(problem for problem in ENTRIES if problem.name == "waits for standard input")
+    entry = replace(harmless, **PLANTED[mistake])
     done = run(entry, tmp_path, warm_python)
-    found = mistakes(replace(entry, environment={}), tmp_path, done)
-    assert any(says in each for each in found), found
+    problems = mistakes(replace(entry, environment={}), tmp_path, done)
+    assert any(mistake in problem for problem in problems), problems
 
 
-def test_a_process_and_a_traceback_that_are_left_are_told(tmp_path, warm_python):
+def test_mistakes_reports_a_leftover_process_and_a_traceback(tmp_path, warm_python):
     line = """(sleep 9 > out & echo 'File "x/attncheck/y.py"'; exit 1) 2> out"""
     entry = replace(ENTRIES[0], line=line, kernel="")
-    found = mistakes(entry, tmp_path, run(entry, tmp_path, warm_python))
-    assert "a traceback of ours" in found
-    assert any("still run: [" in each and "sleep 9" in each for each in found), found
+    problems = mistakes(entry, tmp_path, run(entry, tmp_path, warm_python))
+    assert "a traceback of ours" in problems
+    assert any("still run: [" in problem and "sleep 9" in problem for problem in problems), problems

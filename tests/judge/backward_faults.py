@@ -1,4 +1,4 @@
-"""Faults of a backward, planted in ``backward_kernels.Backward``."""
+"""Faults of a backward, planted by overriding methods of ``backward_kernels.Backward``."""
 
 import torch
 from tests.judge import backward_kernels as kernels
@@ -9,7 +9,7 @@ Backward = kernels.Backward
 
 
 class NoDelta(Backward):
-    """delta is not taken off; dLSE is."""
+    """delta is not subtracted; dLSE still is."""
 
     def delta(self, dout, out):
         return torch.zeros_like(super().delta(dout, out))
@@ -21,7 +21,7 @@ class DeltaInBf16(Backward):
 
 
 class LseInBf16(Backward):
-    """What the backward reads; what the forward gives is right."""
+    """The backward reads a rounded LSE; the forward still returns the right one."""
 
     def saved_lse(self, lse):
         return lse.bfloat16().float()
@@ -40,11 +40,11 @@ class DkWithoutScale(Backward):
 
 
 class TileSkipped(Backward):
-    """The last tile of queries has no part in any sum."""
+    """The last tile of queries is left out of every sum."""
 
     def query_tiles(self, length):
-        found = super().query_tiles(length)
-        return found[1:] if self.reverse else found[:-1]
+        tiles = super().query_tiles(length)
+        return tiles[1:] if self.reverse else tiles[:-1]
 
 
 class LastRowDropped(Backward):
@@ -53,7 +53,7 @@ class LastRowDropped(Backward):
 
 
 class CausalIgnored(Backward):
-    """By the backward alone."""
+    """The backward alone ignores the mask."""
 
     def seen(self, problem: Problem):
         return torch.ones_like(super().seen(problem))
@@ -65,9 +65,9 @@ class NoSlope(Backward):
 
 
 class HeadDropped(Backward):
-    """Key heads have the gradient of the first head of their group alone."""
+    """Key heads get the gradient of the first query head of their group alone."""
 
-    def by_group(self, x, problem: Problem):
+    def sum_group(self, x, problem: Problem):
         return x.unflatten(1, (problem.kv_heads, problem.group))[:, :, 0]
 
 

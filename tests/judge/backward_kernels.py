@@ -1,4 +1,4 @@
-"""Backward passes as a fused kernel has them, in torch fp32, right and wrong, and what is exact.
+"""Backward passes of fused kernels in torch fp32, with the exact gradients and their bounds.
 
 Written from the definition: P is recomputed from the kernel's own LSE, delta is the sum of dO times
 its own out, P and dS are rounded to the operands' format, everything else is fp32.
@@ -38,7 +38,7 @@ def tf32(x: torch.Tensor, *, truncate: bool = False) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Exact:
-    """Float64 by torch's autograd of the formula; indices of every pair."""
+    """Exact out, LSE and gradients: torch's autograd of the formula in float64, over every pair."""
 
     inputs: Inputs
     out: torch.Tensor
@@ -48,28 +48,28 @@ class Exact:
     @classmethod
     def of(cls, inputs: Inputs) -> Exact:
         problem = inputs.problem
-        given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sink": inputs.sink}
-        leaves = {n: x.double().requires_grad_() for n, x in given.items() if x is not None}
+        tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sink": inputs.sink}
+        leaves = {n: x.double().requires_grad_() for n, x in tensors.items() if x is not None}
         mods = {"mask": problem.mask_mod("cpu"), "score": problem.score_mod("cpu")}
-        of = attention(**leaves, scale=problem.scale, **mods)
-        found = gradients(of, leaves, *inputs.loss())
-        return cls(inputs, of.out.detach(), of.lse.detach(), found)
+        exact = attention(**leaves, scale=problem.scale, **mods)
+        computed = gradients(exact, leaves, *inputs.loss())
+        return cls(inputs, exact.out.detach(), exact.lse.detach(), computed)
 
 
 def indices(problem: Problem):
     return exact_indices(problem.batch, problem.heads, problem.query, problem.kv)
 
 
-def seen_by(problem: Problem) -> torch.Tensor:
+def visible_pairs(problem: Problem) -> torch.Tensor:
     sizes = (problem.batch, problem.heads, problem.query, problem.kv)
     return problem.mask_mod("cpu")(*indices(problem)).expand(sizes)
 
 
 @dataclass(frozen=True)
 class Backward:
-    """A fused backward, and a forward that gives it out and LSE.
+    """A fused backward, with the forward that computes its out and LSE.
 
-    Overridden methods are planted faults.
+    Faults override its methods.
     """
 
     block_query: int = 32
@@ -104,11 +104,11 @@ class Backward:
         return torch.autograd.grad(moved, leaf, torch.ones_like(moved))[0]
 
     def seen(self, problem: Problem) -> torch.Tensor:
-        return seen_by(problem)
+        return visible_pairs(problem)
 
     def tiles(self, length: int, block: int) -> list[slice]:
-        found = [slice(i, min(i + block, length)) for i in range(0, length, block)]
-        return found[::-1] if self.reverse else found
+        tiles = [slice(i, min(i + block, length)) for i in range(0, length, block)]
+        return tiles[::-1] if self.reverse else tiles
 
     def query_tiles(self, length: int) -> list[slice]:
         return self.tiles(length, self.block_query)
@@ -125,7 +125,7 @@ class Backward:
         name = problem.formats.products.name
         q, k, v = self.read(inputs)
         scores = problem.score_mod("cpu")(problem.scale * self.product(q, k.mT), *indices(problem))
-        seen = self.seen_forward(problem)
+        seen = self.forward_seen(problem)
         scores = scores.masked_fill(~seen, -math.inf)
         if inputs.sink is not None:
             sink = inputs.sink[:, None, None].expand(*scores.shape[:-1], 1)
@@ -141,8 +141,8 @@ class Backward:
         lse = torch.where(dead, -math.inf, top + total.log())[..., 0]
         return Outputs(out.to(problem.formats.output.torch_dtype), lse)
 
-    def seen_forward(self, problem: Problem) -> torch.Tensor:
-        return seen_by(problem)
+    def forward_seen(self, problem: Problem) -> torch.Tensor:
+        return visible_pairs(problem)
 
     def read(self, inputs: Inputs):
         name, group = inputs.problem.formats.products.name, inputs.problem.group
@@ -150,14 +150,14 @@ class Backward:
         return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
 
     def run(self, inputs: Inputs) -> Outputs:
-        given = self.forward(inputs)
+        outputs = self.forward(inputs)
         problem, (q, k, v) = inputs.problem, self.read(inputs)
         name = problem.formats.products.name
         dout, dlse = self.loss(inputs)
-        lse = self.saved_lse(given.lse)
+        lse = self.saved_lse(outputs.lse)
         alive = ~torch.isneginf(lse)
         lse = torch.where(alive, lse, 0.0)
-        delta = self.delta(dout, given.out.float()) - dlse
+        delta = self.delta(dout, outputs.out.float()) - dlse
         dout = self.operand(dout, name)
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         at, seen = indices(problem), self.seen(problem) & alive[..., None]
@@ -194,38 +194,38 @@ class Backward:
                 dk[:, :, cols] += self.product(ds.mT, q[:, :, rows])
                 dq[:, :, rows] += self.product(ds, k[:, :, cols])
                 if self.parts:
-                    dq, dk, dv = (self.stored(x, problem) for x in (dq, dk, dv))
-        return self.finished(inputs, given, dq, dk, dv, delta)
+                    dq, dk, dv = (self.store(x, problem) for x in (dq, dk, dv))
+        return self.finish(inputs, outputs, dq, dk, dv, delta)
 
-    def finished(self, inputs, given, dq, dk, dv, delta) -> Outputs:
+    def finish(self, inputs, outputs, dq, dk, dv, delta) -> Outputs:
         problem = inputs.problem
         fmt = problem.formats.output.torch_dtype
         dq, dk = dq * problem.scale, dk * self.key_scale(problem.scale)
         dsink = None
         if inputs.sink is not None:
-            weight = torch.exp(inputs.sink[:, None] - given.lse)
+            weight = torch.exp(inputs.sink[:, None] - outputs.lse)
             dsink = -(weight * delta).sum((0, 2))
-        dk, dv = (self.by_group(x, problem).to(fmt) for x in (dk, dv))
-        return replace(given, dq=dq.to(fmt), dk=dk, dv=dv, dsink=dsink)
+        dk, dv = (self.sum_group(x, problem).to(fmt) for x in (dk, dv))
+        return replace(outputs, dq=dq.to(fmt), dk=dk, dv=dv, dsink=dsink)
 
-    def by_group(self, x: torch.Tensor, problem: Problem) -> torch.Tensor:
+    def sum_group(self, x: torch.Tensor, problem: Problem) -> torch.Tensor:
         return x.unflatten(1, (problem.kv_heads, problem.group)).sum(2)
 
-    def stored(self, x: torch.Tensor, problem: Problem) -> torch.Tensor:
+    def store(self, x: torch.Tensor, problem: Problem) -> torch.Tensor:
         return x.to(problem.formats.output.torch_dtype).float()
 
 
 def bounds(
     inputs: Inputs,
     exact: Exact,
-    given: Outputs,
+    outputs: Outputs,
     arithmetic: Arithmetic,
     mods=None,
     *,
     exposes_lse: bool = True,
     pieces=None,
 ):
-    """The bound of every gradient, by name; ``mods`` gives errors of a score mod and its slope."""
+    """The bound of every gradient; ``mods`` returns the errors of a score mod and its slope."""
     problem = inputs.problem
     truth = Outputs(exact.out, exact.lse)
     dq = torch.zeros_like(exact.gradients["dq"]).flatten(0, 1)
@@ -241,38 +241,38 @@ def bounds(
         known = compute_gradient_conditions(inputs, truth, rows)
         scores = score_error(known.known, arithmetic)
         mod, slope = mods(known, scores) if mods else (None, None)
-        out = given.out.flatten(0, 1)[heads][:, rows.query].double()
+        out = outputs.out.flatten(0, 1)[heads][:, rows.query].double()
         if exposes_lse:
-            lse = given.lse.flatten(0, 1)[heads][:, rows.query].double() - known.known.lse
+            lse = outputs.lse.flatten(0, 1)[heads][:, rows.query].double() - known.known.lse
         else:
             lse = deterministic_bound(known.known, arithmetic, scores, mod).lse
         saved = SavedErrors(out_error=out - known.known.out, lse_error=lse)
-        found = row_gradients(known, arithmetic, scores, saved, mod, slope)
-        dq[heads, rows.query] = found.dq
-        keys.add(found)
+        row_bounds = row_gradients(known, arithmetic, scores, saved, mod, slope)
+        dq[heads, rows.query] = row_bounds.dq
+        keys.add(row_bounds)
     exacts = exact.gradients
-    of_keys, _ = keys.bounds({name: exacts[name] for name in exacts if name != "dq"})
-    return {"dq": dq.view_as(exacts["dq"])} | of_keys
+    key_bounds, _ = keys.bounds({name: exacts[name] for name in exacts if name != "dq"})
+    return {"dq": dq.view_as(exacts["dq"])} | key_bounds
 
 
-def shares(
+def error_shares(
     kernel: Backward, problem: Problem, arithmetic: Arithmetic | None = None, mods=None, **options
 ):
     """Largest error ÷ bound of every gradient; infinite where one must be 0 and is not."""
     inputs = draw_inputs(problem)
     exact = Exact.of(inputs)
-    given = kernel.run(inputs)
-    arithmetic = arithmetic or profile(problem, kernel)
-    allowed = bounds(inputs, exact, given, arithmetic, mods, **options)
-    found = {}
-    for name, bound in allowed.items():
-        error = (getattr(given, name).double() - exact.gradients[name]).abs()
+    outputs = kernel.run(inputs)
+    arithmetic = arithmetic or declared_arithmetic(problem, kernel)
+    gradient_bounds = bounds(inputs, exact, outputs, arithmetic, mods, **options)
+    shares = {}
+    for name, bound in gradient_bounds.items():
+        error = (getattr(outputs, name).double() - exact.gradients[name]).abs()
         error = torch.where(torch.isinf(bound), 0.0, error.nan_to_num(nan=math.inf))
-        found[name] = float(torch.where(error == 0, 0.0, error / bound).max())
-    return found
+        shares[name] = float(torch.where(error == 0, 0.0, error / bound).max())
+    return shares
 
 
-def profile(problem: Problem, kernel: Backward) -> Arithmetic:
+def declared_arithmetic(problem: Problem, kernel: Backward) -> Arithmetic:
     tiles = math.ceil(problem.query / kernel.block_query)
     return replace(
         default_arithmetic(problem.formats),

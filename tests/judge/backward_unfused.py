@@ -15,7 +15,7 @@ from attncheck.inputs.problem import Problem
 class Unfused(kernels.Backward):
     """Attributes say where it rounds; ``scaled``: dS is multiplied by the scale, and rounded again.
 
-    Delta is Σ P dP, as the derivative of a softmax has it, and dLSE is added apart.
+    Delta is Σ P dP, as in the derivative of a softmax, and dLSE is added separately.
     """
 
     rounds_products: bool = True
@@ -23,7 +23,7 @@ class Unfused(kernels.Backward):
     scaled: bool = True
 
     def forward(self, inputs) -> Outputs:
-        """With P as the backward has it."""
+        """Rounds P as the backward does."""
         problem = inputs.problem
         shares, lse = self.weights(inputs)
         v = self.read(inputs)[2]
@@ -34,15 +34,15 @@ class Unfused(kernels.Backward):
         problem = inputs.problem
         q, k, _ = self.read(inputs)
         scores = problem.score_mod("cpu")(problem.scale * (q @ k.mT), *kernels.indices(problem))
-        scores = scores.masked_fill(~kernels.seen_by(problem), -math.inf)
+        scores = scores.masked_fill(~kernels.visible_pairs(problem), -math.inf)
         if inputs.sink is not None:
             sink = inputs.sink[:, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sink], -1)
         shares = torch.softmax(scores, -1).nan_to_num(0.0)
-        return self.stored(shares, problem), torch.logsumexp(scores, -1)
+        return self.store(shares, problem), torch.logsumexp(scores, -1)
 
     def run(self, inputs) -> Outputs:
-        given, problem = self.forward(inputs), inputs.problem
+        outputs, problem = self.forward(inputs), inputs.problem
         q, k, v = self.read(inputs)
         shares, _ = self.weights(inputs)
         dout, dlse = self.loss(inputs)
@@ -50,27 +50,27 @@ class Unfused(kernels.Backward):
         if inputs.sink is not None:
             dp = torch.nn.functional.pad(dp, (0, 1))
         if self.rounds_products:
-            dp = self.stored(dp, problem)
+            dp = self.store(dp, problem)
         ds = shares * (dp - (shares * dp).sum(-1, keepdim=True))
-        ds = self.stored(ds, problem) + self.stored(shares * dlse[..., None], problem)
+        ds = self.store(ds, problem) + self.store(shares * dlse[..., None], problem)
         dsink = None if inputs.sink is None else ds[..., -1].sum((0, 2))
         ds, shares = ds[..., : problem.kv], shares[..., : problem.kv]
         if self.scaled:
-            ds = self.stored(ds * problem.scale, problem) / problem.scale
-        ds = self.stored(ds, problem)
+            ds = self.store(ds * problem.scale, problem) / problem.scale
+        ds = self.store(ds, problem)
         dq, dk, dv = ds @ k, ds.mT @ q, shares.mT @ dout
-        found = self.finished(inputs, given, dq, dk, dv, torch.zeros_like(given.lse))
-        return replace(found, dsink=dsink)
+        gradients = self.finish(inputs, outputs, dq, dk, dv, torch.zeros_like(outputs.lse))
+        return replace(gradients, dsink=dsink)
 
-    def by_group(self, x, problem: Problem):
+    def sum_group(self, x, problem: Problem):
         if self.rounds_heads:
-            x = self.stored(x, problem)
-        return super().by_group(x, problem)
+            x = self.store(x, problem)
+        return super().sum_group(x, problem)
 
     def arithmetic(self, problem: Problem) -> Arithmetic:
-        """What it declares."""
+        """The arithmetic this kernel declares."""
         return replace(
-            kernels.profile(problem, self),
+            kernels.declared_arithmetic(problem, self),
             normalised_weights=True,
             rounds_value_products=problem.formats.output if self.rounds_products else None,
             sums_rounded_heads=self.rounds_heads,

@@ -1,4 +1,4 @@
-"""The blind spot says of real kernels what the verdict then finds."""
+"""In real kernels faults beyond the blind spot fail, and faults well inside it do not."""
 
 from functools import cache
 
@@ -15,7 +15,7 @@ from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, InProcess
 from attncheck.verify.judging import judge_outputs
 
-BEYOND = {"bound", "improbable"}
+BOUND_RULES = {"bound", "improbable"}
 CAUSAL = Spec.of("causal_bottom_right")
 LSE = pytest.mark.parametrize("exposes_lse", [True, False], ids=["lse", "out alone"])
 DTYPE = pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -28,28 +28,28 @@ def evidence(dtype: str) -> EvidenceBuilder:
 
 
 def verdict(kernel: Ideal, dtype: str, *, exposes_lse: bool) -> Judgement:
-    case = evidence(dtype)
-    found = InProcess().run(kernel, case.inputs, timed=False)
-    assert isinstance(found, Execution)
-    lse = found.outputs.lse if exposes_lse else None
-    shown = Execution(
-        outputs=Outputs(out=found.outputs.out, lse=lse),
+    builder = evidence(dtype)
+    result = InProcess().run(kernel, builder.inputs, timed=False)
+    assert isinstance(result, Execution)
+    lse = result.outputs.lse if exposes_lse else None
+    execution = Execution(
+        outputs=Outputs(out=result.outputs.out, lse=lse),
         seconds=None,
-        tiling=found.tiling,
-        arithmetic=found.arithmetic,
+        tiling=result.tiling,
+        arithmetic=result.arithmetic,
     )
-    return judge_outputs(shown, case)
+    return judge_outputs(execution, builder)
 
 
 def spot(dtype: str, *, exposes_lse: bool) -> BlindSpot:
     arithmetic = Ideal().arithmetic(evidence(dtype).case.problem, "cpu")
-    found = evidence(dtype).blind_spot(arithmetic, exposes_lse=exposes_lse)
-    assert found is not None
-    return found
+    blind_spot = evidence(dtype).blind_spot(arithmetic, exposes_lse=exposes_lse)
+    assert blind_spot is not None
+    return blind_spot
 
 
 class Scaled(Ideal):
-    """Every score is larger by a share."""
+    """Every score is too large by a relative ``share``."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Scaled(Ideal):
 
 
 class Cut(Ideal):
-    """Sums of products keep few bits, cut off after every 16 products."""
+    """Sums of products are truncated to few bits after every 16 products."""
 
     def __init__(self, bits: int) -> None:
         super().__init__()
@@ -78,27 +78,27 @@ class Cut(Ideal):
 
 @LSE
 @DTYPE
-def test_a_right_kernel_leaves_room(dtype, exposes_lse):
-    """What the next test's quarter rests on."""
-    found = verdict(Ideal(), dtype, exposes_lse=exposes_lse)
-    assert found.status == "pass"
-    assert max(found.out_over_bound, found.out_over_probable) < 0.75
+def test_correct_kernel_stays_below_three_quarters_of_its_bounds(dtype, exposes_lse):
+    """The next test relies on this margin: a quarter of an allowance may be added."""
+    result = verdict(Ideal(), dtype, exposes_lse=exposes_lse)
+    assert result.status == "pass"
+    assert max(result.out_over_bound, result.out_over_probable) < 0.75
 
 
 @LSE
 @DTYPE
-def test_a_scale_off_by_twice_the_smallest_is_beyond_and_by_a_quarter_is_not(dtype, exposes_lse):
+def test_scale_error_fails_at_twice_the_blind_spot_and_not_at_a_quarter(dtype, exposes_lse):
     """Twice an allowance, less the kernel's own error, is beyond it; ¼ and ¾ of one are not."""
     smallest = spot(dtype, exposes_lse=exposes_lse).scale
-    assert verdict(Scaled(2 * smallest), dtype, exposes_lse=exposes_lse).rule in BEYOND
-    assert verdict(Scaled(smallest / 4), dtype, exposes_lse=exposes_lse).rule not in BEYOND
+    assert verdict(Scaled(2 * smallest), dtype, exposes_lse=exposes_lse).rule in BOUND_RULES
+    assert verdict(Scaled(smallest / 4), dtype, exposes_lse=exposes_lse).rule not in BOUND_RULES
 
 
 @LSE
 @DTYPE
-def test_sums_of_fewer_bits_are_beyond_and_of_more_are_not(dtype, exposes_lse):
-    """Two bits to either side: a bit halves what is lost, and the kernel's own error is beside."""
+def test_accumulator_fails_two_bits_below_the_blind_spot_and_not_two_above(dtype, exposes_lse):
+    """One bit halves the loss; two leave room for the kernel's own error."""
     bits = spot(dtype, exposes_lse=exposes_lse).accumulator_bits
     assert 2 < bits < 22
-    assert verdict(Cut(bits - 2), dtype, exposes_lse=exposes_lse).rule in BEYOND
-    assert verdict(Cut(bits + 2), dtype, exposes_lse=exposes_lse).rule not in BEYOND
+    assert verdict(Cut(bits - 2), dtype, exposes_lse=exposes_lse).rule in BOUND_RULES
+    assert verdict(Cut(bits + 2), dtype, exposes_lse=exposes_lse).rule not in BOUND_RULES

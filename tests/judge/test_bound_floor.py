@@ -1,9 +1,10 @@
-"""Floors of the deterministic bound: never above it, and near enough to tell rows apart."""
+"""The floor of the deterministic bound is never above it, and near enough to rank rows."""
 
 import dataclasses
 
 import pytest
 import torch
+from tests.judge import small_conditions as make
 
 from attncheck.core.conditions import WeightedRows
 from attncheck.core.declared_arithmetic import AMPERE, VOLTA, Accumulator, default_arithmetic
@@ -14,7 +15,7 @@ from attncheck.judge.score_errors import score_error
 
 DTYPE_NAMES = ("fp64", "fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
 
-OTHERS = {
+VARIANTS = {
     "usual": {},
     "Volta": {"scores": VOLTA, "values": VOLTA},
     "Ampere, rounded P summed": {"values": AMPERE, "sums_rounded_weights": True},
@@ -27,29 +28,29 @@ OTHERS = {
 }
 
 
-def arithmetics(dtype):
+def arithmetic_variants(dtype):
     usual = default_arithmetic(DTYPES[dtype])
-    yield from (dataclasses.replace(usual, **other) for other in OTHERS.values())
+    yield from (dataclasses.replace(usual, **other) for other in VARIANTS.values())
     yield default_arithmetic(DTYPES[dtype], (9, 0))
     if not usual.weights.saturates:
         yield dataclasses.replace(usual, lazy_rescale=8.0)
         yield dataclasses.replace(usual, scaled_query=FORMATS["fp16"])
 
 
-def rows(made, *, size=1.0, constant=False, causal=True, dims=16, keys=96):
-    """Two heads of 48 rows, some of one key and one of none."""
-    q, k = size * made.normal(2, 48, dims, seed=1), made.normal(2, keys, dims, seed=2)
-    v = torch.full((2, keys, 5), 1 / 3) if constant else made.normal(2, keys, 5, seed=3)
+def row_conditions(*, size=1.0, constant=False, causal=True, dims=16, keys=96):
+    """Conditions of two heads of 48 rows; if causal, one row sees one key and one sees none."""
+    q, k = size * make.normal(2, 48, dims, seed=1), make.normal(2, keys, dims, seed=2)
+    v = torch.full((2, keys, 5), 1 / 3) if constant else make.normal(2, keys, 5, seed=3)
     seen = torch.ones(2, 48, keys, dtype=torch.bool)
     if causal:
         seen = seen.tril_()
         seen[:, 7] = False
         seen[:, 8, 1:] = False
-    return made.attention(q, k, v.double(), seen=seen)
+    return make.attention(q, k, v.double(), seen=seen)
 
 
-def weights_of(known):
-    """The weights of what ``rows`` gives."""
+def weighted_rows(known):
+    """The WeightedRows of the same call."""
     shared = ("q", "k", "v", "scale", "count", "maximum", "total", "out", "lse")
     weights = torch.exp(known.scores - known.maximum[..., None])
     return WeightedRows(
@@ -59,7 +60,7 @@ def weights_of(known):
     )
 
 
-GIVEN = {
+INPUTS = {
     "normal": {},
     "every key": {"causal": False},
     "one key has all": {"size": 30.0},
@@ -71,31 +72,33 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
-def test_a_floor_is_never_above_the_bound(made, dtype, given):
-    """Nor known where the bound is infinite; NaN where it says nothing."""
-    known = rows(made, **GIVEN[given])
-    totals = row_totals(weights_of(known))
-    for arithmetic in arithmetics(dtype):
+def test_floor_is_never_above_the_bound(dtype, inputs):
+    """A floor may be NaN (unknown), and is unknown wherever the bound is infinite."""
+    known = row_conditions(**INPUTS[inputs])
+    totals = row_totals(weighted_rows(known))
+    for arithmetic in arithmetic_variants(dtype):
         bound = deterministic_bound(known, arithmetic, score_error(known, arithmetic))
         for floor, whole in zip(
             bound_floor(totals, arithmetic), (bound.out, bound.lse), strict=True
         ):
-            told = ~floor.isnan()
-            assert bool((floor[told] <= whole[told]).all()), arithmetic
-            assert bool(whole[told].isfinite().all()), arithmetic
-            dead = ~known.seen.any(-1)
-            assert bool((floor[dead] == 0).all())
+            defined = ~floor.isnan()
+            assert bool((floor[defined] <= whole[defined]).all()), arithmetic
+            assert bool(whole[defined].isfinite().all()), arithmetic
+            empty = ~known.seen.any(-1)
+            assert bool((floor[empty] == 0).all())
 
 
 @pytest.mark.parametrize(
-    ("dtype", "out"), [("fp32", 0.4), ("tf32", 0.1), ("fp16", 0.9), ("bf16", 0.95), ("e5m2", 0.95)]
+    ("dtype", "least_share"),
+    [("fp32", 0.4), ("tf32", 0.1), ("fp16", 0.9), ("bf16", 0.95), ("e5m2", 0.95)],
 )
-def test_a_floor_is_near_its_bound(made, dtype, out):
-    """What tells rows apart, and makes the test above one that fails of floors a little higher."""
-    known, arithmetic = rows(made, keys=256, causal=False), default_arithmetic(DTYPES[dtype])
+def test_floor_is_near_its_bound(dtype, least_share):
+    """Nearness is what ranks rows, and without it the test above could pass with floors of 0."""
+    known = row_conditions(keys=256, causal=False)
+    arithmetic = default_arithmetic(DTYPES[dtype])
     bound = deterministic_bound(known, arithmetic, score_error(known, arithmetic))
-    of_out, of_lse = bound_floor(row_totals(weights_of(known)), arithmetic)
-    assert bool((of_out >= out * bound.out).all())
-    assert bool((of_lse >= 0.85 * bound.lse).all())
+    out_floor, lse_floor = bound_floor(row_totals(weighted_rows(known)), arithmetic)
+    assert bool((out_floor >= least_share * bound.out).all())
+    assert bool((lse_floor >= 0.85 * bound.lse).all())

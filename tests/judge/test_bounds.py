@@ -1,4 +1,4 @@
-"""The bounds by hand, their terms, and that a kernel with a fault exceeds them."""
+"""The deterministic bound: hand calculations, its terms, and faults that exceed it."""
 
 import math
 from dataclasses import replace
@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.judge import small_conditions as make
 from tests.planted_kernels.other_steps import stepping
 
 from attncheck import oracles
@@ -24,20 +25,15 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder
 
 U = 2.0**-24
-# Errors ρ of exponents of a few hundred u: by this e^ρ − 1 differs from ρ, and P from what it was.
+# For exponent errors ρ of a few hundred u: how far e^ρ − 1 differs from ρ, and P from exact P.
 SECOND = 256 * U
-# The allowance for float64's own roundings, which every term carries, and the 2^-126 of underflow.
+# float64's own roundings, which every term includes, and the 2^-126 of underflow.
 SMALL = 64 * 8 * 2.0**-53
 NAMES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
 
 
 def bound(known, arithmetic, mod=None):
     return deterministic_bound(known, arithmetic, score_error(known, arithmetic), mod)
-
-
-def drawn(made, *, heads=2, rows=5, kv=24, dim=8, seen=None):
-    q, k, v = (made.normal(heads, n, dim, seed=i) for i, n in enumerate((rows, kv, kv)))
-    return made.attention(q, k, v, scale=dim**-0.5, seen=seen)
 
 
 @pytest.mark.parametrize(
@@ -56,102 +52,100 @@ def drawn(made, *, heads=2, rows=5, kv=24, dim=8, seen=None):
         (3.0, "fp32", 2.0**-23),
     ],
 )
-def test_half_an_ulp(size, name, half):
-    found = half_ulp(torch.tensor([size], dtype=torch.float64), FORMATS[name])
-    assert found.item() == half
+def test_half_ulp_by_size_and_format(size, name, half):
+    result = half_ulp(torch.tensor([size], dtype=torch.float64), FORMATS[name])
+    assert result.item() == half
 
 
-def test_one_key_leaves_sums_division_and_output_rounding(made):
-    known = made.attention([[[3.0]]], [[[5.0]]], [[[1.5]]])
-    found = bound(known, default_arithmetic(DTYPES["fp32"]))
+def test_row_of_one_key_has_only_sum_division_and_output_terms():
+    known = make.attention([[[3.0]]], [[[5.0]]], [[[1.5]]])
+    result = bound(known, default_arithmetic(DTYPES["fp32"]))
     # Roundings of a row of 1 key: itself, two a tile, one of the parts, one product.
     added = (1 + 2 + 1 + 1) * U / (1 - 5 * U)
-    exponent = found.out_terms["scores"] + found.out_terms["exponent"]
+    exponent = result.out_terms["scores"] + result.out_terms["exponent"]
     assert exponent.item() == 0
-    accumulated = found.out_terms["accumulation"].item()
+    accumulated = result.out_terms["accumulation"].item()
     assert accumulated == pytest.approx(added * 1.5, rel=SECOND)  # P may be e^ρ too large
     before = exponent.item() + accumulated + 1.5
     division = (1 + 6 * U / (1 - 6 * U)) / (1 - added) - 1
-    assert found.out_terms["division"].item() == pytest.approx(division * before, rel=SECOND)
-    assert found.out_terms[OUTPUT].item() == 2.0**-24
-    assert found.lse_terms["row sum"].item() == pytest.approx(-math.log1p(-added), rel=SMALL)
+    assert result.out_terms["division"].item() == pytest.approx(division * before, rel=SECOND)
+    assert result.out_terms[OUTPUT].item() == 2.0**-24
+    assert result.lse_terms["row sum"].item() == pytest.approx(-math.log1p(-added), rel=SMALL)
 
 
-def test_two_keys_by_hand(made):
+def test_two_equal_keys_match_hand_calculation():
     """P = ½, ½ and V = ±1: O = 0, and out moves by Σ c_j = (e^ρ − 1) / e^−ρ."""
-    known = made.attention([[[0.0]]], [[[1.0], [1.0]]], [[[1.0], [-1.0]]])
+    known = make.attention([[[0.0]]], [[[1.0], [1.0]]], [[[1.0], [-1.0]]])
     profile = replace(default_arithmetic(DTYPES["bf16"]), exp2_ulps=1.0)
-    found = bound(known, profile)
-    # Scores are 0 and within 2^-126: what is left are exp2's 3 roundings, in either of 2 tiles.
+    result = bound(known, profile)
+    # Scores are 0 and within 2^-126, which leaves exp2's 3 roundings, in either of 2 tiles.
     rho = 2 * 3 * U / (1 - 3 * U)
     moved = math.expm1(rho) / math.exp(-rho)
-    assert found.out_terms["exponent"].item() == pytest.approx(moved, rel=SMALL)
+    assert result.out_terms["exponent"].item() == pytest.approx(moved, rel=SMALL)
     # Each P is ½ at most e^ρ times as large, and rounded to bf16 within 2^-8 of itself.
     upper = (0.5 + 0.5 * math.expm1(rho)) / math.exp(-rho)
-    assert found.out_terms["rounding of P"].item() == pytest.approx(2 * 2.0**-8 * upper, rel=SMALL)
-    assert found.lse_terms["exponent"].item() == pytest.approx(rho, rel=SECOND)
+    assert result.out_terms["rounding of P"].item() == pytest.approx(2 * 2.0**-8 * upper, rel=SMALL)
+    assert result.lse_terms["exponent"].item() == pytest.approx(rho, rel=SECOND)
 
 
 @pytest.mark.parametrize("size", [1.0, 32.0])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_is_bounded_by_itself_alone(made, name, size):
-    """Whatever rows and heads are computed with it; but for the order of float64's sums."""
-    q, k, v = (made.normal(2, n, 8, seed=i) for i, n in enumerate((5, 24, 24)))
+def test_bound_of_a_row_does_not_depend_on_other_rows(name, size):
+    """Rows and heads computed along with it change only the order of float64's sums."""
+    q, k, v = (make.normal(2, n, 8, seed=i) for i, n in enumerate((5, 24, 24)))
     profile = default_arithmetic(DTYPES[name], (9, 0))
-    whole = bound(made.attention(size * q, k, v), profile)
+    whole = bound(make.attention(size * q, k, v), profile)
     for head in range(2):
         for row in range(5):
             one = slice(head, head + 1), slice(row, row + 1)
-            part = bound(made.attention(size * q[one], k[one[:1]], v[one[:1]]), profile)
+            part = bound(make.attention(size * q[one], k[one[:1]], v[one[:1]]), profile)
             rounded = 24 * 64 * 2.0**-53
             torch.testing.assert_close(part.out, whole.out[one], rtol=rounded, atol=0)
             torch.testing.assert_close(part.lse, whole.lse[one], rtol=rounded, atol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_terms_sum_to_the_bound(made, name):
-    found = bound(drawn(made), default_arithmetic(DTYPES[name], (9, 0)))
-    for total, terms in ((found.out, found.out_terms), (found.lse, found.lse_terms)):
+def test_terms_sum_to_the_bound(name):
+    result = bound(make.random_attention(), default_arithmetic(DTYPES[name], (9, 0)))
+    for total, terms in ((result.out, result.out_terms), (result.lse, result.lse_terms)):
         assert torch.equal(torch.stack(list(terms.values())).sum(0), total)
         assert all(bool((t >= 0).all()) for t in terms.values())
         assert bool(torch.isfinite(total).all())
 
 
-def test_equal_values_do_not_notice_the_weights(made):
-    known = drawn(made)
-    equal = made.attention(known.q, known.k, torch.full_like(known.v, 1.25), scale=known.scale)
-    found = bound(equal, default_arithmetic(DTYPES["fp32"]))
-    moved = found.out_terms["scores"] + found.out_terms["exponent"]
-    # But for the rounding of the exact out itself.
+def test_errors_of_weights_cost_nothing_where_values_are_equal():
+    known = make.random_attention()
+    equal = make.attention(known.q, known.k, torch.full_like(known.v, 1.25), scale=known.scale)
+    result = bound(equal, default_arithmetic(DTYPES["fp32"]))
+    moved = result.out_terms["scores"] + result.out_terms["exponent"]
+    # Only the rounding of the exact out itself is left.
     assert bool((moved <= 2 * 24 * 2.0**-53).all())
 
 
-def test_rows_that_see_no_key_are_exact(made):
+def test_rows_without_keys_are_allowed_no_error():
     seen = torch.ones(2, 5, 24, dtype=torch.bool)
     seen[1, 3] = False
-    found = bound(drawn(made, seen=seen), default_arithmetic(DTYPES["bf16"]))
-    assert not found.out[1, 3].any()
-    assert found.lse[1, 3] == 0
-    assert bool((found.out[0] > 0).all())
+    result = bound(make.random_attention(seen=seen), default_arithmetic(DTYPES["bf16"]))
+    assert not result.out[1, 3].any()
+    assert result.lse[1, 3] == 0
+    assert bool((result.out[0] > 0).all())
 
 
-def test_keys_that_are_hidden_do_not_count(made):
+def test_hidden_keys_do_not_change_the_bound():
     seen = torch.arange(24) < 7
-    hidden = bound(drawn(made, seen=seen[None, None]), default_arithmetic(DTYPES["bf16"]))
-    known = drawn(made)
-    shorter = made.attention(known.q, known.k[:, :7], known.v[:, :7], scale=known.scale)
-    short = bound(shorter, replace(default_arithmetic(DTYPES["bf16"]), block_kv=1))
-    hidden = bound(
-        drawn(made, seen=seen[None, None]), replace(default_arithmetic(DTYPES["bf16"]), block_kv=1)
-    )
+    arithmetic = replace(default_arithmetic(DTYPES["bf16"]), block_kv=1)
+    hidden = bound(make.random_attention(seen=seen[None, None]), arithmetic)
+    known = make.random_attention()
+    shorter = make.attention(known.q, known.k[:, :7], known.v[:, :7], scale=known.scale)
+    short = bound(shorter, arithmetic)
     torch.testing.assert_close(hidden.out, short.out, rtol=24 * 32 * 2.0**-53, atol=0)
     torch.testing.assert_close(hidden.lse, short.lse, rtol=24 * 32 * 2.0**-53, atol=0)
 
 
-def test_a_power_of_two_in_v_scales_every_term_of_a_value(made):
-    known, profile = drawn(made), default_arithmetic(DTYPES["bf16"])
+def test_scaling_values_by_a_power_of_two_scales_every_term_of_out():
+    known, profile = make.random_attention(), default_arithmetic(DTYPES["bf16"])
     one = bound(known, profile)
-    eight = bound(made.attention(known.q, known.k, 8 * known.v, scale=known.scale), profile)
+    eight = bound(make.attention(known.q, known.k, 8 * known.v, scale=known.scale), profile)
     for name in one.out_terms.keys() - {"underflow", OUTPUT}:
         torch.testing.assert_close(
             eight.out_terms[name], 8 * one.out_terms[name], rtol=SMALL, atol=0
@@ -173,8 +167,8 @@ LOOSER = {
 
 
 @pytest.mark.parametrize("field", LOOSER)
-def test_a_looser_profile_allows_more(made, field):
-    known = drawn(made, kv=40, dim=40)
+def test_looser_arithmetic_allows_more(field):
+    known = make.random_attention(kv=40, dim=40)
     profile = default_arithmetic(DTYPES["bf16"])
     looser = replace(profile, **{field: LOOSER[field]})
     tight, loose = bound(known, profile), bound(known, looser)
@@ -183,73 +177,75 @@ def test_a_looser_profile_allows_more(made, field):
     assert bool((loose.out > tight.out).any() or (loose.lse > tight.lse).any())
 
 
-def test_a_row_sum_of_rounded_weights_puts_their_rounding_into_lse(made):
-    known, plain = drawn(made), default_arithmetic(DTYPES["e4m3"])
+def test_summing_rounded_weights_adds_their_rounding_to_lse():
+    known, plain = make.random_attention(), default_arithmetic(DTYPES["e4m3"])
     declared = replace(plain, sums_rounded_weights=True)
     without, with_it = bound(known, plain).lse, bound(known, declared).lse
     assert bool((with_it > without + 2.0**-5).all())
     assert "rounding of P" in bound(known, declared).lse_terms
 
 
-def test_a_jump_is_not_bounded_where_its_radius_is_not(made):
-    known = drawn(made)
-    known = made.attention(known.q, known.k, known.v, scores=known.scores)
+def test_infinite_score_mod_error_leaves_only_its_row_unbounded():
+    known = make.random_attention()
+    known = make.attention(known.q, known.k, known.v, scores=known.scores)
     zero = torch.zeros_like(known.scores)
     radius = zero.clone()
     radius[1, 2, 3] = math.inf
-    found = bound(
+    result = bound(
         known,
         default_arithmetic(DTYPES["bf16"]),
         ScoreModError(radius=radius, own=zero, jump=torch.isinf(radius)),
     )
-    unbounded = torch.isinf(found.lse)
+    unbounded = torch.isinf(result.lse)
     assert unbounded.nonzero().tolist() == [[1, 2]]
-    assert bool(torch.isinf(found.out[1, 2]).all())
-    assert bool(torch.isfinite(found.out[~unbounded]).all())
+    assert bool(torch.isinf(result.out[1, 2]).all())
+    assert bool(torch.isfinite(result.out[~unbounded]).all())
 
 
-def test_huge_logits_are_bounded_by_the_values(made):
-    """Errors of thousands in the exponents: any key may win, and out is one of the values still."""
-    q = 3e4 * made.normal(1, 4, 16)
-    known = made.attention(q, 3e4 * made.normal(1, 8, 16, seed=1), made.normal(1, 8, 2, seed=2))
-    found = bound(known, default_arithmetic(DTYPES["e4m3"], (9, 0)))
-    assert bool(torch.isfinite(found.out).all())
-    # A weight moves by 1 at most, a value is from out at most 2 max |v|; rounding P adds 2^-4.
-    assert bool((found.out <= 2 * 8 * 2 * known.v.abs().max()).all())
+def test_bound_at_huge_logits_is_limited_by_the_values():
+    """With exponents off by thousands any key may win, and out is still one of the values."""
+    q = 3e4 * make.normal(1, 4, 16)
+    known = make.attention(q, 3e4 * make.normal(1, 8, 16, seed=1), make.normal(1, 8, 2, seed=2))
+    result = bound(known, default_arithmetic(DTYPES["e4m3"], (9, 0)))
+    assert bool(torch.isfinite(result.out).all())
+    # A weight moves by at most 1, a value differs from out by at most 2 max |v|; P adds 2^-4.
+    assert bool((result.out <= 2 * 8 * 2 * known.v.abs().max()).all())
 
 
-def test_values_that_are_not_finite_bound_nothing_where_they_are_seen(made):
-    known = drawn(made, heads=1, rows=2)
+def test_infinite_value_leaves_its_column_unbounded_where_it_is_seen():
+    known = make.random_attention(heads=1, rows=2)
     seen = torch.ones(1, 2, 24, dtype=torch.bool)
     seen[0, 0, 5] = False
     values = known.v.clone()
     values[0, 5, 1] = math.inf
-    odd = made.attention(known.q, known.k, known.v, seen=seen)
-    found = bound(replace(odd, v=values), default_arithmetic(DTYPES["bf16"]))
-    assert torch.isinf(found.out).nonzero().tolist() == [[0, 1, 1]]
+    masked = make.attention(known.q, known.k, known.v, seen=seen)
+    result = bound(replace(masked, v=values), default_arithmetic(DTYPES["bf16"]))
+    assert torch.isinf(result.out).nonzero().tolist() == [[0, 1, 1]]
 
 
-def test_softmax_of_one_score_has_an_exact_weight(made):
-    found = bound(made.softmax([[[3.0]]]), default_arithmetic(DTYPES["fp32"]))
-    assert found.out_terms["exponent"].item() <= 2 * 2.0**-52 * 2.0**-20  # float64's own, times ρ
-    assert found.out_terms[OUTPUT].item() == 2.0**-24
+def test_softmax_of_one_score_has_only_output_rounding():
+    result = bound(make.softmax([[[3.0]]]), default_arithmetic(DTYPES["fp32"]))
+    assert result.out_terms["exponent"].item() <= 2 * 2.0**-52 * 2.0**-20  # float64's own, times ρ
+    assert result.out_terms[OUTPUT].item() == 2.0**-24
 
 
-def test_softmax_of_two_scores_by_hand(made):
-    found = bound(made.softmax([[[0.0, 0.0]]]), default_arithmetic(DTYPES["fp32"]))
+def test_softmax_of_two_scores_matches_hand_calculation():
+    result = bound(make.softmax([[[0.0, 0.0]]]), default_arithmetic(DTYPES["fp32"]))
     rho = 2 * 5 * U / (1 - 5 * U)
     change = 0.5 * (0.5 * math.expm1(rho) + 0.5 * math.expm1(rho)) / math.exp(-rho)
-    assert found.out_terms["exponent"].flatten().tolist() == pytest.approx([change] * 2, rel=SECOND)
+    assert result.out_terms["exponent"].flatten().tolist() == pytest.approx(
+        [change] * 2, rel=SECOND
+    )
 
 
-def share(kernel, **problem):
+def error_shares(kernel, **problem):
     """Largest error ÷ bound of out and of LSE."""
     case = Case(problem=Problem(batch=1, heads=2, kv_heads=2, **problem))
     evidence = EvidenceBuilder(case, "cpu")
     allowance = evidence.allowance(Ideal().arithmetic(case.problem, "cpu"))
-    given, truth = kernel.run(evidence.inputs), evidence.truth
-    out = (given.out.double() - truth.out).abs() / allowance.out
-    lse = (given.lse - truth.lse).abs() / allowance.lse
+    outputs, truth = kernel.run(evidence.inputs), evidence.truth
+    out = (outputs.out.double() - truth.out).abs() / allowance.out
+    lse = (outputs.lse - truth.lse).abs() / allowance.lse
     return float(out.nan_to_num(0).max()), float(lse.nan_to_num(0).max())
 
 
@@ -258,10 +254,10 @@ SHAPE = {"query": 48, "kv": 160, "head_dim": 32, "seed": 3}
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("distribution", ["normal", "large_logits", "outliers"])
-def test_the_ideal_kernel_is_within(name, distribution):
+def test_ideal_kernel_stays_within_the_bound(name, distribution):
     kernel = Ideal(Tiling(block_query=16, block_kv=32, reverse=True))
     mask = Spec.of("causal")
-    assert max(share(kernel, dtype=name, distribution=distribution, mask=mask, **SHAPE)) < 1
+    assert max(error_shares(kernel, dtype=name, distribution=distribution, mask=mask, **SHAPE)) < 1
 
 
 FAULTS = {
@@ -276,16 +272,16 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_beyond_the_bound(fault):
+def test_planted_fault_exceeds_the_bound(fault):
     steps, dtypes = FAULTS[fault]
     kernel = stepping(Tiling(block_query=16, block_kv=32), **steps)
     distribution = "large_logits" if dtypes == ("e4m3",) else "normal"
     for dtype in dtypes:
-        assert max(share(kernel, dtype=dtype, distribution=distribution, **SHAPE)) > 1, dtype
+        assert max(error_shares(kernel, dtype=dtype, distribution=distribution, **SHAPE)) > 1, dtype
 
 
 @pytest.mark.parametrize("distribution", ["normal", "large_logits", "one_hot"])
-def test_every_float64_recurrence_is_within_the_proof_of_the_oracle(distribution):
+def test_every_float64_recurrence_stays_within_the_oracle_bound(distribution):
     problem = Problem(
         batch=1, heads=1, query=2, kv=9, head_dim=4, dtype="bf16", distribution=distribution
     )
@@ -294,22 +290,22 @@ def test_every_float64_recurrence_is_within_the_proof_of_the_oracle(distribution
     rows = Rows(range(1), torch.arange(2))
     proof = bound(compute_conditions(inputs, evidence.truth, rows), FP64_ORACLE)
     exact = oracles.RECURRENCES[oracles.REFERENCE](Mp(40), inputs)
-    seen = 0.0
+    largest_share = 0.0
     for name in oracles.ORACLES.keys() - oracles.MAY_OVERFLOW:
-        found = oracles.ORACLES[name](inputs)
+        result = oracles.ORACLES[name](inputs)
         for got, many, allowed in (
-            (found.out[0], exact.out[0], proof.out),
-            (found.lse[0], exact.lse[0], proof.lse),
+            (result.out[0], exact.out[0], proof.out),
+            (result.lse[0], exact.lse[0], proof.lse),
         ):
             errors = [abs(x - float(y)) for x, y in zip(got.flatten(), np.ravel(many), strict=True)]
             # float(y) itself is rounded once.
             error = torch.stack(errors).view_as(allowed) - 2.0**-53 * got.abs()
             assert bool((error <= allowed).all()), name
-            seen = max(seen, float((error / allowed).max()))
-    assert seen > 0
+            largest_share = max(largest_share, float((error / allowed).max()))
+    assert largest_share > 0
 
 
-def test_float32_is_beyond_the_proof_of_float64():
+def test_float32_exceeds_the_bound_of_float64():
     problem = Problem(batch=1, heads=1, query=4, kv=16, head_dim=4, dtype="fp32")
     evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     rows = Rows(range(1), torch.arange(4))
@@ -321,23 +317,23 @@ def test_float32_is_beyond_the_proof_of_float64():
 @pytest.mark.parametrize(
     "profile", [default_arithmetic(DTYPES["fp32"]), FP64_ORACLE], ids=["fp32", "fp64"]
 )
-def test_errors_of_scores_beyond_all_exponents_keep_their_name(made, profile):
+def test_huge_score_mod_errors_stay_attributed_to_the_score_mod(profile):
     """A score mod that makes 2e20 of a score is off by 5e16, and LSE with it."""
-    known = drawn(made)
-    known = made.attention(known.q, known.k, known.v, scores=1e20 * known.scores)
+    known = make.random_attention()
+    known = make.attention(known.q, known.k, known.v, scores=1e20 * known.scores)
     radius = torch.full_like(known.scores, 5e16)
     mod = ScoreModError(radius=radius, own=radius / 2, jump=torch.zeros_like(known.seen))
-    found = bound(known, profile, mod)
-    assert bool((found.lse >= 5e16).all())
-    assert bool(torch.isfinite(found.lse).all())
-    apart = found.lse_terms["scores"] + found.lse_terms["score mod"]
-    assert bool((apart > found.lse / 4).all())
+    result = bound(known, profile, mod)
+    assert bool((result.lse >= 5e16).all())
+    assert bool(torch.isfinite(result.lse).all())
+    attributed = result.lse_terms["scores"] + result.lse_terms["score mod"]
+    assert bool((attributed > result.lse / 4).all())
     # Out stays a mean of the values, and is rounded.
-    assert bool((found.out <= 2 * (1 + 2.0**-10) * known.v.abs().amax()).all())
+    assert bool((result.out <= 2 * (1 + 2.0**-10) * known.v.abs().amax()).all())
 
 
-def test_dividing_after_every_tile_counts_tiles_in_which_a_row_sees_nothing(made):
-    known = drawn(made, kv=64, dim=16)  # the first row is shown its first key alone
+def test_dividing_after_every_tile_counts_tiles_without_visible_keys():
+    known = make.random_attention(kv=64, dim=16)  # the first row is shown its first key alone
     seen = known.seen.clone()
     seen[..., 0, 1:] = False
     known = replace(known, seen=seen)

@@ -1,4 +1,4 @@
-"""The ranking of explanations, on arrays made by hand."""
+"""Ranking of fault explanations by how well they predict the errors, on hand-made tensors."""
 
 import dataclasses
 import math
@@ -21,85 +21,85 @@ ALLOWED = {
 }
 
 
-def moved(out=0.0, lse=0.0, rows=slice(None)):
-    found = {name: x.clone() for name, x in EXACT.items()}
-    found["out"][:, :, rows] += out
-    found["lse"][:, :, rows] += lse
-    return found
+def with_error(out=0.0, lse=0.0, rows=slice(None)):
+    tensors = {name: x.clone() for name, x in EXACT.items()}
+    tensors["out"][:, :, rows] += out
+    tensors["lse"][:, :, rows] += lse
+    return tensors
 
 
-def ranking(got, *hypotheses):
+def rank(got, *hypotheses):
     return rank_explanations(ObservedError(got, EXACT, ALLOWED), hypotheses)
 
 
-def names(found):
-    return [one.name for one in found]
+def names(ranking):
+    return [one.name for one in ranking]
 
 
-def test_what_is_left_decides():
-    half = FaultPrediction(name="half", tensors=moved(out=1.0))
-    whole = FaultPrediction(name="whole", tensors=moved(out=2.05))
-    first, second = ranking(moved(out=2.0), half, whole)
+def test_hypothesis_that_leaves_less_error_ranks_first():
+    half = FaultPrediction(name="half", tensors=with_error(out=1.0))
+    whole = FaultPrediction(name="whole", tensors=with_error(out=2.05))
+    first, second = rank(with_error(out=2.0), half, whole)
     assert (first.name, first.all) == ("whole", True)
     assert (second.name, second.all) == ("half", False)
     assert math.isclose(second.share, 0.75)
 
 
-def test_lse_counts_as_much_as_out():
-    wrong = FaultPrediction(name="moves LSE", tensors=moved(out=2.0, lse=1.0))
-    assert ranking(moved(out=2.0), wrong) == []
-    of_out = FaultPrediction(name="out alone", tensors=moved(out=2.0))
-    assert ranking(moved(out=2.0, lse=1.0), of_out) == []
+def test_hypothesis_wrong_about_lse_is_rejected():
+    wrong = FaultPrediction(name="moves LSE", tensors=with_error(out=2.0, lse=1.0))
+    assert rank(with_error(out=2.0), wrong) == []
+    of_out = FaultPrediction(name="out alone", tensors=with_error(out=2.0))
+    assert rank(with_error(out=2.0, lse=1.0), of_out) == []
 
 
-def test_among_equals_the_plainer_is_first():
-    fitted = FaultPrediction(name="fitted", tensors=moved(out=2.0), order=2)
-    plain = FaultPrediction(name="plain", tensors=moved(out=2.0))
-    assert names(ranking(moved(out=2.01), fitted, plain)) == ["plain", "fitted"]
+def test_simpler_of_two_equal_hypotheses_ranks_first():
+    fitted = FaultPrediction(name="fitted", tensors=with_error(out=2.0), order=2)
+    plain = FaultPrediction(name="plain", tensors=with_error(out=2.0))
+    assert names(rank(with_error(out=2.01), fitted, plain)) == ["plain", "fitted"]
 
 
-def test_of_equal_forms_the_one_that_says_which_it_is_counts():
+def test_equal_forms_merge_into_the_one_with_most_parameters():
     plain, named, more = (
-        FaultPrediction(name="one", tensors=moved(out=2.0), parameters=parameters)
+        FaultPrediction(name="one", tensors=with_error(out=2.0), parameters=parameters)
         for parameters in ({}, {"tile": 32}, {"format": "bf16", "tile": 32})
     )
     for forms in ((plain, named, more), (more, named, plain)):
-        (found,) = ranking(moved(out=2.0), *forms)
-        assert found.parameters == {"format": "bf16", "tile": 32}
+        (explanation,) = rank(with_error(out=2.0), *forms)
+        assert explanation.parameters == {"format": "bf16", "tile": 32}
 
 
-def test_a_number_is_fitted():
+def test_parameter_of_a_family_is_fitted():
     def at(size):
-        return moved(out=size)
+        return with_error(out=size)
 
-    one = FaultPrediction(
+    hypothesis = FaultPrediction(
         name="as large", tensors=at(1.0), family=at, start=1.0, parameter="size", order=2
     )
-    (found,) = ranking(moved(out=3.0), one)
-    assert found.all
-    assert math.isclose(found.parameters["size"], 3.0)
+    (explanation,) = rank(with_error(out=3.0), hypothesis)
+    assert explanation.all
+    assert math.isclose(explanation.parameters["size"], 3.0)
 
 
-def test_what_is_not_finite_compares_as_a_pattern():
-    got = moved(out=math.nan, rows=slice(2))
-    same = FaultPrediction(name="same rows", tensors=moved(out=math.nan, rows=slice(2)))
-    other = FaultPrediction(name="other rows", tensors=moved(out=math.nan, rows=slice(2, 4)))
-    infinite = FaultPrediction(name="infinite", tensors=moved(out=math.inf, rows=slice(2)))
-    found = ranking(got, other, same, infinite)
-    assert names(found) == ["same rows"]
-    assert found[0].all
+def test_nonfinite_values_must_match_in_place_and_kind():
+    got = with_error(out=math.nan, rows=slice(2))
+    same = FaultPrediction(name="same rows", tensors=with_error(out=math.nan, rows=slice(2)))
+    other = FaultPrediction(name="other rows", tensors=with_error(out=math.nan, rows=slice(2, 4)))
+    infinite = FaultPrediction(name="infinite", tensors=with_error(out=math.inf, rows=slice(2)))
+    explanations = rank(got, other, same, infinite)
+    assert names(explanations) == ["same rows"]
+    assert explanations[0].all
 
 
-def test_several_problems_are_explained_by_what_explains_each():
-    one = FaultPrediction(name="one", tensors=moved(out=2.0))
-    two = FaultPrediction(name="two", tensors=moved(out=2.0), order=1)
-    both = ranking(moved(out=2.0), one, two)
-    alone = ranking(moved(out=2.0), two)
+def test_combined_ranking_keeps_hypotheses_that_explain_every_problem():
+    one = FaultPrediction(name="one", tensors=with_error(out=2.0))
+    two = FaultPrediction(name="two", tensors=with_error(out=2.0), order=1)
+    both = rank(with_error(out=2.0), one, two)
+    alone = rank(with_error(out=2.0), two)
     assert names(combine_rankings(both, alone)) == ["two"]
     assert names(combine_rankings(both, [])) == names(both)
 
 
-def test_what_explains_all_of_each_is_told_by_the_larger_error():
+def test_combined_share_is_the_larger_where_both_are_fully_explained():
     large = FaultExplanation(name="one", share=0.999, all=True, left=0.1)
     small = dataclasses.replace(large, share=0.2)
     part = dataclasses.replace(small, all=False)
@@ -107,78 +107,82 @@ def test_what_explains_all_of_each_is_told_by_the_larger_error():
     assert [one.share for one in combine_rankings([large], [part])] == [0.2]
 
 
-def test_what_explains_all_equally_is_counted():
-    one = FaultPrediction(name="one", tensors=moved(out=2.0))
-    two = FaultPrediction(name="two", tensors=moved(out=2.0), order=1)
-    half = FaultPrediction(name="half", tensors=moved(out=1.0))
-    tied = ranking(moved(out=2.0), one, two, half)
+def test_count_ties_counts_equal_full_explanations():
+    one = FaultPrediction(name="one", tensors=with_error(out=2.0))
+    two = FaultPrediction(name="two", tensors=with_error(out=2.0), order=1)
+    half = FaultPrediction(name="half", tensors=with_error(out=1.0))
+    tied = rank(with_error(out=2.0), one, two, half)
     assert (names(tied), count_ties(tied)) == (["one", "two", "half"], 2)
 
 
-def test_what_is_right_agrees_with_what_says_so():
-    right = ObservedError(moved(out=0.05), EXACT, ALLOWED)
-    assert right.agrees(FaultPrediction(name="right here", tensors=moved()))
-    assert not right.agrees(FaultPrediction(name="wrong here", tensors=moved(lse=1.0)))
-    wrong = ObservedError(moved(lse=1.0), EXACT, ALLOWED)
-    assert wrong.agrees(FaultPrediction(name="wrong here", tensors=moved(lse=1.0)))
-    assert not wrong.agrees(FaultPrediction(name="right here", tensors=moved()))
+def test_prediction_agrees_where_it_tells_right_from_wrong():
+    right = ObservedError(with_error(out=0.05), EXACT, ALLOWED)
+    assert right.agrees(FaultPrediction(name="right here", tensors=with_error()))
+    assert not right.agrees(FaultPrediction(name="wrong here", tensors=with_error(lse=1.0)))
+    wrong = ObservedError(with_error(lse=1.0), EXACT, ALLOWED)
+    assert wrong.agrees(FaultPrediction(name="wrong here", tensors=with_error(lse=1.0)))
+    assert not wrong.agrees(FaultPrediction(name="right here", tensors=with_error()))
 
 
-def free(name, count):
+def predict_rows(name, count):
+    """A prediction that says only that the first ``count`` rows are wrong and all others right."""
     rows = torch.zeros(1, 1, 4, dtype=torch.bool)
     rows[..., :count] = True
-    return FaultPrediction(name=name, tensors=moved(), free=rows)
+    return FaultPrediction(name=name, tensors=with_error(), free=rows)
 
 
-def test_rows_of_which_nothing_is_said_are_mostly_wrong_and_all_others_right():
-    got = moved(out=2.0, rows=slice(2))
-    assert names(ranking(got, free("two", 2), free("three", 3))) == ["two", "three"]
-    assert ranking(got, free("four", 4)) == []
-    assert ranking(got, free("one", 1)) == []
+def test_free_rows_must_be_mostly_wrong_and_all_others_right():
+    got = with_error(out=2.0, rows=slice(2))
+    assert names(rank(got, predict_rows("two", 2), predict_rows("three", 3))) == [
+        "two",
+        "three",
+    ]
+    assert rank(got, predict_rows("four", 4)) == []
+    assert rank(got, predict_rows("one", 1)) == []
 
 
-def test_what_leaves_rows_free_comes_after_what_predicts_them():
-    got = moved(out=2.05, rows=slice(2))
-    exact = FaultPrediction(name="predicted", tensors=moved(out=2.0, rows=slice(2)), order=2)
-    found = ranking(got, free("free", 2), exact)
-    assert names(found) == ["predicted", "free"]
-    assert count_ties(found) == 1
+def test_prediction_with_free_rows_ranks_after_an_exact_one():
+    got = with_error(out=2.05, rows=slice(2))
+    exact = FaultPrediction(name="predicted", tensors=with_error(out=2.0, rows=slice(2)), order=2)
+    explanations = rank(got, predict_rows("free", 2), exact)
+    assert names(explanations) == ["predicted", "free"]
+    assert count_ties(explanations) == 1
 
 
-def test_lse_that_is_not_exposed_refutes_nothing():
-    got = {"out": moved(out=2.0)["out"]}
-    one = FaultPrediction(name="moves LSE", tensors=moved(out=2.0, lse=1.0))
-    assert names(ranking(got, one)) == ["moves LSE"]
+def test_prediction_of_lse_is_ignored_where_the_kernel_exposes_none():
+    got = {"out": with_error(out=2.0)["out"]}
+    hypothesis = FaultPrediction(name="moves LSE", tensors=with_error(out=2.0, lse=1.0))
+    assert names(rank(got, hypothesis)) == ["moves LSE"]
 
 
-def test_a_right_kernel_has_nothing_to_explain():
-    assert not ObservedError(moved(), EXACT, ALLOWED).wrong
-    assert not ObservedError(moved(out=0.05), EXACT, ALLOWED).proven
+def test_errors_within_the_allowance_are_not_wrong():
+    assert not ObservedError(with_error(), EXACT, ALLOWED).wrong
+    assert not ObservedError(with_error(out=0.05), EXACT, ALLOWED).proven
 
 
-def test_where_nothing_is_known_nothing_is_asked():
+def test_errors_are_not_wrong_where_the_allowance_is_infinite():
     allowed = {name: torch.full_like(x, math.inf) for name, x in ALLOWED.items()}
-    assert not ObservedError(moved(out=2.0), EXACT, allowed).wrong
+    assert not ObservedError(with_error(out=2.0), EXACT, allowed).wrong
 
 
-def test_a_rounding_may_fall_the_other_way_in_few_numbers():
-    """Planted: two of 200 numbers where a tie went the other way; more are no tie."""
+def test_rounding_hypothesis_tolerates_few_ties_rounded_the_other_way():
+    """Two ties of 200 numbers may round the other way, but not 20, nor any without ``rounds``."""
     exact = {"lse": torch.zeros(1, 1, 200).double()}
     allowed = {"lse": torch.full((1, 1, 200), 0.1).double()}
-    says = {"lse": torch.full((1, 1, 200), 1.0).double()}
+    predicted = {"lse": torch.full((1, 1, 200), 1.0).double()}
     for ties, rounds, whole in ((2, True, True), (2, False, False), (20, True, False)):
-        got = {"lse": says["lse"].clone()}
+        got = {"lse": predicted["lse"].clone()}
         got["lse"][..., :ties] = 1.5
-        one = FaultPrediction(name="rounded", tensors=says, rounds=rounds)
-        (found,) = rank_explanations(ObservedError(got, exact, allowed), [one])
-        assert found.all == whole, (ties, rounds)
+        hypothesis = FaultPrediction(name="rounded", tensors=predicted, rounds=rounds)
+        (explanation,) = rank_explanations(ObservedError(got, exact, allowed), [hypothesis])
+        assert explanation.all == whole, (ties, rounds)
 
 
-def test_what_is_hardly_nearer_is_no_tie():
-    """Planted: few numbers are wrong, and a rounding that moves none of them."""
-    got = moved()
+def test_rounding_hypothesis_that_moves_no_wrong_number_does_not_explain_it():
+    """Few numbers are wrong, and the hypothesis hardly moves them: they do not count as ties."""
+    got = with_error()
     got["out"][0, 0, 0, 0] = 1.0
-    near = moved()
+    near = with_error()
     near["out"][0, 0, 0, 0] = 0.05
-    (found,) = ranking(got, FaultPrediction(name="rounded", tensors=near, rounds=True))
-    assert not found.all
+    (explanation,) = rank(got, FaultPrediction(name="rounded", tensors=near, rounds=True))
+    assert not explanation.all

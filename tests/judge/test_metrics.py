@@ -1,3 +1,5 @@
+"""Error measures: RMSE, also per head, rounding floor, Frobenius, cosine, slope and ulps."""
+
 import math
 
 import pytest
@@ -19,47 +21,47 @@ TRUTH = torch.tensor([[1.0, 2.0, 4.0], [8.0, 0.0, -2.0]], dtype=torch.float64)
 ALL = torch.ones(2, 3, dtype=torch.bool)
 
 
-def test_errors_of_the_truth_itself_are_zero():
-    found = measure_errors(TRUTH.float(), TRUTH, ALL)
-    assert (found.rmse, found.max_error, found.bias, found.elements) == (0.0, 0.0, 0.0, 6)
+def test_errors_of_the_exact_result_are_zero():
+    errors = measure_errors(TRUTH.float(), TRUTH, ALL)
+    assert (errors.rmse, errors.max_error, errors.bias, errors.elements) == (0.0, 0.0, 0.0, 6)
 
 
-def test_known_errors():
+def test_measures_of_known_errors():
     values = TRUTH.clone()
     values[0, 1] += 3.0
     values[1, 2] -= 4.0
-    found = measure_errors(values, TRUTH, ALL)
-    assert found.rmse == math.sqrt(25.0 / 6)
-    assert (found.max_error, found.max_at) == (4.0, (1, 2))
-    assert found.bias == -1.0 / 6
+    errors = measure_errors(values, TRUTH, ALL)
+    assert errors.rmse == math.sqrt(25.0 / 6)
+    assert (errors.max_error, errors.max_at) == (4.0, (1, 2))
+    assert errors.bias == -1.0 / 6
 
 
-def test_what_is_not_counted_dilutes_nothing():
+def test_uncounted_elements_do_not_dilute_the_measures():
     values = TRUTH.clone()
     values[1, 2] -= 4.0
-    found = measure_errors(values, TRUTH, torch.tensor([[False], [True]]))
-    assert (found.rmse, found.bias) == (math.sqrt(16.0 / 3), -4.0 / 3)
+    errors = measure_errors(values, TRUTH, torch.tensor([[False], [True]]))
+    assert (errors.rmse, errors.bias) == (math.sqrt(16.0 / 3), -4.0 / 3)
     exact = measure_errors(TRUTH, TRUTH, torch.tensor([[False], [True]]))
     assert exact.max_at == (1, 0)  # the first element that is counted
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_never_close(poison):
+def test_nonfinite_values_make_rmse_and_maximum_infinite(poison):
     values = TRUTH.clone()
     values[0, 2] = values[1, 1] = poison
-    found = measure_errors(values, TRUTH, ALL)
-    assert found.rmse == found.max_error == math.inf
-    assert (found.max_at, found.nonfinite) == ((0, 2), 2)
-    assert math.isnan(found.bias)
+    errors = measure_errors(values, TRUTH, ALL)
+    assert errors.rmse == errors.max_error == math.inf
+    assert (errors.max_at, errors.nonfinite) == ((0, 2), 2)
+    assert math.isnan(errors.bias)
 
 
-def test_nothing_counted():
-    found = measure_errors(TRUTH, TRUTH, torch.zeros(2, 3, dtype=torch.bool))
-    assert (found.elements, found.max_at, found.rmse) == (0, None, 0.0)
+def test_measures_with_no_element_counted():
+    errors = measure_errors(TRUTH, TRUTH, torch.zeros(2, 3, dtype=torch.bool))
+    assert (errors.elements, errors.max_at, errors.rmse) == (0, None, 0.0)
 
 
 @pytest.mark.parametrize("size", [2.0**-700, 2.0**700])
-def test_squares_neither_vanish_nor_overflow(size):
+def test_rmse_neither_underflows_nor_overflows(size):
     truth = torch.zeros(2, 3, dtype=torch.float64)
     assert measure_errors(truth + size, truth, ALL).rmse == size
     heads = torch.zeros_like(HEADS)
@@ -67,14 +69,14 @@ def test_squares_neither_vanish_nor_overflow(size):
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_the_floor_is_rounded_once(name):
-    """Just above a tie, by less than fp32 can tell: a cast through fp32 would go down."""
+def test_rounding_floor_rounds_directly_to_the_format(name):
+    """Just above a tie, by less than fp32 can tell: a cast through fp32 would round down."""
     step = 2.0 * FORMATS[name].unit_roundoff
     truth = torch.tensor([1.0 + step / 2 + 2.0**-40], dtype=torch.float64)
     assert rounding_floor(truth, torch.tensor([True]), FORMATS[name]) == step / 2 - 2.0**-40
 
 
-def test_no_rounding_beats_the_floor():
+def test_rounding_floor_is_not_above_any_rounding():
     truth = torch.linspace(-3, 3, 1001, dtype=torch.float64)
     counted = torch.ones(1001, dtype=torch.bool)
     floor = rounding_floor(truth, counted, FORMATS["bf16"])
@@ -84,7 +86,7 @@ def test_no_rounding_beats_the_floor():
     assert floor < measure_errors(truncated, truth, counted).rmse
 
 
-def test_an_error_within_the_truths_own_roundings_is_none():
+def test_errors_within_roundings_of_the_exact_result_count_as_zero():
     truth = torch.tensor([1.0, -3.0], dtype=torch.float64)
     counted = torch.tensor([True, True])
     assert measure_errors(truth * (1 + 2.0**-52), truth, counted).rmse == 0.0
@@ -92,17 +94,17 @@ def test_an_error_within_the_truths_own_roundings_is_none():
     assert measure_errors(truth * 0 + 2.0**-60, truth * 0, counted).rmse == 2.0**-60
 
 
-# Of every head
+# Per head
 
 HEADS = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64).view(1, 2, 2, 1)
 ALIVE = torch.ones(1, 2, 2, 1, dtype=torch.bool)
 
 
-def test_known_errors_of_heads():
+def test_head_rmse_of_known_errors():
     values = HEADS.clone()
     values[0, 0, 0] += 1.0
     values[0, 1, 1] -= 2.0
-    # By torch's root: on some processors it is an ulp beside the nearest number.
+    # With torch's root, which on some processors is an ulp off the nearest number.
     expected = torch.tensor([[0.5, 2.0]], dtype=torch.float64).sqrt()
     assert head_rmse(values, HEADS, ALIVE).tolist() == expected.tolist()
     alone = torch.tensor([True, False]).view(1, 1, 2, 1)
@@ -110,19 +112,19 @@ def test_known_errors_of_heads():
     assert head_rmse(values, HEADS, ~ALIVE).tolist() == [[0.0, 0.0]]
 
 
-# One number of an error and the truth
+# Measures of a whole error tensor
 
 ONE = torch.tensor([3.0, 4.0], dtype=torch.float64)
 
 
-def test_frobenius():
+def test_frobenius_is_relative_to_the_exact_tensor():
     assert frobenius(torch.tensor([0.0, 2.5]).double(), ONE) == 0.5
     assert frobenius(0 * ONE, 0 * ONE) == 0.0
     assert frobenius(ONE, 0 * ONE) == math.inf
     assert frobenius(ONE * math.nan, ONE) == math.inf
 
 
-def test_cosine():
+def test_cosine_of_known_directions():
     assert cosine(2 * ONE, ONE) == 1.0
     assert cosine(-ONE, ONE) == -1.0
     assert cosine(ONE.flip(0) * torch.tensor([1.0, -1.0]), ONE) == 0.0
@@ -130,14 +132,14 @@ def test_cosine():
     assert cosine(ONE * math.nan, ONE) == 0.0
 
 
-def test_slope():
+def test_slope_of_the_error_over_the_exact_tensor():
     assert slope(-ONE / 2, ONE) == -0.5
     assert slope(ONE.flip(0) * torch.tensor([1.0, -1.0]), ONE) == 0.0
     assert slope(ONE, 0 * ONE) == 0.0
     assert math.isnan(slope(ONE * math.nan, ONE))
 
 
-def test_ulps_count_where_the_truth_is_large():
+def test_ulp_percentiles_skip_elements_below_the_rms():
     """Of bf16, an ulp of 1 is 2^-7 and an ulp of 4 is 2^-5; 2^-10 is below the rms."""
     truth = torch.tensor([2.0**-10, 4.0, -4.0, 4.0], dtype=torch.float64)
     error = torch.tensor([1.0, 2.0**-5, -(2.0**-4), 2.0**-3], dtype=torch.float64)
@@ -150,7 +152,7 @@ def test_ulps_count_where_the_truth_is_large():
 # Shares of an allowance
 
 
-def test_shares():
+def test_shares_of_an_allowance_are_infinite_where_it_is_zero_or_nan():
     error = torch.tensor([0.0, -1.0, 3.0, 0.0, 1.0, math.nan, 1.0, math.inf], dtype=torch.float64)
     allowance = torch.tensor([1.0, 2.0, 2.0, 0.0, 0.0, 1.0, math.nan, 1.0], dtype=torch.float64)
     inf = math.inf

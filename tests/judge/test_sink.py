@@ -1,4 +1,4 @@
-"""The bounds of Problems with a sink: right kernels keep to them, and faults of the sink do not."""
+"""With a sink, right kernels stay within the bounds, and faults of the sink exceed them."""
 
 import math
 from dataclasses import replace
@@ -37,8 +37,8 @@ WITH_SINKS = problems(
 )
 
 
-class Written(Subject):
-    """All keys at once in fp32, written down again: each of the usual ways to have a sink.
+class SinkKernel(Subject):
+    """Attention over all keys at once in fp32, with each of the usual ways to include a sink.
 
     Args:
         way: ``log2``: sink · log2 e beside scores in log2 units; ``raw``: sink ÷ scale beside q·k;
@@ -59,8 +59,8 @@ class Written(Subject):
 
     def arithmetic(self, problem: Problem, device: str):
         merged = self.way in {"after", "parts"}
-        found = replace(super().arithmetic(problem, device), splits=3 if merged else 1)
-        return replace(found, weights_scale=1.0)
+        declared = replace(super().arithmetic(problem, device), splits=3 if merged else 1)
+        return replace(declared, weights_scale=1.0)
 
     def prepare(self, inputs: Inputs):
         return lambda: self.attention(inputs)
@@ -88,7 +88,7 @@ class Written(Subject):
         parts = [softmax(part, with_sink=inside) for part in keys]
         if not inside:
             parts.append(softmax(slice(0, 0), with_sink=True))
-        out, lse = _merged(parts)
+        out, lse = _merge(parts)
         if self.fault == "not in LSE":
             lse = softmax(slice(kv), with_sink=False)[1]
         if inputs.descale is not None:
@@ -96,11 +96,11 @@ class Written(Subject):
         return Outputs(out.to(problem.formats.output.torch_dtype), lse[..., 0].float())
 
     def softmax(self, inputs: Inputs):
-        """What gives out and LSE of some keys, the sink among them or not."""
+        """Returns a function from a slice of keys, with or without the sink, to out and LSE."""
         x, seen, scale, v = _products(inputs)
         sink, one = self.sink(inputs), torch.ones(())
         if inputs.problem.score.name != "none":
-            x, scale = _modded(inputs, x * scale), one
+            x, scale = _apply_score_mod(inputs, x * scale), one
         s, sink, unit, exp = {
             "log2": lambda: (x * (scale * LOG2E), sink * LOG2E, 1 / LOG2E, torch.exp2),
             "raw": lambda: (x, sink / scale, scale, lambda d: torch.exp(d * scale)),
@@ -108,21 +108,21 @@ class Written(Subject):
         s = s.masked_fill(~seen, -math.inf)
         own = sink.expand(*s.shape[:-1], 1)
 
-        def of(keys: slice, *, with_sink: bool):
+        def attend(keys: slice, *, with_sink: bool):
             scores = torch.cat([s[..., keys], own], -1) if with_sink else s[..., keys]
             m = scores.amax(-1, keepdim=True)
-            p = torch.where(scores == -math.inf, 0.0, exp(scores - _finite(m)))
+            p = torch.where(scores == -math.inf, 0.0, exp(scores - _zero_if_infinite(m)))
             total = p.sum(-1, keepdim=True)
             values = v[..., keys, :]
             weights = Ideal().operand(p[..., : values.shape[-2]], inputs.problem.formats.weights)
             lse = torch.where(total > 0, m * unit + total.log(), -math.inf)
             return weights @ values / torch.where(total > 0, total, 1.0), lse
 
-        return of
+        return attend
 
 
 def _products(inputs: Inputs):
-    """q·k in fp32, what is seen, the factor, and V; all by query head."""
+    """q·k in fp32, the visible pairs, the factor of the scores, and V; all per query head."""
     problem = inputs.problem
     q, k, v = (t.float() for t in (inputs.q, inputs.k, inputs.v))
     if problem.dtype == "tf32":
@@ -139,7 +139,7 @@ def _products(inputs: Inputs):
     return products, seen.expand(products.shape), scale, v
 
 
-def _modded(inputs: Inputs, s: torch.Tensor) -> torch.Tensor:
+def _apply_score_mod(inputs: Inputs, s: torch.Tensor) -> torch.Tensor:
     problem = inputs.problem
     axes = (torch.arange(n) for n in s.shape)
     b, h, i, j = axes
@@ -147,16 +147,16 @@ def _modded(inputs: Inputs, s: torch.Tensor) -> torch.Tensor:
     return mod(s, b[:, None, None, None], h[:, None, None], i[:, None], j).float()
 
 
-def _finite(m: torch.Tensor) -> torch.Tensor:
+def _zero_if_infinite(m: torch.Tensor) -> torch.Tensor:
     return torch.where(m == -math.inf, 0.0, m)
 
 
-def _merged(parts):
-    """By LSE, in fp32; a part of LSE −∞ counts for nothing."""
+def _merge(parts):
+    """Merges parts by LSE, in fp32; a part of LSE −∞ counts for nothing."""
     if len(parts) == 1:
         return parts[0]
     lses = torch.stack([lse for _, lse in parts])
-    m = _finite(lses.amax(0))
+    m = _zero_if_infinite(lses.amax(0))
     weights = torch.exp(lses - m)
     total = weights.sum(0)
     out = sum(w * out for w, (out, _) in zip(weights, parts, strict=True))
@@ -167,7 +167,7 @@ def _merged(parts):
 
 WAYS = ("natural", "log2", "raw", "after", "parts")
 FAULTS = ("ignored", "not in LSE", "scaled", "head + 1", "taken for log2", "twice")
-KERNELS = {f"written: {way}": Written(way) for way in WAYS} | {
+KERNELS = {f"written: {way}": SinkKernel(way) for way in WAYS} | {
     f"ideal {tiling}": Ideal(tiling)
     for tiling in (
         *ensemble_tilings(Problem(query=1)),
@@ -176,7 +176,7 @@ KERNELS = {f"written: {way}": Written(way) for way in WAYS} | {
 }
 
 
-def _status(kernel: Subject, problem: Problem):
+def _record(kernel: Subject, problem: Problem):
     evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     return run_case(
         kernel, evidence.case, device=evidence.device, evidence=evidence, brief=True, timed=True
@@ -184,19 +184,23 @@ def _status(kernel: Subject, problem: Problem):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_right_kernels_keep_to_the_bounds(name):
-    """Where nothing is allowed to fail: with large scores, dead rows, score mods and descales."""
+def test_right_kernels_stay_within_the_bounds(name):
+    """Includes large scores, empty rows, score mods and descales."""
     kernel = KERNELS[name]
 
     @settings(max_examples=EXAMPLES, deadline=None, database=None)
     @given(problem=WITH_SINKS)
-    def holds(problem: Problem) -> None:
+    def stays_within(problem: Problem) -> None:
         if "lazy" in name and problem.formats.scaled:
-            return  # P would lose its scale to it
-        found = _status(kernel, problem)
-        assert found.status not in {"fail", "error"}, (str(problem), found.reason, found.judgement)
+            return  # a lagging maximum would leave P no room for its scale
+        record = _record(kernel, problem)
+        assert record.status not in {"fail", "error"}, (
+            str(problem),
+            record.reason,
+            record.judgement,
+        )
 
-    holds()
+    stays_within()
 
 
 USUAL = [
@@ -208,25 +212,25 @@ USUAL = [
 
 @pytest.mark.parametrize("problem", USUAL, ids=str)
 @pytest.mark.parametrize("fault", ["", *FAULTS])
-def test_planted_faults_are_caught(fault, problem):
-    found = _status(Written("parts" if fault == "twice" else "log2", fault), problem)
-    assert (found.status == "fail") == bool(fault), found.judgement
+def test_planted_sink_faults_fail(fault, problem):
+    record = _record(SinkKernel("parts" if fault == "twice" else "log2", fault), problem)
+    assert (record.status == "fail") == bool(fault), record.judgement
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_caught_where_no_row_sees_a_key(fault):
-    """Out is 0 whatever the sink: LSE tells."""
+def test_sink_faults_fail_through_lse_where_no_row_sees_a_key(fault):
+    """Out is 0 whatever the sink is."""
     empty = Spec.of("sliding_window", window=0)
     problem = Problem(dtype="bf16", mask=empty, heads=4, query=8, kv=8, head_dim=16, sink=True)
-    found = _status(Written("parts" if fault == "twice" else "log2", fault), problem)
-    assert found.status == "fail", found.judgement
-    assert found.judgement.worst.tensor == "lse"
+    record = _record(SinkKernel("parts" if fault == "twice" else "log2", fault), problem)
+    assert record.status == "fail", record.judgement
+    assert record.judgement.worst.tensor == "lse"
 
 
 @settings(max_examples=EXAMPLES, deadline=None, database=None)
 @given(problem=WITH_SINKS)
-def test_conditions_have_one_key_more(problem):
-    """Its own quantities are those of the exact result, whose LSE has it."""
+def test_conditions_of_a_sink_have_one_extra_key_of_value_zero(problem):
+    """Their maximum and total give the exact result's LSE, which includes the sink."""
     evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     every = Rows(range(problem.batch * problem.heads), torch.arange(problem.query))
     known = compute_conditions(evidence.inputs, evidence.truth, every)
@@ -242,18 +246,18 @@ def test_conditions_have_one_key_more(problem):
     assert close[finite].all()
 
 
-def test_a_sink_has_an_error_of_its_own_units_alone():
-    """No rounding of q·k, whatever q: 8 roundings of the sink itself."""
+def test_score_error_of_a_sink_depends_on_the_sink_alone():
+    """8 roundings of the sink itself and none of q·k, whatever q is."""
     from attncheck.core.declared_arithmetic import default_arithmetic
     from attncheck.judge.score_errors import score_error
 
     problem = Problem(query=4, kv=4, dtype="bf16", sink=True)
     evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     known = compute_conditions(evidence.inputs, evidence.truth, Rows(range(1), torch.arange(4)))
-    found = score_error(known, default_arithmetic(problem.formats)).radius[..., -1]
+    radius = score_error(known, default_arithmetic(problem.formats)).radius[..., -1]
     expected = 8 * 2.0**-24 * known.scores[..., -1].abs()
-    assert torch.allclose(found, expected, rtol=1e-5)
-    other = replace(known, q=known.q * 100)
+    assert torch.allclose(radius, expected, rtol=1e-5)
+    larger_query = replace(known, q=known.q * 100)
     assert torch.equal(
-        score_error(other, default_arithmetic(problem.formats)).radius[..., -1], found
+        score_error(larger_query, default_arithmetic(problem.formats)).radius[..., -1], radius
     )

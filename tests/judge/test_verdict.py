@@ -1,4 +1,4 @@
-"""Each rule on arrays made by hand: that it fails, and that it does not where it must not."""
+"""Each rule of the verdict on hand-made tensors: where it fails and where it must not."""
 
 import math
 from dataclasses import replace
@@ -26,8 +26,8 @@ SIGN = torch.where(torch.arange(QUERY * DIM).view(QUERY, DIM) % 2 == 0, 1.0, -1.
 DEAD = (0, 1, 31)  # the last row of head 1 sees no key
 
 
-def call(**changed: Any) -> dict[str, Any]:
-    """A kernel whose every error is 1/32 of the bound, and of the predicted size."""
+def arguments_for(**changes: Any) -> dict[str, Any]:
+    """Arguments of ``decide`` for a kernel whose errors are 1/32 of the bound, as predicted."""
     alive = torch.ones(BATCH, HEADS, QUERY, dtype=torch.bool)
     alive[DEAD] = False
     exact = torch.arange(1, BATCH * HEADS * QUERY * DIM + 1).double() / 1024
@@ -56,23 +56,23 @@ def call(**changed: Any) -> dict[str, Any]:
         "ideal": ideal,
         "ensemble": lambda: [ideal],
     }
-    return plain | changed
+    return plain | changes
 
 
-def with_error(at: tuple[int, ...], share: float, **changed: Any) -> Judgement:
-    """An error of this share of the bound at an element of out, or of LSE."""
-    options = call(**changed)
+def judge_with_error(at: tuple[int, ...], share: float, **changes: Any) -> Judgement:
+    """The verdict where one element of out, or of LSE, is off by this share of its bound."""
+    arguments = arguments_for(**changes)
     name, unit = ("out", ROW) if len(at) == 4 else ("lse", LSE_ROW)
-    options[name][at] = getattr(options["truth"], name)[at] + share * unit
-    return decide(**options)
+    arguments[name][at] = getattr(arguments["truth"], name)[at] + share * unit
+    return decide(**arguments)
 
 
 def summary(judgement: Judgement) -> tuple[str, str]:
     return judgement.status, judgement.rule
 
 
-def test_a_right_kernel_passes_and_every_fact_is_there():
-    judgement = decide(**call())
+def test_right_kernel_passes_with_every_measure_filled_in():
+    judgement = decide(**arguments_for())
     assert summary(judgement) == ("pass", "")
     assert (judgement.reason, judgement.warnings) == ("", ())
     assert judgement.out_over_bound == judgement.lse_over_bound == 1 / 32
@@ -82,7 +82,7 @@ def test_a_right_kernel_passes_and_every_fact_is_there():
     assert judgement.precision.z == 1.0
     assert judgement.precision.residual is None  # no tiling was declared
     assert judgement.arithmetic == str(default_arithmetic(DTYPES["bf16"]))
-    without = decide(**call(lse=None))
+    without = decide(**arguments_for(lse=None))
     assert (without.status, without.lse_over_bound, without.lse_over_probable) == (
         "pass",
         None,
@@ -109,10 +109,10 @@ def test_a_right_kernel_passes_and_every_fact_is_there():
         ("lse", DEAD, 0.0, "empty rows", "but should be -inf"),
     ],
 )
-def test_what_is_not_finite_or_not_exactly_empty_fails(tensor, at, value, rule, reason):
-    options = call()
-    options[tensor][at] = value
-    judgement = decide(**options)
+def test_nonfinite_elements_and_inexact_empty_rows_fail(tensor, at, value, rule, reason):
+    arguments = arguments_for()
+    arguments[tensor][at] = value
+    judgement = decide(**arguments)
     assert summary(judgement) == ("fail", rule)
     assert reason in judgement.reason
     assert (judgement.worst.tensor, judgement.worst.at) == (tensor, Place.of(at))
@@ -120,47 +120,46 @@ def test_what_is_not_finite_or_not_exactly_empty_fails(tensor, at, value, rule, 
         assert (judgement.worst.allowance, judgement.worst.budget) == (0.0, {})
     if rule == "finite":
         assert math.inf in (judgement.out_over_bound, judgement.lse_over_bound)
-        # Whatever is proven of the exact result.
-        options["allowance"] = replace(options["allowance"], oracle_share=0.02)
-        assert summary(decide(**options)) == ("fail", rule)
+        # It fails even where the exact result is unproven.
+        arguments["allowance"] = replace(arguments["allowance"], oracle_share=0.02)
+        assert summary(decide(**arguments)) == ("fail", rule)
 
 
-def test_minus_0_in_an_empty_row_is_0():
-    options = call()
-    options["out"][*DEAD, 2] = -0.0
-    assert decide(**options).status == "pass"
+def test_minus_zero_in_an_empty_row_passes():
+    arguments = arguments_for()
+    arguments["out"][*DEAD, 2] = -0.0
+    assert decide(**arguments).status == "pass"
 
 
-def test_the_order_of_the_rules():
-    """The first that fails names the verdict; the others are told beside it."""
-    options = call(structure="a probe's finding")
-    options["out"][0, 0, 0, 0] = math.nan
-    options["out"][*DEAD, 0] = 1.0
-    options["lse"][0, 0, 2] += 0.5 * LSE_ROW
-    judgement = decide(**options)
+def test_first_failing_rule_names_the_verdict_and_others_are_warnings():
+    arguments = arguments_for(structure="a probe's finding")
+    arguments["out"][0, 0, 0, 0] = math.nan
+    arguments["out"][*DEAD, 0] = 1.0
+    arguments["lse"][0, 0, 2] += 0.5 * LSE_ROW
+    judgement = decide(**arguments)
     assert summary(judgement) == ("fail", "finite")
     assert [text.split(" = ")[0] for text in judgement.warnings] == [
         "out[0, 1, 31, 0]",
         "a probe's finding",
         "lse[0, 0, 2]",
     ]
-    alone = decide(**call(structure="a probe's finding"))
+    alone = decide(**arguments_for(structure="a probe's finding"))
     assert (*summary(alone), alone.reason) == ("fail", "structure", "a probe's finding")
 
 
-def test_what_a_failure_implies_is_not_told_again():
+def test_bound_failure_adds_no_warnings_that_it_implies():
     """Beyond the bound is beyond the probabilistic one, and imprecise too."""
-    judgement = with_error((0, 1, 3, 7), 40.0)
+    judgement = judge_with_error((0, 1, 3, 7), 40.0)
     assert judgement.warnings == ()
     assert judgement.out_over_probable == 160.0
     assert judgement.precision.spread > 1.3
 
 
-def test_the_worst_element_is_the_one_of_the_reason():
-    options = call(tiles=(20, 16))
-    options["out"][0, 0, 30, 2] = options["truth"].out[0, 0, 30, 2] + 2 * ROW
-    options["lse"][0, 0, 16] = options["truth"].lse[0, 0, 16] - 50 * LSE_ROW
-    judgement = decide(**options)
+def test_worst_element_is_the_one_named_in_the_reason():
+    arguments = arguments_for(tiles=(20, 16))
+    arguments["out"][0, 0, 30, 2] = arguments["truth"].out[0, 0, 30, 2] + 2 * ROW
+    arguments["lse"][0, 0, 16] = arguments["truth"].lse[0, 0, 16] - 50 * LSE_ROW
+    judgement = decide(**arguments)
     assert judgement.reason.startswith("out[0, 0, 30, 2] = ")
     worst = judgement.worst
     assert (worst.tensor, worst.at) == ("out", Place(batch=0, head=0, query=30, dim=2))
@@ -170,7 +169,7 @@ def test_the_worst_element_is_the_one_of_the_reason():
 
 
 @pytest.mark.parametrize(
-    ("at", "share", "changed", "status", "rule", "reason"),
+    ("at", "share", "changes", "status", "rule", "reason"),
     [
         (
             (0, 1, 3, 7),
@@ -211,19 +210,19 @@ def test_the_worst_element_is_the_one_of_the_reason():
             "",
             "the exact result is proven to 0.02 of the least allowance, but should be to 0.01",
         ),
-        # A proof that is NaN is none.
+        # A share of NaN proves nothing.
         ((0, 0, 0, 0), 0.0, {"oracle_share": math.nan}, "inconclusive", "", "proven to nan"),
         ((0, 0, 0, 0), 9.0, {"oracle_share": math.nan}, "inconclusive", "bound", "by less than"),
     ],
 )
-def test_an_error_at_one_element(at, share, changed, status, rule, reason):
-    changed = dict(changed)
-    if "dtype" in changed:
-        changed["arithmetic"] = default_arithmetic(DTYPES[changed.pop("dtype")])
-    if "oracle_share" in changed:
-        changed["allowance"] = replace(call()["allowance"], **changed)
-        del changed["oracle_share"]
-    judgement = with_error(at, share, **changed)
+def test_error_at_one_element_gets_its_rule_and_reason(at, share, changes, status, rule, reason):
+    changes = dict(changes)
+    if "dtype" in changes:
+        changes["arithmetic"] = default_arithmetic(DTYPES[changes.pop("dtype")])
+    if "oracle_share" in changes:
+        changes["allowance"] = replace(arguments_for()["allowance"], **changes)
+        del changes["oracle_share"]
+    judgement = judge_with_error(at, share, **changes)
     assert summary(judgement) == (status, rule)
     assert reason in judgement.reason
     over = judgement.out_over_bound if len(at) == 4 else judgement.lse_over_bound
@@ -231,72 +230,72 @@ def test_an_error_at_one_element(at, share, changed, status, rule, reason):
     probable = judgement.out_over_probable if len(at) == 4 else judgement.lse_over_probable
     assert probable == 4 * over
     if rule == "bound" and status == "fail":
-        worst, unit = judgement.worst, ROW if len(at) == 4 else LSE_ROW
-        exact = getattr(call()["truth"], worst.tensor)[at].item()
-        assert (worst.at, worst.exact, worst.allowance) == (Place.of(at), exact, unit)
-        assert worst.got == exact + share * unit
+        worst, bound = judgement.worst, ROW if len(at) == 4 else LSE_ROW
+        exact = getattr(arguments_for()["truth"], worst.tensor)[at].item()
+        assert (worst.at, worst.exact, worst.allowance) == (Place.of(at), exact, bound)
+        assert worst.got == exact + share * bound
 
 
-def test_a_row_without_a_finite_allowance_is_not_judged_and_is_counted():
-    options = call()
-    options["allowance"].out[0, 0, 3] = options["allowance"].lse[0, 0, 3] = math.inf
-    options["out"][0, 0, 3] = options["lse"][0, 0, 3] = 1e9
-    judgement = decide(**options)
+def test_row_without_a_finite_allowance_is_counted_but_not_judged():
+    arguments = arguments_for()
+    arguments["allowance"].out[0, 0, 3] = arguments["allowance"].lse[0, 0, 3] = math.inf
+    arguments["out"][0, 0, 3] = arguments["lse"][0, 0, 3] = 1e9
+    judgement = decide(**arguments)
     assert (*summary(judgement), judgement.rows_unbounded) == ("pass", "", 1)
     assert judgement.out_over_bound == 1 / 32
-    options["out"][0, 0, 3] = math.nan  # a right kernel may overflow there
-    assert summary(decide(**options)) == ("warn", "finite")
+    arguments["out"][0, 0, 3] = math.nan  # a right kernel may overflow there
+    assert summary(decide(**arguments)) == ("warn", "finite")
 
 
 @pytest.mark.parametrize("exact", [math.nan, math.inf])
-def test_where_the_exact_result_is_not_finite_nothing_is_judged(exact):
-    options = call()
-    options["truth"].out[0, 0, 3] = options["out"][0, 0, 3] = exact
-    options["truth"].lse[0, 0, 3] = options["lse"][0, 0, 3] = exact
-    judgement = decide(**options)
+def test_row_with_a_nonfinite_exact_result_is_not_judged(exact):
+    arguments = arguments_for()
+    arguments["truth"].out[0, 0, 3] = arguments["out"][0, 0, 3] = exact
+    arguments["truth"].lse[0, 0, 3] = arguments["lse"][0, 0, 3] = exact
+    judgement = decide(**arguments)
     assert (*summary(judgement), judgement.rows_unbounded) == ("pass", "", 1)
 
 
-def test_an_alive_element_without_an_allowance_must_be_exact():
-    options = call()
+def test_element_with_a_zero_or_nan_allowance_must_be_exact():
+    arguments = arguments_for()
     for allowed in (math.nan, 0.0):
-        options["allowance"].out[0, 0, 3, 1] = allowed
-        assert summary(decide(**options)) == ("fail", "bound")
-    options["out"][0, 0, 3, 1] = options["truth"].out[0, 0, 3, 1]
-    assert decide(**options).status == "pass"
+        arguments["allowance"].out[0, 0, 3, 1] = allowed
+        assert summary(decide(**arguments)) == ("fail", "bound")
+    arguments["out"][0, 0, 3, 1] = arguments["truth"].out[0, 0, 3, 1]
+    assert decide(**arguments).status == "pass"
 
 
-def test_rows_without_a_finite_probabilistic_bound_have_none():
-    options = call()
-    options["allowance"].samples[0].probable_out[0] = math.inf
-    options["out"][0, 0, 1, 1] = options["truth"].out[0, 0, 1, 1] + 0.5 * ROW
-    assert decide(**options).out_over_probable == 1 / 8
-    options["out"][0, 1, 1, 1] = options["truth"].out[0, 1, 1, 1] + 0.5 * ROW
-    assert "; 1 of 992 sampled elements is beyond it" in decide(**options).reason
-    options["allowance"].samples[0].probable_out[1] = math.inf
-    assert decide(**options).out_over_probable is None
+def test_rows_without_a_finite_probabilistic_bound_are_skipped_by_its_rule():
+    arguments = arguments_for()
+    arguments["allowance"].samples[0].probable_out[0] = math.inf
+    arguments["out"][0, 0, 1, 1] = arguments["truth"].out[0, 0, 1, 1] + 0.5 * ROW
+    assert decide(**arguments).out_over_probable == 1 / 8
+    arguments["out"][0, 1, 1, 1] = arguments["truth"].out[0, 1, 1, 1] + 0.5 * ROW
+    assert "; 1 of 992 sampled elements is beyond it" in decide(**arguments).reason
+    arguments["allowance"].samples[0].probable_out[1] = math.inf
+    assert decide(**arguments).out_over_probable is None
 
 
-def test_places_of_sampled_rows_are_those_of_the_problem():
-    options = call()
-    sample, part = options["allowance"].samples[0], Rows(range(1, 2), torch.tensor([3, 9]))
+def test_elements_of_sampled_rows_are_named_by_their_place_in_the_problem():
+    arguments = arguments_for()
+    sample, part = arguments["allowance"].samples[0], Rows(range(1, 2), torch.tensor([3, 9]))
     tensors = ("probable_out", "probable_lse", "sd_out", "sd_lse")
     some = {name: getattr(sample, name)[1:, part.query] for name in tensors}
-    options["allowance"] = replace(options["allowance"], samples=[Sample(rows=part, **some)])
-    options["out"][0, 0, 9, 4] += 0.5 * ROW  # not sampled
-    options["out"][0, 1, 9, 4] += 0.5 * ROW
-    judgement = decide(**options)
+    arguments["allowance"] = replace(arguments["allowance"], samples=[Sample(rows=part, **some)])
+    arguments["out"][0, 0, 9, 4] += 0.5 * ROW  # not sampled
+    arguments["out"][0, 1, 9, 4] += 0.5 * ROW
+    judgement = decide(**arguments)
     assert summary(judgement) == ("fail", "improbable")
     assert judgement.reason.startswith("out[0, 1, 9, 4] = ")
     assert judgement.rows_sampled == 2
     assert judgement.precision.z is None  # 64 outputs of one head are too few
 
 
-def test_no_row_with_a_finite_allowance_decides_nothing():
-    options = call()
-    options["allowance"].out.fill_(math.inf)
-    options["allowance"] = replace(options["allowance"], jumps=7)
-    judgement = decide(**options)
+def test_verdict_is_inconclusive_where_no_row_has_a_finite_allowance():
+    arguments = arguments_for()
+    arguments["allowance"].out.fill_(math.inf)
+    arguments["allowance"] = replace(arguments["allowance"], jumps=7)
+    judgement = decide(**arguments)
     assert judgement.status == "inconclusive"
     assert judgement.reason == (
         "no row has a finite allowance (7 scores lie at a jump of their mod): "
@@ -306,35 +305,37 @@ def test_no_row_with_a_finite_allowance_decides_nothing():
     assert judgement.out_over_bound is None
 
 
-def test_a_problem_of_empty_rows_alone_passes_by_being_exact():
-    options = call()
-    options["alive"].fill_(False)
-    empty = Outputs(torch.zeros_like(options["out"]), torch.full_like(options["lse"], -math.inf))
-    options |= {"truth": empty, "out": empty.out.clone(), "lse": empty.lse.clone()}
-    judgement = decide(**options)
+def test_problem_of_empty_rows_alone_must_be_exact():
+    arguments = arguments_for()
+    arguments["alive"].fill_(False)
+    empty = Outputs(
+        torch.zeros_like(arguments["out"]), torch.full_like(arguments["lse"], -math.inf)
+    )
+    arguments |= {"truth": empty, "out": empty.out.clone(), "lse": empty.lse.clone()}
+    judgement = decide(**arguments)
     assert (judgement.status, judgement.worst, judgement.rows) == ("pass", None, 0)
-    options["out"][0, 0, 0, 0] = 1.0
-    assert summary(decide(**options)) == ("fail", "empty rows")
+    arguments["out"][0, 0, 0, 0] = 1.0
+    assert summary(decide(**arguments)) == ("fail", "empty rows")
 
 
-def test_a_tighter_profile_that_lse_satisfies_is_named():
-    options = call()
+def test_first_tighter_profile_names_the_one_that_lse_satisfies():
+    arguments = arguments_for()
     others = {
-        "16-bit": torch.full_like(options["lse"], LSE_ROW / 64),
-        "fp32": torch.full_like(options["lse"], LSE_ROW / 16),
+        "16-bit": torch.full_like(arguments["lse"], LSE_ROW / 64),
+        "fp32": torch.full_like(arguments["lse"], LSE_ROW / 16),
     }
-    del options["ensemble"]
-    assert first_tighter_profile(kernel_result(**options), others) == "fp32"
+    del arguments["ensemble"]
+    assert first_tighter_profile(kernel_result(**arguments), others) == "fp32"
     for error in (LSE_ROW / 8, math.nan):
-        options["lse"][0, 0, 0] += error
-        assert first_tighter_profile(kernel_result(**options), others) == ""
+        arguments["lse"][0, 0, 0] += error
+        assert first_tighter_profile(kernel_result(**arguments), others) == ""
 
 
-def test_shapes_that_do_not_fit_are_a_mistake_of_the_caller():
-    options = call()
-    options["out"] = options["out"][..., :-1]
+def test_decide_rejects_outputs_of_another_shape():
+    arguments = arguments_for()
+    arguments["out"] = arguments["out"][..., :-1]
     with pytest.raises(ValueError, match=r"out\.shape=\(1, 2, 32, 31\), but should be"):
-        decide(**options)
+        decide(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -347,5 +348,5 @@ def test_shapes_that_do_not_fit_are_a_mistake_of_the_caller():
         (1.0e9, 1e-3, "1000000000.0000"),
     ],
 )
-def test_a_number_has_the_digits_that_matter(value, within, text):
+def test_number_shows_the_digits_that_its_allowance_resolves(value, within, text):
     assert number(value, within) == text

@@ -1,4 +1,4 @@
-"""Each rule on gradients made by hand: that it fails, and that it names the element as it is."""
+"""Each rule of the verdict on hand-made gradients: that it fails, and names the element."""
 
 import math
 from dataclasses import replace
@@ -29,13 +29,13 @@ SHAPES: dict[TensorName, tuple[int, ...]] = {
     "dsink": (HEADS,),
     "dcaptured": (7,),
 }
-UNREAD = 3  # a number that no row that counts reads
+UNREAD = 3  # a captured number that no compared row reads
 UNSEEN = (0, 1, 4)  # a key that no row sees
 
 
 def gradients(changes: dict[tuple[TensorName, tuple[int, ...]], float]) -> list[ComparedTensor]:
-    """Of a kernel that is right but for ``changes``."""
-    found = []
+    """Tensors of a kernel that is right except for ``changes``."""
+    tensors = []
     for name, shape in SHAPES.items():
         exact = torch.arange(1.0, math.prod(shape) + 1).view(shape).double()
         alive = torch.ones(shape[:3], dtype=torch.bool)
@@ -46,13 +46,13 @@ def gradients(changes: dict[tuple[TensorName, tuple[int, ...]], float]) -> list[
             alive = torch.arange(7) != UNREAD
             exact[UNREAD] = 0.0
         got = exact + BOUND / 32 * (exact != 0)
-        for (changed, at), value in changes.items():
-            if changed == name:
+        for (tensor, at), value in changes.items():
+            if tensor == name:
                 got[at] = value
-        found.append(
+        tensors.append(
             ComparedTensor.of(name, got, exact, torch.where(exact == 0, 0.0, BOUND), alive)
         )
-    return found
+    return tensors
 
 
 def verdict(
@@ -83,20 +83,20 @@ def verdict(
     )
 
 
-def test_right_gradients_pass_and_their_shares_are_there():
-    found = verdict({})
-    assert (found.status, found.rule) == ("pass", "")
-    assert found.gradients_over_bound == dict.fromkeys(GRADIENTS, 1 / 32)
+def test_right_gradients_pass_with_their_shares():
+    judgement = verdict({})
+    assert (judgement.status, judgement.rule) == ("pass", "")
+    assert judgement.gradients_over_bound == dict.fromkeys(GRADIENTS, 1 / 32)
 
 
-def test_without_a_backward_nothing_is_said_of_gradients():
-    found = verdict()
-    assert found.gradients_over_bound is msgspec.UNSET
-    assert "gradients_over_bound" not in msgspec.to_builtins(found)
+def test_verdict_without_a_backward_omits_gradients():
+    judgement = verdict()
+    assert judgement.gradients_over_bound is msgspec.UNSET
+    assert "gradients_over_bound" not in msgspec.to_builtins(judgement)
 
 
 @pytest.mark.parametrize(
-    ("tensor", "at", "said"),
+    ("tensor", "at", "text"),
     [
         ("dq", (0, 3, 2, 1), "dq[0, 3, 2, 1] = "),
         ("dk", (0, 1, 3, 7), "dk[0, 1, 3, 7] = "),
@@ -105,61 +105,60 @@ def test_without_a_backward_nothing_is_said_of_gradients():
         ("dcaptured", (5,), "dcaptured[5] = "),
     ],
 )
-def test_a_gradient_beyond_its_bound_fails_at_its_element(tensor, at, said):
+def test_gradient_beyond_its_bound_fails_and_names_the_element(tensor, at, text):
     exact = next(one.exact[at] for one in gradients({}) if one.name == tensor)
-    found = verdict({(tensor, at): float(exact) + 2 * BOUND})
-    assert (found.status, found.rule) == ("fail", "bound")
-    assert found.reason.startswith(said)
-    assert found.worst.tensor == tensor
-    assert found.worst.at.index(tensor) == at
-    assert found.worst.tile == ""
-    assert found.gradients_over_bound[tensor] == 2
-    assert found.wrong == 1
+    judgement = verdict({(tensor, at): float(exact) + 2 * BOUND})
+    assert (judgement.status, judgement.rule) == ("fail", "bound")
+    assert judgement.reason.startswith(text)
+    assert judgement.worst.tensor == tensor
+    assert judgement.worst.at.index(tensor) == at
+    assert judgement.worst.tile == ""
+    assert judgement.gradients_over_bound[tensor] == 2
+    assert judgement.wrong == 1
 
 
-def test_a_gradient_without_any_finite_allowance_is_not_told():
-    nothing = [
+def test_gradient_without_a_finite_allowance_is_inconclusive():
+    tensors = [
         replace(one, allowance=torch.full_like(one.exact, math.inf), counted=one.alive & False)
         if one.name == "dk"
         else one
         for one in gradients({})
     ]
-    found = verdict(gradients_instead=nothing)
-    assert (found.status, found.rule) == ("inconclusive", "")
-    assert "no element of dk has a finite allowance" in found.reason
+    judgement = verdict(gradients_instead=tensors)
+    assert (judgement.status, judgement.rule) == ("inconclusive", "")
+    assert "no element of dk has a finite allowance" in judgement.reason
 
 
-def test_how_many_elements_of_a_gradient_are_not_judged_is_said():
+def test_warning_counts_unjudged_elements_of_a_gradient():
     (dq, *others) = gradients({})
     counted = dq.alive.clone()
     counted[0, 0, 0] = False
-    found = verdict(gradients_instead=[replace(dq, counted=counted), *others])
-    assert found.status == "pass"
+    judgement = verdict(gradients_instead=[replace(dq, counted=counted), *others])
+    assert judgement.status == "pass"
     of_dq = f"{DIM} of {dq.exact.numel()} elements of dq"
-    assert found.warnings == (f"not judged: {of_dq} have no finite bound",)
+    assert judgement.warnings == (f"not judged: {of_dq} have no finite bound",)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_fails(value):
-    found = verdict({("dk", (0, 0, 1, 1)): value})
-    assert (found.status, found.rule) == ("fail", "finite")
-    assert "dk[0, 0, 1, 1]" in found.reason
+def test_nonfinite_gradient_fails(value):
+    judgement = verdict({("dk", (0, 0, 1, 1)): value})
+    assert (judgement.status, judgement.rule) == ("fail", "finite")
+    assert "dk[0, 0, 1, 1]" in judgement.reason
 
 
 @pytest.mark.parametrize("value", [2.0**-140, math.nan])
-def test_a_key_that_no_row_sees_has_a_gradient_of_exactly_0(value):
-    found = verdict({("dv", (*UNSEEN, 2)): value})
-    assert (found.status, found.rule) == ("fail", "empty rows")
-    assert "of keys that no row sees are not exactly 0" in found.reason
+def test_gradient_of_an_unseen_key_must_be_exactly_zero(value):
+    judgement = verdict({("dv", (*UNSEEN, 2)): value})
+    assert (judgement.status, judgement.rule) == ("fail", "empty rows")
+    assert "of keys that no row sees are not exactly 0" in judgement.reason
 
 
-def test_only_a_query_lies_in_a_query_tile():
+def test_tile_is_named_for_dq_and_not_for_dk():
     assert verdict({("dq", (0, 0, 2, 0)): 0.0}, tiles=(2, 4)).worst.tile.startswith("query tile 1")
     assert verdict({("dk", (0, 0, 2, 0)): 0.0}, tiles=(2, 4)).worst.tile == ""
 
 
 @pytest.mark.parametrize("tensor", AXES)
-def test_a_place_is_an_index_and_back(tensor):
-    index = (0, 3, 2, 1)[-len(AXES[tensor]) :] if len(AXES[tensor]) == 1 else (0, 3, 2, 1)
-    index = index[: len(AXES[tensor])]
+def test_place_round_trips_an_index_of_every_tensor(tensor):
+    index = (2, 3, 1, 4)[: len(AXES[tensor])]
     assert Place.of(index).index(tensor) == index

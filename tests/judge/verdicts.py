@@ -1,4 +1,4 @@
-"""Verdicts on arrays made by hand, with the ensemble given where a head needs one."""
+"""Verdicts on hand-made tensors; the outputs of further ideal kernels are passed in."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,7 +30,7 @@ def decide(
     other_orders: Iterable[torch.Tensor] = (),
     **fields: Any,
 ) -> Judgement:
-    """The verdict on ``kernel_result(**fields)``; further ideal kernels are run where needed."""
+    """The verdict on ``kernel_result(**fields)``, with further ideal kernels only where needed."""
     result = kernel_result(**fields)
     heads = judge_heads(result)
     if ensemble is not None and heads.needs_ensemble:

@@ -1,4 +1,4 @@
-"""What a property draws, and what it asks together with that."""
+"""What a property draws, and which further cases it asks with a drawn one."""
 
 import inspect
 
@@ -20,10 +20,10 @@ CI = hypothesis.settings.get_profile("attncheck-ci")
 
 @asks("future_keys", families=("causal",), shapes={"shortest_kv": 2, "longest": 9})
 def _property(kernel: UnderTest, case: Case) -> None:
-    """Said of it."""
+    """A docstring."""
 
 
-ASKED = _property.pytestmark[0].args[0]
+SPEC = _property.pytestmark[0].args[0]
 
 
 def under_test(name: str = "ideal", device: str = "cpu") -> UnderTest:
@@ -32,36 +32,36 @@ def under_test(name: str = "ideal", device: str = "cpu") -> UnderTest:
     )
 
 
-def test_pytest_gives_it_the_kernel_alone():
+def test_property_takes_the_kernel_fixture_alone():
     assert list(inspect.signature(_property).parameters) == ["kernel"]
-    assert _property.__doc__ == "Said of it."
+    assert _property.__doc__ == "A docstring."
     assert inspect.unwrap(_property).__code__.co_filename == __file__
 
 
-def test_cases_are_of_the_kernel_dtype_and_family():
-    drawn: list[Case] = []
+def test_drawn_cases_have_the_kernels_dtype_and_family():
+    examples: list[Case] = []
 
     @hypothesis.settings(CI, max_examples=30)
-    @hypothesis.given(case=cases(under_test(), ASKED))
+    @hypothesis.given(case=cases(under_test(), SPEC))
     def draw(case: Case) -> None:
-        drawn.append(case)
+        examples.append(case)
 
     draw()
-    assert {case.problem.dtype for case in drawn} == {"bf16"}
-    assert {case.problem.mask.name for case in drawn} == {"causal"}
-    assert all(2 <= case.problem.kv <= 9 for case in drawn)
-    assert all(ASKED.fits(case.question, case.problem) for case in drawn)
+    assert {case.problem.dtype for case in examples} == {"bf16"}
+    assert {case.problem.mask.name for case in examples} == {"causal"}
+    assert all(2 <= case.problem.kv <= 9 for case in examples)
+    assert all(SPEC.fits(case.question, case.problem) for case in examples)
 
 
-def test_on_a_gpu_more_is_asked_of_what_was_compiled():
+def test_gpu_kernels_are_asked_more_cases_of_one_compilation():
     problem = Problem(query=300, kv=400, mask=Spec.of("causal"))
     case = Case(problem=problem, question="future_keys", parameters={"row": 0})
     repeats = TIERS["pr"].repeats_gpu
     for name, lengths in (("triton-flash2", repeats - 1), ("ideal", 1)):
-        found = list(_more(under_test(name, "cuda"), ASKED, case))
-        assert len(found) == repeats - 1
-        assert len({each.problem.kv for each in found}) == lengths
-    assert not list(_more(under_test(), ASKED, case))
+        more = list(_more(under_test(name, "cuda"), SPEC, case))
+        assert len(more) == repeats - 1
+        assert len({each.problem.kv for each in more}) == lengths
+    assert not list(_more(under_test(), SPEC, case))
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,6 @@ def test_on_a_gpu_more_is_asked_of_what_was_compiled():
     ],
     ids=["question", "family"],
 )
-def test_what_there_is_not_is_said(questions, families, message):
+def test_asks_rejects_unknown_questions_and_families(questions, families, message):
     with pytest.raises(UnknownName, match=message):
         asks(*questions, families=families)

@@ -1,4 +1,4 @@
-"""The judge for somebody who has tensors: it passes what is attention, and says what is not."""
+"""``assert_attention_close`` accepts attention to the given tensors and rejects the rest."""
 
 import itertools
 import math
@@ -28,12 +28,12 @@ close = attncheck.assert_attention_close
 
 
 @pytest.fixture(autouse=True)
-def nobody_looks(monkeypatch):
-    """For what is wrong: it takes as long as all the rest, and has tests of its own."""
+def without_diagnosis(monkeypatch):
+    """Diagnosing failures would take as long as all the rest, and has tests of its own."""
     monkeypatch.setattr(python_api, "_left", iter(()))
 
 
-def tensors(dtype=torch.bfloat16, query=24, kv=33, heads=4, kv_heads=4, dim=16):
+def random_qkv(dtype=torch.bfloat16, query=24, kv=33, heads=4, kv_heads=4, dim=16):
     generator = torch.Generator().manual_seed(3)
     shapes = (2, heads, query, dim), (2, kv_heads, kv, dim), (2, kv_heads, kv, dim)
     return {
@@ -42,9 +42,9 @@ def tensors(dtype=torch.bfloat16, query=24, kv=33, heads=4, kv_heads=4, dim=16):
     }
 
 
-def with_lse(given, change=lambda scores, *_: scores, scale=None, sink=None):
-    """Out and LSE, every step in fp32 but P as it is read by P·V; a sink has no value."""
-    q, k, v = given.values()
+def attention_and_lse(qkv, change=lambda scores, *_: scores, scale=None, sink=None):
+    """Out and LSE, every step in fp32 but P, which P·V reads rounded; a sink has no value."""
+    q, k, v = qkv.values()
     scores = q.float() @ k.float().mT * (scale or 1 / math.sqrt(q.shape[3]))
     indices = [torch.arange(size).view(*(-1 if i == j else 1 for j in range(4)))
                for i, size in enumerate(scores.shape)]  # fmt: skip
@@ -55,39 +55,39 @@ def with_lse(given, change=lambda scores, *_: scores, scale=None, sink=None):
     return (weights.to(q.dtype).float() @ v.float()).to(q.dtype), lse
 
 
-def near(score, b, h, i, j):
+def hide_distant_keys(score, b, h, i, j):
     return torch.where((i - j).abs() < 9, score, -math.inf)
 
 
-def capped(score, b, h, i, j):
+def cap_scores(score, b, h, i, j):
     return 5.0 * torch.tanh(score / 5.0) + 0.125 * (j - i)
 
 
-# What is attention.
+# Accepted results.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.7}], ids=str)
-def test_torchs_attention_is_attention(dtype, options):
-    given = tensors(dtype)
-    out = scaled_dot_product_attention(*given.values(), **options)
-    found = close(out, **given, **options)
-    assert isinstance(found, Judgement)
-    assert found.status == "pass"
-    assert found.out_over_bound <= 1
+def test_torch_attention_passes_and_a_scaled_result_fails(dtype, options):
+    qkv = random_qkv(dtype)
+    out = scaled_dot_product_attention(*qkv.values(), **options)
+    judgement = close(out, **qkv, **options)
+    assert isinstance(judgement, Judgement)
+    assert judgement.status == "pass"
+    assert judgement.out_over_bound <= 1
     with pytest.raises(AssertionError, match="bound: out"):
-        close(out * 1.02, **given, **options)
+        close(out * 1.02, **qkv, **options)
 
 
-def test_groups_are_read_from_the_shapes():
-    given = tensors(heads=6, kv_heads=2)
-    out = scaled_dot_product_attention(*given.values(), enable_gqa=True)
-    assert close(out, **given).status == "pass"
-    in_turn = scaled_dot_product_attention(
-        given["q"], *(given[name].repeat(1, 3, 1, 1) for name in "kv")
+def test_groups_of_heads_are_read_from_the_shapes():
+    qkv = random_qkv(heads=6, kv_heads=2)
+    out = scaled_dot_product_attention(*qkv.values(), enable_gqa=True)
+    assert close(out, **qkv).status == "pass"
+    interleaved = scaled_dot_product_attention(
+        qkv["q"], *(qkv[name].repeat(1, 3, 1, 1) for name in "kv")
     )
     with pytest.raises(AssertionError, match="bound"):
-        close(in_turn, **given)
+        close(interleaved, **qkv)
 
 
 WINDOW = (torch.arange(24)[:, None] - torch.arange(33)).abs() < 9
@@ -103,206 +103,211 @@ WINDOW = (torch.arange(24)[:, None] - torch.arange(33)).abs() < 9
     ],
     ids=["two axes", "four", "expanded", "callable"],
 )
-def test_masks(mask):
-    given = tensors()
-    out = scaled_dot_product_attention(*given.values(), attn_mask=WINDOW)
-    assert close(out, **given, mask=mask).status == "pass"
+def test_boolean_and_callable_masks(mask):
+    qkv = random_qkv()
+    out = scaled_dot_product_attention(*qkv.values(), attn_mask=WINDOW)
+    assert close(out, **qkv, mask=mask).status == "pass"
     with pytest.raises(AssertionError):
-        close(scaled_dot_product_attention(*given.values()), **given, mask=mask)
+        close(scaled_dot_product_attention(*qkv.values()), **qkv, mask=mask)
 
 
-def test_a_mask_by_sequence_and_a_row_that_sees_nothing():
-    given = tensors()
+def test_mask_by_sequence_with_rows_that_see_no_key():
+    qkv = random_qkv()
     mask = (torch.arange(33) < torch.tensor([[0], [20]]))[:, None, None]
-    out = scaled_dot_product_attention(*given.values(), attn_mask=mask)
-    assert close(out, **given, mask=mask).status == "pass"
+    out = scaled_dot_product_attention(*qkv.values(), attn_mask=mask)
+    assert close(out, **qkv, mask=mask).status == "pass"
     out[0, 1, 5, 3] = 1e-30
     with pytest.raises(AssertionError, match="empty rows"):
-        close(out, **given, mask=mask)
+        close(out, **qkv, mask=mask)
 
 
-def test_a_score_mod_and_lse():
-    given = tensors()
-    out, lse = with_lse(given, capped)
-    found = close(out, lse, **given, score_mod=capped)
-    assert found.status == "pass"
-    assert found.lse_over_bound <= 1
+def test_score_mod_and_lse_are_judged():
+    qkv = random_qkv()
+    out, lse = attention_and_lse(qkv, cap_scores)
+    judgement = close(out, lse, **qkv, score_mod=cap_scores)
+    assert judgement.status == "pass"
+    assert judgement.lse_over_bound <= 1
     with pytest.raises(AssertionError, match=r"bound: lse\[") as error:
-        close(out, lse / math.log(2), **given, score_mod=capped)
-    assert "score mod" in str(error.value)  # a part of what is allowed
+        close(out, lse / math.log(2), **qkv, score_mod=cap_scores)
+    assert "score mod" in str(error.value)  # one term of the allowance
     with pytest.raises(AssertionError, match="bound"):
-        close(out, lse, **given)
+        close(out, lse, **qkv)
 
 
-def test_a_score_mod_may_hide_keys():
-    given = tensors()
-    assert close(*with_lse(given, near), **given, score_mod=near).status == "pass"
+def test_score_mod_may_hide_keys():
+    qkv = random_qkv()
+    assert (
+        close(*attention_and_lse(qkv, hide_distant_keys), **qkv, score_mod=hide_distant_keys).status
+        == "pass"
+    )
 
 
 def test_fp8_with_and_without_descales():
-    given = tensors(torch.float8_e4m3fn)
-    q, k, v = (tensor.float() for tensor in given.values())
+    qkv = random_qkv(torch.float8_e4m3fn)
+    q, k, v = (tensor.float() for tensor in qkv.values())
     out = scaled_dot_product_attention(q, k, v).bfloat16()
-    assert close(out, **given).status == "pass"
+    assert close(out, **qkv).status == "pass"
     scales = tuple(torch.full((2, 4), 2.0**n) for n in (-3, 1, 2))
     q, k, v = (t * s[..., None, None] for t, s in zip((q, k, v), scales, strict=True))
     scaled = scaled_dot_product_attention(q, k, v).bfloat16()
-    assert close(scaled, **given, descale=scales).status == "pass"
+    assert close(scaled, **qkv, descale=scales).status == "pass"
     descale = Descale(q=scales[0], k=scales[1], v=scales[2])
-    assert close(scaled, **given, descale=descale).status == "pass"
+    assert close(scaled, **qkv, descale=descale).status == "pass"
     with pytest.raises(AssertionError):
-        close(scaled, **given)
+        close(scaled, **qkv)
 
 
-def test_out_may_be_finer_than_its_inputs():
-    given = tensors()
-    q, k, v = (tensor.float() for tensor in given.values())
-    found = close(scaled_dot_product_attention(q, k, v), **given)
-    assert found.status == "pass"
-    assert found.arithmetic.endswith("out in fp32")
+def test_out_may_have_more_precision_than_the_inputs():
+    qkv = random_qkv()
+    q, k, v = (tensor.float() for tensor in qkv.values())
+    judgement = close(scaled_dot_product_attention(q, k, v), **qkv)
+    assert judgement.status == "pass"
+    assert judgement.arithmetic.endswith("out in fp32")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("wide", [torch.float32, torch.float64], ids=str)
-def test_an_upcast_result_is_judged_as_what_it_was(dtype, wide):
-    given = tensors(dtype)
-    out = scaled_dot_product_attention(*given.values())
-    found = close(out.to(wide), **given)
+def test_upcast_out_is_judged_in_its_original_format(dtype, wide):
+    qkv = random_qkv(dtype)
+    out = scaled_dot_product_attention(*qkv.values())
+    judgement = close(out.to(wide), **qkv)
     stored = str(wide).removeprefix("torch.")
     note = "" if dtype is wide else f", as every number of the {stored} out is one of it"
-    assert found.arithmetic == close(out, **given).arithmetic + note
-    assert found.out_over_bound == close(out, **given).out_over_bound
+    assert judgement.arithmetic == close(out, **qkv).arithmetic + note
+    assert judgement.out_over_bound == close(out, **qkv).out_over_bound
     with pytest.raises(AssertionError, match="bound: out"):
-        close((out * 1.02).to(wide), **given)
+        close((out * 1.02).to(wide), **qkv)
 
 
-def test_one_number_that_was_never_rounded_shows_that_none_was():
-    given = tensors(kv=30)
-    # P is 1/30 throughout, far between two bf16: with the rounding of out too much for fp32.
-    given["q"].zero_(), given["v"].abs_()
-    out = with_lse(given)[0].float()
-    assert close(out, **given).status == "pass"
+def test_one_unrounded_number_makes_out_fp32():
+    qkv = random_qkv(kv=30)
+    # Every P is 1/30, far between two bf16: rounded P and out err too much for fp32.
+    qkv["q"].zero_(), qkv["v"].abs_()
+    out = attention_and_lse(qkv)[0].float()
+    assert close(out, **qkv).status == "pass"
     out[0, 0, 0, 0] *= 1 + 2.0**-20
     with pytest.raises(AssertionError, match="bound: out") as error:
-        close(out, **given)
+        close(out, **qkv)
     assert error.value.judgement.arithmetic.endswith("out in fp32")
 
 
-def test_too_few_numbers_to_tell_an_upcast():
-    """One number happens to be of the shorter dtype once in 2^16: more often than a millionth."""
-    given = {name: torch.ones(1, 1, 1, 1, dtype=torch.bfloat16) for name in "qkv"}
-    assert close(torch.ones(1, 1, 1, 1), **given).arithmetic.endswith("out in fp32")
-    given["v"] = torch.tensor([1.0, 2.0], dtype=torch.bfloat16).view(1, 1, 1, 2)
-    found = close(torch.tensor([1.0, 2.0]).view(1, 1, 1, 2), **given)
-    assert found.arithmetic.endswith("out in bf16, as every number of the float32 out is one of it")
+def test_upcast_is_assumed_only_where_chance_is_below_one_in_a_million():
+    """One number fits the shorter dtype by chance once in 2^16, which is more often."""
+    qkv = {name: torch.ones(1, 1, 1, 1, dtype=torch.bfloat16) for name in "qkv"}
+    assert close(torch.ones(1, 1, 1, 1), **qkv).arithmetic.endswith("out in fp32")
+    qkv["v"] = torch.tensor([1.0, 2.0], dtype=torch.bfloat16).view(1, 1, 1, 2)
+    judgement = close(torch.tensor([1.0, 2.0]).view(1, 1, 1, 2), **qkv)
+    assert judgement.arithmetic.endswith(
+        "out in bf16, as every number of the float32 out is one of it"
+    )
 
 
-def test_numbers_that_are_not_finite_and_reach_a_row_are_refused():
-    given = tensors()
-    given["k"][1, 2, 7, 3:5] = math.nan
-    given["v"][0, 0, 2, 1] = math.inf
-    out = scaled_dot_product_attention(*given.values())
+def test_visible_nonfinite_inputs_are_rejected():
+    qkv = random_qkv()
+    qkv["k"][1, 2, 7, 3:5] = math.nan
+    qkv["v"][0, 0, 2, 1] = math.inf
+    out = scaled_dot_product_attention(*qkv.values())
     with one_line(
         AttncheckError,
         whole="the exact result of 48 of 192 rows is not finite, and nothing can be compared with "
         "it: 2 of k, 1 of v are NaN or infinite. Give finite numbers, or hide such keys by a mask.",
     ):
-        close(out, **given)
-    given = tensors()
+        close(out, **qkv)
+    qkv = random_qkv()
     with pytest.raises(AttncheckError, match="the score mod gives NaN or ∞"):
-        close(given["q"], **given, score_mod=lambda s, b, h, i, j: s / (i - j) * 0)
+        close(qkv["q"], **qkv, score_mod=lambda s, b, h, i, j: s / (i - j) * 0)
 
 
-def test_what_is_hidden_may_be_anything():
-    given = tensors()
-    seen = torch.arange(33) < 20
-    out = scaled_dot_product_attention(*given.values(), attn_mask=seen.expand(24, -1))
-    given["k"][:, :, 20:], given["v"][:, :, 20:] = math.nan, math.inf
-    assert close(out, **given, mask=seen).status == "pass"
+def test_hidden_keys_may_be_nonfinite():
+    qkv = random_qkv()
+    visible = torch.arange(33) < 20
+    out = scaled_dot_product_attention(*qkv.values(), attn_mask=visible.expand(24, -1))
+    qkv["k"][:, :, 20:], qkv["v"][:, :, 20:] = math.nan, math.inf
+    assert close(out, **qkv, mask=visible).status == "pass"
     out[0, 0, 0, 0] = math.nan
     with pytest.raises(AssertionError, match="finite: out"):
-        close(out, **given, mask=seen)
+        close(out, **qkv, mask=visible)
 
 
-ADDED = torch.linspace(-3, 3, 24 * 33).view(24, 33)
+BIASES = torch.linspace(-3, 3, 24 * 33).view(24, 33)
 
 
 @pytest.mark.parametrize(
-    "added",
+    "attn_mask",
     [
         WINDOW,
         torch.zeros(24, 33).masked_fill(~WINDOW, -math.inf),
-        ADDED,
-        ADDED.masked_fill(~WINDOW, -math.inf),
-        ADDED.bfloat16().expand(2, 4, -1, -1),
+        BIASES,
+        BIASES.masked_fill(~WINDOW, -math.inf),
+        BIASES.bfloat16().expand(2, 4, -1, -1),
         torch.zeros(1, 33),
     ],
     ids=["bool", "0 and −∞", "finite", "both", "bf16, four axes", "nothing"],
 )
-def test_an_attn_mask_is_torchs(added):
-    given = tensors()
-    boolean = added.dtype is torch.bool
+def test_attn_mask_follows_torch_semantics(attn_mask):
+    qkv = random_qkv()
+    boolean = attn_mask.dtype is torch.bool
     out = scaled_dot_product_attention(
-        *(tensor.float() for tensor in given.values()),
-        attn_mask=added if boolean else added.float(),
+        *(tensor.float() for tensor in qkv.values()),
+        attn_mask=attn_mask if boolean else attn_mask.float(),
     ).bfloat16()
-    assert close(out, **given, attn_mask=added).status == "pass"
-    if bool(added.any()):
+    assert close(out, **qkv, attn_mask=attn_mask).status == "pass"
+    if bool(attn_mask.any()):
         with pytest.raises(AssertionError):
-            close(out, **given)
+            close(out, **qkv)
 
 
-def test_a_problem_or_its_inputs():
+def test_problem_and_its_inputs_are_equivalent_arguments():
     problem = Problem(query=20, kv=30, head_dim=16, mask=Spec.of("causal"))
-    drawn = input_tensors.draw_inputs(problem)
-    out = scaled_dot_product_attention(drawn.q, drawn.k, drawn.v, is_causal=True)
-    assert close(out, problem=problem) == close(out, problem=drawn)
+    inputs = input_tensors.draw_inputs(problem)
+    out = scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=True)
+    assert close(out, problem=problem) == close(out, problem=inputs)
     with pytest.raises(AssertionError):
-        close(scaled_dot_product_attention(drawn.q, drawn.k, drawn.v), problem=problem)
+        close(scaled_dot_product_attention(inputs.q, inputs.k, inputs.v), problem=problem)
 
 
-def test_a_softmax_of_a_problem():
-    drawn = input_tensors.draw_inputs(Problem(operation="softmax", query=20, kv=30, dtype="fp32"))
-    assert close(torch.softmax(drawn.x, -1), problem=drawn).status == "pass"
+def test_softmax_of_a_problem_is_judged():
+    inputs = input_tensors.draw_inputs(Problem(operation="softmax", query=20, kv=30, dtype="fp32"))
+    assert close(torch.softmax(inputs.x, -1), problem=inputs).status == "pass"
     with pytest.raises(AssertionError):
-        close(torch.softmax(drawn.x, -2), problem=drawn)
+        close(torch.softmax(inputs.x, -2), problem=inputs)
 
 
-# A sink.
+# Sinks.
 
 SINK = torch.tensor([1.0, -2.0, 40.0, 3.5])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_with_a_sink_is_accepted(dtype):
-    given, sink = tensors(), SINK.to(dtype)
-    out, lse = with_lse(given, sink=sink)
-    assert close(out, lse, **given, sink=sink).status == "pass"
-    assert close(out, **given, sink=sink).status == "pass"
+    qkv, sink = random_qkv(), SINK.to(dtype)
+    out, lse = attention_and_lse(qkv, sink=sink)
+    assert close(out, lse, **qkv, sink=sink).status == "pass"
+    assert close(out, **qkv, sink=sink).status == "pass"
 
 
-def test_a_sink_that_is_another_is_refused():
-    given = tensors()
-    out, lse = with_lse(given, sink=SINK)
+def test_attention_with_another_sink_fails():
+    qkv = random_qkv()
+    out, lse = attention_and_lse(qkv, sink=SINK)
     for other in (None, SINK.roll(1), SINK * math.log(2)):
         with pytest.raises(AssertionError, match="attention: fail"):
-            close(out, lse, **given, sink=other)
+            close(out, lse, **qkv, sink=other)
 
 
-def test_merged_with_what_keys_alone_gave():
-    """Out in fp32 times e^(LSE − LSE'), and minus infinity is no sink."""
-    given = tensors()
-    q, k, v = (x.float() for x in given.values())
+def test_sink_merged_after_attention_passes():
+    """Out of the keys alone is scaled in fp32 by e^(LSE − LSE'); −∞ is the same as no sink."""
+    qkv = random_qkv()
+    q, k, v = (x.float() for x in qkv.values())
     none = torch.full((4,), -math.inf)
     scores = q @ k.mT / 4
     out, lse = scores.softmax(-1) @ v, scores.logsumexp(-1)
-    assert close(out, lse, **given, sink=none).status == "pass"
+    assert close(out, lse, **qkv, sink=none).status == "pass"
     both = torch.logaddexp(lse, SINK[:, None])
     out = (out * (lse - both).exp()[..., None]).bfloat16()
-    assert close(out, both, **given, sink=SINK).status == "pass"
+    assert close(out, both, **qkv, sink=SINK).status == "pass"
 
 
-# The arithmetic.
+# Declared arithmetic.
 
 
 def arithmetic(**changes):
@@ -310,82 +315,82 @@ def arithmetic(**changes):
     return Arithmetic(**({"products": fp32, "weights": fp32, "output": fp32} | changes))
 
 
-def test_another_arithmetic_is_another_allowance():
-    given = tensors(torch.float32)
-    short = {name: tensor.to(torch.float16).float() for name, tensor in given.items()}
+def test_declared_arithmetic_changes_the_allowance():
+    qkv = random_qkv(torch.float32)
+    short = {name: tensor.to(torch.float16).float() for name, tensor in qkv.items()}
     out = scaled_dot_product_attention(*short.values())
     with pytest.raises(AssertionError):
-        close(out, **given)
-    found = close(out, **given, arithmetic=arithmetic(products=FORMATS["tf32"]))
-    assert found.status == "pass"
-    assert "products of tf32" in found.arithmetic
+        close(out, **qkv)
+    judgement = close(out, **qkv, arithmetic=arithmetic(products=FORMATS["tf32"]))
+    assert judgement.status == "pass"
+    assert "products of tf32" in judgement.arithmetic
 
 
-def test_an_arithmetic_gives_out_in_its_own_format():
-    given = tensors()
-    out = scaled_dot_product_attention(*given.values())
+def test_out_must_have_the_format_of_the_declared_arithmetic():
+    qkv = random_qkv()
+    out = scaled_dot_product_attention(*qkv.values())
     with pytest.raises(AttncheckError, match="but the arithmetic gives out in fp32"):
-        close(out, **given, arithmetic=arithmetic())
+        close(out, **qkv, arithmetic=arithmetic())
 
 
-# What is said.
+# Messages.
 
 
-def test_a_failure_says_everything():
-    given = tensors()
-    out, lse = with_lse(given)
+def test_failure_message_lists_element_allowance_and_terms():
+    qkv = random_qkv()
+    out, lse = attention_and_lse(qkv)
     out[1, 2, 3, 4] += 1
     with pytest.raises(AssertionError) as error:
-        close(out, lse, **given)
+        close(out, lse, **qkv)
     first, *rest = str(error.value).splitlines()
     assert first.startswith("attention: fail: bound: out[1, 2, 3, 4] = ")
-    said = {line.split()[0] for line in rest}
-    assert {"worst", "got", "should", "allowed", "judged"} <= said
+    labels = {line.split()[0] for line in rest}
+    assert {"worst", "got", "should", "allowed", "judged"} <= labels
     (allowed,) = [line for line in rest if line.split()[0] == "allowed"]
     assert "output rounding" in allowed
 
 
 @pytest.mark.parametrize("status", ["warn", "inconclusive"])
-def test_what_is_no_proof_is_a_warning(status, monkeypatch):
+def test_unproven_errors_are_warnings(status, monkeypatch):
     planted = Judgement(status=status, rule="improbable", reason="planted", arithmetic="any")
     monkeypatch.setattr(user_tensors, "judge_outputs", lambda *_: planted)
-    given = tensors()
-    out = scaled_dot_product_attention(*given.values())
+    qkv = random_qkv()
+    out = scaled_dot_product_attention(*qkv.values())
     with pytest.warns(UserWarning, match=f"attention: {status}: improbable: planted"):
-        assert close(out, **given) is planted
+        assert close(out, **qkv) is planted
 
 
-def test_what_rounding_hardly_does_is_a_failure_where_the_numbers_are_random():
-    """All errors of one sign, each within the bound: above what independent roundings add up to."""
-    given = tensors(query=64, kv=256)
-    rounded, lse = with_lse(given)
+def test_improbable_errors_fail_on_generic_inputs_alone():
+    """Errors of one sign, within the bound, but beyond the sum of independent roundings."""
+    qkv = random_qkv(query=64, kv=256)
+    rounded, lse = attention_and_lse(qkv)
     lse = lse * (1 + 2.0**-19)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        usual = close(rounded, lse, **given)
+        usual = close(rounded, lse, **qkv)
     assert usual.status == "warn"
     assert usual.lse_over_bound < 1 < usual.lse_over_probable
     with pytest.raises(AssertionError, match="improbable: lse"):
-        close(rounded, lse, **given, generic=True)
+        close(rounded, lse, **qkv, generic=True)
 
 
-def test_names_are_known_no_longer_than_they_are_needed():
+def test_temporary_mods_are_unregistered_afterwards():
     before = set(MASKS), set(SCORES), set(DISTRIBUTIONS)
-    given = tensors()
+    qkv = random_qkv()
     with pytest.raises(AssertionError):
-        close(torch.zeros_like(given["q"]), **given, mask=WINDOW, score_mod=capped)
+        close(torch.zeros_like(qkv["q"]), **qkv, mask=WINDOW, score_mod=cap_scores)
     assert (set(MASKS), set(SCORES), set(DISTRIBUTIONS)) == before
 
 
-def test_nothing_is_written_to_and_no_gradient_is_kept():
-    given = {name: tensor.requires_grad_() for name, tensor in tensors(torch.float32).items()}
-    out = scaled_dot_product_attention(*given.values())
-    before = [tensor.detach().clone() for tensor in (*given.values(), out)]
-    assert close(out, **given).status == "pass"
-    assert all(map(torch.equal, before, (*given.values(), out)))
+def test_inputs_that_require_gradients_are_not_modified():
+    qkv = {name: tensor.requires_grad_() for name, tensor in random_qkv(torch.float32).items()}
+    out = scaled_dot_product_attention(*qkv.values())
+    before = [tensor.detach().clone() for tensor in (*qkv.values(), out)]
+    assert close(out, **qkv).status == "pass"
+    assert all(map(torch.equal, before, (*qkv.values(), out)))
 
 
-# What cannot be asked.
+# Invalid arguments.
 
 FOUR = torch.ones(4)  # fewer than there are rows
 CALLS = itertools.count()
@@ -396,7 +401,7 @@ def counting(score, b, h, i, j):
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"q": None}, "q is missing: give q, k and v, or problem."),
         ({"v": 3}, "v is int: it must be a tensor."),
@@ -416,11 +421,11 @@ def counting(score, b, h, i, j):
         ({"mask": torch.ones(24, 33)}, "mask.dtype=torch.float32 must be torch.bool"),
         ({"attn_mask": WINDOW, "mask": WINDOW}, "attn_mask and mask are given both"),
         ({"attn_mask": WINDOW, "is_causal": True}, "attn_mask and is_causal are given both"),
-        ({"attn_mask": ADDED, "score_mod": capped}, "attn_mask and score_mod are given both"),
-        ({"attn_mask": capped}, "attn_mask is function: it must be a tensor."),
-        ({"attn_mask": ADDED[:9]}, "attn_mask.shape=(9, 33) must broadcast to (batch, heads, "),
-        ({"attn_mask": ADDED.double()}, "attn_mask.dtype=torch.float64 must be bool, True where"),
-        ({"attn_mask": -ADDED.log()}, "attn_mask holds NaN or ∞: what is added is finite"),
+        ({"attn_mask": BIASES, "score_mod": cap_scores}, "attn_mask and score_mod are given both"),
+        ({"attn_mask": cap_scores}, "attn_mask is function: it must be a tensor."),
+        ({"attn_mask": BIASES[:9]}, "attn_mask.shape=(9, 33) must broadcast to (batch, heads, "),
+        ({"attn_mask": BIASES.double()}, "attn_mask.dtype=torch.float64 must be bool, True where"),
+        ({"attn_mask": -BIASES.log()}, "attn_mask holds NaN or ∞: what is added is finite"),
         ({"mask": WINDOW, "is_causal": True}, "mask and is_causal are given both"),
         ({"mask": lambda b: b}, "mask '<lambda>' cannot be traced: it must take (b, h, q_idx, "),
         ({"score_mod": lambda s: s}, "score mod '<lambda>' cannot be traced: it must take"),
@@ -442,11 +447,11 @@ def counting(score, b, h, i, j):
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_bad_arguments_are_one_line(changes, says):
-    given = tensors()
-    asked = {"out": given["q"].clone(), **given} | changes
-    with one_line(AttncheckError, says):
-        close(**asked)
+def test_bad_arguments_are_one_line(changes, message):
+    qkv = random_qkv()
+    arguments = {"out": qkv["q"].clone(), **qkv} | changes
+    with one_line(AttncheckError, message):
+        close(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -455,19 +460,19 @@ def test_bad_arguments_are_one_line(changes, says):
     ids=["floats", "one", "a tensor", "text", "four"],
 )
 def test_bad_descales_are_one_line(descale):
-    given = tensors(torch.float8_e4m3fn)
+    qkv = random_qkv(torch.float8_e4m3fn)
     with pytest.raises(AttncheckError, match=r"^descale must be three fp32 tensors"):
-        close(given["q"].bfloat16(), **given, descale=descale)
+        close(qkv["q"].bfloat16(), **qkv, descale=descale)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"problem": 3}, "it must be a Problem, or its Inputs"),
         ({"problem": "bf16"}, "it must be a Problem, or its Inputs"),
         ({"problem": Problem(query=4), "sink": SINK}, "problem and sink are given both"),
     ],
 )
-def test_a_problem_says_it_all(options, says):
-    with pytest.raises(AttncheckError, match=says):
+def test_problem_excludes_other_descriptions(options, message):
+    with pytest.raises(AttncheckError, match=message):
         close(torch.zeros(2, 4, 24, 16), **options)

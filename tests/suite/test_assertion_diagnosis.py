@@ -1,4 +1,4 @@
-"""What an assertion that fails says is wrong: of tensors alone, nobody is called again."""
+"""A failing ``assert_attention_close`` diagnoses the tensors, without calling the kernel."""
 
 import math
 
@@ -15,12 +15,12 @@ close = attncheck.assert_attention_close
 
 
 @pytest.fixture(autouse=True)
-def nobody_has_looked_yet(monkeypatch):
+def reset_diagnosis_budget(monkeypatch):
     monkeypatch.setattr(python_api, "_left", iter(range(3)))
 
 
 @pytest.fixture
-def given():
+def qkv():
     generator = torch.Generator().manual_seed(3)
     return {name: torch.randn(1, 2, 12, 16, generator=generator) for name in "qkv"}
 
@@ -36,93 +36,93 @@ def one_key_wider(query):
     return torch.ones(query, query, dtype=torch.bool).tril(1)
 
 
-def said(failing, label):
+def labelled_lines(failing, label):
     """Lines of the message that begin with ``label``."""
     lines = str(failing.value).splitlines()
     return [line for line in lines if line.startswith(f"  {label} ")]
 
 
-def test_a_causal_mask_that_is_one_key_too_wide_is_named(given):
-    out = attention(**given, seen=one_key_wider(12))
+def test_causal_mask_one_key_too_wide_is_named(qkv):
+    out = attention(**qkv, seen=one_key_wider(12))
     with pytest.raises(AssertionError) as failing:
-        close(out, **given, is_causal=True)
-    (likely,) = said(failing, "likely")
+        close(out, **qkv, is_causal=True)
+    (likely,) = labelled_lines(failing, "likely")
     assert "the causal mask is one key too wide" in likely
     assert "the causal mask is one key too wide" in str(failing.value).splitlines()[1]
-    assert said(failing, "tiles")
+    assert labelled_lines(failing, "tiles")
 
 
 @pytest.mark.parametrize("table", [True, False], ids=["a tensor", "a function"])
-def test_a_mask_of_ones_own_is_known_when_the_text_is_read(given, table):
+def test_users_mask_is_available_when_the_message_is_read(qkv, table):
     near = (torch.arange(12)[:, None] - torch.arange(12)).abs() < 4
     mask = near if table else lambda b, h, i, j: (i - j).abs() < 4
     with pytest.raises(AssertionError) as failing:
-        close(attention(**given), **given, mask=mask)
-    (likely,) = said(failing, "likely")
+        close(attention(**qkv), **qkv, mask=mask)
+    (likely,) = labelled_lines(failing, "likely")
     assert "the mask is ignored" in likely
 
 
-def test_of_a_problem_too():
+def test_diagnosis_works_with_a_problem_or_its_inputs():
     problem = Problem(query=12, head_dim=16, mask=Spec.of("causal"), dtype="fp32")
-    drawn = input_tensors.draw_inputs(problem)
-    out = attention(drawn.q, drawn.k, drawn.v)
-    for asked in (problem, drawn):
+    inputs = input_tensors.draw_inputs(problem)
+    out = attention(inputs.q, inputs.k, inputs.v)
+    for argument in (problem, inputs):
         with pytest.raises(AssertionError) as failing:
-            close(out, problem=asked)
-        assert "the mask is ignored" in said(failing, "likely")[0]
+            close(out, problem=argument)
+        assert "the mask is ignored" in labelled_lines(failing, "likely")[0]
 
 
-def test_where_none_fits_that_is_said(given):
+def test_message_says_unknown_where_no_fault_model_fits(qkv):
     generator = torch.Generator().manual_seed(4)
-    noise = torch.randn(given["q"].shape, generator=generator)
+    noise = torch.randn(qkv["q"].shape, generator=generator)
     with pytest.raises(AssertionError) as failing:
-        close(attention(**given) + noise, **given)
-    (likely,) = said(failing, "likely")
+        close(attention(**qkv) + noise, **qkv)
+    (likely,) = labelled_lines(failing, "likely")
     assert likely.split(":")[0].split() == ["likely", "unknown"]
     assert likely.endswith("fault models fits")
-    assert not said(failing, "or")
+    assert not labelled_lines(failing, "or")
 
 
-def test_tensors_that_are_written_to_afterwards_change_nothing(given):
-    out = attention(**given, seen=one_key_wider(12))
+def test_diagnosis_is_not_affected_by_later_writes_to_the_tensors(qkv):
+    out = attention(**qkv, seen=one_key_wider(12))
     with pytest.raises(AssertionError) as failing:
-        close(out, **given, is_causal=True)
-    for tensor in (out, *given.values()):
+        close(out, **qkv, is_causal=True)
+    for tensor in (out, *qkv.values()):
         tensor.zero_()
-    assert "the causal mask is one key too wide" in said(failing, "likely")[0]
+    assert "the causal mask is one key too wide" in labelled_lines(failing, "likely")[0]
 
 
-def test_it_is_looked_for_when_the_text_is_read_and_once(given, monkeypatch):
-    looked = []
+def test_diagnosis_runs_once_when_the_message_is_read(qkv, monkeypatch):
+    calls = []
 
-    def look(answer):
-        looked.append(answer)
+    def diagnose(answer):
+        calls.append(answer)
 
-    monkeypatch.setattr(python_api.UserOutputs, "diagnosis", look)
+    monkeypatch.setattr(python_api.UserOutputs, "diagnosis", diagnose)
     with pytest.raises(AssertionError) as failing:
-        close(torch.zeros(1, 2, 12, 16), **given)
-    assert looked == []
+        close(torch.zeros(1, 2, 12, 16), **qkv)
+    assert calls == []
     assert str(failing.value) == str(failing.value)
-    assert len(looked) == 1
+    assert len(calls) == 1
 
 
-def test_of_many_failures_the_first_are_looked_into(given, monkeypatch):
+def test_only_the_first_failures_of_a_process_are_diagnosed(qkv, monkeypatch):
     monkeypatch.setattr(python_api.UserOutputs, "diagnosis", lambda _: None)
-    told = []
+    lines = []
     for _ in range(4):
         with pytest.raises(AssertionError) as failing:
-            close(torch.zeros(1, 2, 12, 16), **given)
-        told += said(failing, "likely")
-    assert told == ["  likely     not looked for, as it was of 24 failures before"]
+            close(torch.zeros(1, 2, 12, 16), **qkv)
+        lines += labelled_lines(failing, "likely")
+    assert lines == ["  likely     not looked for, as it was of 24 failures before"]
 
 
-def test_what_is_too_large_to_be_looked_at_is_not_kept(given, monkeypatch):
+def test_large_tensors_are_neither_diagnosed_nor_kept(qkv, monkeypatch):
     from attncheck.diagnose import user_tensors
 
     monkeypatch.setattr(user_tensors, "LARGEST_DIAGNOSED", 2 * 12 * 12 - 1)
     with pytest.raises(AssertionError) as failing:
-        close(torch.zeros(1, 2, 12, 16), **given)
-    assert not said(failing, "likely")
+        close(torch.zeros(1, 2, 12, 16), **qkv)
+    assert not labelled_lines(failing, "likely")
     assert failing.value._answer is None
 
 

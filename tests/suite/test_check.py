@@ -1,4 +1,4 @@
-"""``attncheck.check`` and ``@attncheck.given`` in a test file of a kernel's author."""
+"""``attncheck.check`` and ``@attncheck.given`` as used in a kernel author's test file."""
 
 import pytest
 import torch
@@ -34,53 +34,55 @@ def raising(query, key, value, is_causal=False, scale=None):
     raise RuntimeError("illegal memory access")
 
 
-def test_a_right_function_gives_its_records():
+def test_check_returns_the_records_of_a_right_function():
     (record,) = attncheck.check(right, CAUSAL, device="cpu")
     assert record.status == "pass"
 
 
-def test_a_wrong_one_raises_its_diagnosis():
+def test_check_of_a_wrong_function_raises_its_diagnosis():
     with pytest.raises(AssertionError, match="FAIL bound compare: out") as raised:
         attncheck.check(bottom_right, CAUSAL, device="cpu")
     assert "test_check.py::bottom_right on cpu" in str(raised.value)
 
 
-def test_one_that_raises_fails_with_what_it_said():
+def test_check_of_a_raising_function_reports_its_error():
     with pytest.raises(AssertionError, match="RuntimeError: illegal memory access"):
         attncheck.check(raising, CAUSAL, device="cpu")
 
 
-def test_any_question_may_be_asked():
+def test_check_asks_any_question():
     case = Case(problem=CAUSAL, question="future_keys", parameters={"row": 0})
-    for asked in ((CAUSAL, "zero_values"), (case, "compare")):
-        (record,) = attncheck.check(Ideal(), asked[0], question=asked[1], device="cpu")
+    for problem, question in ((CAUSAL, "zero_values"), (case, "compare")):
+        (record,) = attncheck.check(Ideal(), problem, question=question, device="cpu")
         assert record.status == "pass"
         assert record.case["question"] != "compare"
 
 
-def test_what_it_does_not_take_is_said_and_is_no_failure():
+def test_check_of_an_unsupported_problem_does_not_fail():
     (record,) = attncheck.check("sdpa-math", CAUSAL.replace(dtype="e4m3"), device="cpu")
     assert record.status == "unsupported"
 
 
-def test_all_that_is_wrong_is_said_at_once(monkeypatch):
-    from attncheck.suite import python_api as room
+def test_check_reports_every_wrong_answer_at_once(monkeypatch):
+    from attncheck.suite import python_api
 
-    asked = room.check_cases("bf16")
+    check_cases = python_api.check_cases("bf16")
     monkeypatch.setattr(
-        room, "check_cases", lambda _: [one for one in asked if one.name.startswith("causal")]
+        python_api,
+        "check_cases",
+        lambda _: [case for case in check_cases if case.name.startswith("causal")],
     )
-    monkeypatch.setattr(room, "find_claims", lambda *_, **__: None)
+    monkeypatch.setattr(python_api, "find_claims", lambda *_, **__: None)
     with pytest.raises(AssertionError) as raised:
         attncheck.check(bottom_right, device="cpu")
     assert "2 of 4 questions are answered wrongly" in str(raised.value)
     assert str(raised.value).count("FAIL bound compare") == 2
 
 
-def test_nothing_tested_is_no_pass(monkeypatch):
-    from attncheck.suite import python_api as room
+def test_check_that_tested_nothing_fails(monkeypatch):
+    from attncheck.suite import python_api
 
-    monkeypatch.setattr(room, "check_cases", lambda _: [type("One", (), {"case": FP8})])
+    monkeypatch.setattr(python_api, "check_cases", lambda _: [type("One", (), {"case": FP8})])
     with pytest.raises(AssertionError, match="nothing was tested: sdpa-math takes none of 1"):
         attncheck.check("sdpa-math", device="cpu", dtypes="e4m3")
 
@@ -100,7 +102,7 @@ FP8 = Case(problem=CAUSAL.replace(dtype="e4m3"))
     ],
     ids=["kernel", "problem", "dtypes", "device", "name", "question"],
 )
-def test_what_cannot_be_is_said_in_one_line(arguments, message):
+def test_check_rejects_bad_arguments_in_one_line(arguments, message):
     with one_line(UsageError, message):
         attncheck.check(**({"device": "cpu"} | arguments))
 
@@ -112,7 +114,7 @@ def causal(*, dimensions):
     return st.just(Spec.of("causal"))
 
 
-def test_problems_are_drawn_without_a_deadline_until_one_fails():
+def test_given_draws_problems_without_a_deadline_until_one_fails():
     @seed(0)
     @attncheck.given(attncheck.problems(**SMALL, masks=causal))
     def holds(problem: Problem) -> None:
@@ -123,28 +125,28 @@ def test_problems_are_drawn_without_a_deadline_until_one_fails():
         holds()
 
 
-def test_settings_of_ones_own_hold():
-    drawn = []
+def test_given_respects_the_users_settings():
+    examples = []
 
     @attncheck.given(problem=attncheck.problems(**SMALL))
     @settings(max_examples=3, database=None)
     def holds(problem: Problem) -> None:
-        drawn.append(problem)
+        examples.append(problem)
 
     holds()
-    assert len(drawn) == 3
+    assert len(examples) == 3
 
 
-def test_what_is_not_taken_is_drawn_anew():
-    taken = []
+def test_given_redraws_unsupported_problems():
+    records = []
 
     @attncheck.given(attncheck.problems(**(SMALL | {"dtypes": ("fp32", "e4m3")})))
     @settings(max_examples=5, database=None, derandomize=True, deadline=None)
     def holds(problem: Problem) -> None:
-        taken.extend(attncheck.check("sdpa-math", problem, device="cpu"))
+        records.extend(attncheck.check("sdpa-math", problem, device="cpu"))
 
     holds()
-    assert {record.status for record in taken} == {"pass"}
+    assert {record.status for record in records} == {"pass"}
 
 
 def heads_inside(q, k, v, window_size=(-1, -1)):
@@ -154,8 +156,8 @@ def heads_inside(q, k, v, window_size=(-1, -1)):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-def test_a_function_is_asked_within_what_it_is_found_to_take():
-    """By its own convention, and at its head_dim: beyond that it raises, which is no failure."""
+def test_check_stays_within_the_detected_capabilities():
+    """Outside the detected convention and head_dim the function raises, which is no failure."""
     records = attncheck.check(heads_inside, device="cpu")
     passed = [record for record in records if record.status != "unsupported"]
     problems = [Case.from_json(record.case).problem for record in passed]

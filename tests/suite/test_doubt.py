@@ -1,4 +1,4 @@
-"""Where the oracles disagree nobody says that a kernel holds: not the suite, check, nor rmse."""
+"""Where the oracles disagree, neither the suite nor check says that a kernel passes."""
 
 import pytest
 
@@ -14,25 +14,25 @@ from attncheck.verify.verify import verify
 
 
 @pytest.fixture
-def broken(monkeypatch):
+def broken_oracle(monkeypatch):
     """An oracle that is wrong in one element."""
-    right = oracles.truth
+    exact = oracles.truth
 
     def truth(inputs):
-        found = right(inputs)
-        found.out[0, 0, 0, 0] += 1.0
-        return found
+        outputs = exact(inputs)
+        outputs.out[0, 0, 0, 0] += 1.0
+        return outputs
 
     monkeypatch.setattr(oracles, "truth", truth)
 
 
-def test_a_property_does_not_pass(broken):
+def test_property_fails_where_oracles_disagree(broken_oracle):
     case = Case(problem=Problem(query=8, head_dim=16, dtype="fp32"))
     with pytest.raises(WrongAnswer, match="ORACLE"):
         UnderTest("ideal", Ideal(), "cpu").must_hold(case)
 
 
-def test_check_says_so(broken):
+def test_check_is_in_doubt_where_oracles_disagree(broken_oracle):
     (question,) = [each for each in check_cases("bf16") if each.name == "one-query"]
     report = verify(Ideal(), [(question.name, question.case)], device="cpu")
     assert check_outcome(report) == "in doubt"

@@ -1,4 +1,4 @@
-"""What a kernel that takes the GPU away is blamed for, and that nobody else is."""
+"""A kernel that makes the GPU unusable is blamed for what follows, and no other kernel is."""
 
 import pytest
 
@@ -19,7 +19,7 @@ class Misaligned(Ideal):
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch):
+def gpu_kernel(monkeypatch):
     kernel = UnderTest("misaligned", Misaligned(), "cpu")
     monkeypatch.setattr(kernel, "device", "cuda")
     answer = UnderTest("misaligned", Misaligned(), "cpu").answer
@@ -27,25 +27,22 @@ def on_a_gpu(monkeypatch):
     return kernel
 
 
-def failed(kernel: UnderTest, case: Case) -> str:
-    with pytest.raises(AssertionError) as found:
+def failing_case_id(kernel: UnderTest, case: Case) -> str:
+    with pytest.raises(AssertionError) as failure:
         kernel.must_hold(case)
-    return str(found.value.record.case_id)
+    return str(failure.value.record.case_id)
 
 
-def test_the_first_case_is_blamed_also_for_what_comes_after(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(under_test, "lost_gpu", lambda: "an illegal address")
-    assert failed(on_a_gpu, FIRST) == FIRST.id
-    assert failed(on_a_gpu, LATER) == FIRST.id
+@pytest.mark.parametrize(("lost", "blamed"), [("an illegal address", FIRST), ("", LATER)])
+def test_later_failure_is_blamed_on_the_case_that_lost_the_gpu(
+    gpu_kernel, monkeypatch, lost, blamed
+):
+    monkeypatch.setattr(under_test, "lost_gpu", lambda: lost)
+    assert failing_case_id(gpu_kernel, FIRST) == FIRST.id
+    assert failing_case_id(gpu_kernel, LATER) == blamed.id
 
 
-def test_an_error_that_leaves_the_gpu_is_its_own(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(under_test, "lost_gpu", lambda: "")
-    assert failed(on_a_gpu, FIRST) == FIRST.id
-    assert failed(on_a_gpu, LATER) == LATER.id
-
-
-def test_later_tests_of_the_process_are_skipped():
+def test_later_tests_are_skipped_once_the_gpu_is_lost():
     class Lost:
         lost_by = "test_layouts.py::test_strides"
 

@@ -1,4 +1,4 @@
-"""The file of known failures: read strictly, asked anew, and never longer than it must be."""
+"""The known-failures file: strict parsing, and errors for stale or unmatched entries."""
 
 import json
 from pathlib import Path
@@ -79,34 +79,34 @@ def entry(**fields: str) -> str:
         (entry(case="{problem = {query = 0}}"), "entry 1: case: query=0 must be"),
     ],
 )
-def test_what_is_wrong_in_it_is_said_in_one_line(tmp_path, text, message):
+def test_invalid_known_failures_file_is_a_one_line_error(tmp_path, text, message):
     path = tmp_path / "k.toml"
     path.write_text(text)
     with one_line(UsageError, message):
         read_known_failures(path)
 
 
-def test_an_entry_matches_by_patterns(tmp_path):
+def test_entry_matches_tests_kernels_dtypes_and_families_by_pattern(tmp_path):
     path = tmp_path / "k.toml"
     path.write_text(entry(test='"test_*.py::*"', dtypes='["bf16", "fp16"]', families='["causal"]'))
-    (found,) = read_known_failures(path)
+    (failure,) = read_known_failures(path)
     part = "my-ideal", "fp16", "causal", "cpu"
-    assert found.matches("test_b.py::test_x", *part)
-    assert not found.matches("b.py::test_x", *part)
-    assert not found.matches("test_b.py::test_x", "my-ideal", "fp16", "", "cpu")
-    assert found.case_in("fp16").problem == CAUSAL.problem.replace(dtype="fp16")
-    assert found.case_in("fp32") == CAUSAL
+    assert failure.matches("test_b.py::test_x", *part)
+    assert not failure.matches("b.py::test_x", *part)
+    assert not failure.matches("test_b.py::test_x", "my-ideal", "fp16", "", "cpu")
+    assert failure.case_in("fp16").problem == CAUSAL.problem.replace(dtype="fp16")
+    assert failure.case_in("fp32") == CAUSAL
 
 
-def test_an_entry_about_every_dtype_is_asked_in_that_of_the_test(tmp_path):
+def test_entry_without_dtypes_takes_the_dtype_of_the_test(tmp_path):
     path = tmp_path / "k.toml"
     path.write_text(entry())
-    (found,) = read_known_failures(path)
-    assert found.dtypes == ()
-    assert found.case_in("fp32").problem == CAUSAL.problem.replace(dtype="fp32")
+    (failure,) = read_known_failures(path)
+    assert failure.dtypes == ()
+    assert failure.case_in("fp32").problem == CAUSAL.problem.replace(dtype="fp32")
 
 
-def test_one_that_still_fails_is_expected_to(repository):
+def test_known_failure_that_still_fails_is_xfailed(repository):
     (repository.path / "known_failures.toml").write_text(entry(kernel='"wrong.py::Half"'))
     done = repository("--kernel=wrong.py::Half", "-rx", "-n", "1", wrong=WRONG, test_a=PROPERTY)
     assert done.returncode == 1  # the softmax is wrong too, and not known to be
@@ -114,7 +114,7 @@ def test_one_that_still_fails_is_expected_to(repository):
     assert "test_it[wrong.Half-bf16-causal] - theirs" in done.stdout
 
 
-def test_one_that_no_longer_fails_is_a_failure(repository):
+def test_known_failure_that_no_longer_fails_is_a_failure(repository):
     (repository.path / "known_failures.toml").write_text(entry(families='["causal"]'))
     done = repository("--kernel=ideal", "-k", "test_it", test_a=PROPERTY)
     assert "1 failed, 1 passed" in done.stdout
@@ -122,7 +122,7 @@ def test_one_that_no_longer_fails_is_a_failure(repository):
     assert "remove known_failures.toml, entry 1" in done.stdout
 
 
-def test_one_that_depends_on_the_machine_searches_where_its_case_holds(repository):
+def test_machine_dependent_entry_searches_on_where_its_case_passes(repository):
     (repository.path / "known_failures.toml").write_text(
         entry(kernel='"*"', families='["causal"]', depends_on='"an old CPU"')
     )
@@ -132,15 +132,15 @@ def test_one_that_depends_on_the_machine_searches_where_its_case_holds(repositor
         "--kernel=wrong.py::Half", "--kernel=narrow.py::Half", "--kernel=ideal", "-ktest_it",
         wrong=WRONG, narrow=narrow, test_a=PROPERTY,
     )  # fmt: skip
-    # Wrong on the case, wrong but not there, and right; no entry is about full.
-    said = done.stdout
-    assert "3 failed, 2 passed" in said, said + done.stderr
-    assert "1 xfailed" in said
-    assert "test_it[narrow.Half-bf16-causal]" in said
+    # Wrong on the case, wrong elsewhere, and right; no entry covers the family full.
+    output = done.stdout
+    assert "3 failed, 2 passed" in output, output + done.stderr
+    assert "1 xfailed" in output
+    assert "test_it[narrow.Half-bf16-causal]" in output
 
 
 @pytest.mark.parametrize("processes", [(), ("-n", "1")], ids=["alone", "xdist"])
-def test_one_that_matches_no_test_is_an_error(repository, processes):
+def test_entry_that_matches_no_test_is_a_usage_error(repository, processes):
     mine = repository.path / "mine.toml"
     mine.write_text(entry(test='"test_a.py::test_nobody"'))
     done = repository(
@@ -152,7 +152,7 @@ def test_one_that_matches_no_test_is_an_error(repository, processes):
 
 
 class Item:
-    """A test of a property for the ideal kernel."""
+    """A collected test of a property for the ideal kernel."""
 
     originalname = name = "test_it"
 
@@ -172,16 +172,16 @@ def session_of(*args: str) -> Any:
     return SimpleNamespace(config=config, testsfailed=0, isinitpath=lambda path: "." in args)
 
 
-def judged(**options: Any) -> Session:
-    found = Session(options=Options(device="cpu", **options))
-    found.kernels = tuple(
+def kernel_session(**options: Any) -> Session:
+    result = Session(options=Options(device="cpu", **options))
+    result.kernels = tuple(
         Kernel(name=name, subject=Ideal()) for name in options.get("kernels", ["ideal"])
     )
-    return found
+    return result
 
 
-def unmatched(folder: Path, entry: str, args: tuple[str, ...], **options: Any) -> bool:
-    """Whether an entry is an error, where test_a.py and test_b.py lie in ``folder``."""
+def is_unmatched(folder: Path, entry: str, args: tuple[str, ...], **options: Any) -> bool:
+    """Whether an entry is an error where test_a.py and test_b.py are in ``folder``."""
     (folder / "known_failures.toml").write_text(entry)
     for file in ("test_a.py", "test_b.py"):
         (folder / file).touch()
@@ -189,7 +189,7 @@ def unmatched(folder: Path, entry: str, args: tuple[str, ...], **options: Any) -
     error = ""
     try:
         known_failures(
-            session_of(*args), [Item(folder / file) for file in files], judged(**options)
+            session_of(*args), [Item(folder / file) for file in files], kernel_session(**options)
         )
     except pytest.UsageError as raised:
         error = str(raised)
@@ -199,28 +199,32 @@ def unmatched(folder: Path, entry: str, args: tuple[str, ...], **options: Any) -
 TYPO = '"test_a.py::test_typo"'
 
 
-def test_only_what_was_collected_wholly_is_judged(tmp_path):
-    assert unmatched(tmp_path, entry(test=TYPO), (".",))
-    assert unmatched(tmp_path, entry(test=TYPO), ("test_a.py",))
-    assert unmatched(tmp_path, entry(test='"test_typo.py::test_it"'), (".",))
-    assert not unmatched(tmp_path, entry(test='"test_typo.py::test_it"'), ("test_a.py",))
-    assert not unmatched(tmp_path, entry(test=TYPO), ("test_b.py",))
-    assert not unmatched(tmp_path, entry(test=TYPO), ("test_a.py::test_it", "test_b.py"))
-    assert not unmatched(tmp_path, entry(), (".",))
+def test_unmatched_entry_is_an_error_only_if_its_file_was_collected_whole(tmp_path):
+    assert is_unmatched(tmp_path, entry(test=TYPO), (".",))
+    assert is_unmatched(tmp_path, entry(test=TYPO), ("test_a.py",))
+    assert is_unmatched(tmp_path, entry(test='"test_typo.py::test_it"'), (".",))
+    assert not is_unmatched(tmp_path, entry(test='"test_typo.py::test_it"'), ("test_a.py",))
+    assert not is_unmatched(tmp_path, entry(test=TYPO), ("test_b.py",))
+    assert not is_unmatched(tmp_path, entry(test=TYPO), ("test_a.py::test_it", "test_b.py"))
+    assert not is_unmatched(tmp_path, entry(), (".",))
 
 
-def test_only_what_was_asked_for_is_judged(tmp_path):
-    assert unmatched(tmp_path, entry(kernel='"idael"'), (".",))
-    assert not unmatched(tmp_path, entry(kernel='"flex"'), (".",))  # built in, and not here
-    assert not unmatched(tmp_path, entry(kernel='"idael"'), (".",), kernels=("ideal",))
-    assert unmatched(tmp_path, entry(dtypes='["fp16"]'), (".",))
-    assert not unmatched(tmp_path, entry(dtypes='["fp16"]'), (".",), dtypes=("bf16",))
-    assert unmatched(tmp_path, entry(test=TYPO, device='"cpu"'), (".",))
-    assert not unmatched(tmp_path, entry(test=TYPO, device='"cuda"'), (".",))
+def test_unmatched_entry_is_an_error_only_if_its_kernel_and_dtype_were_requested(tmp_path):
+    assert is_unmatched(tmp_path, entry(kernel='"idael"'), (".",))
+    assert not is_unmatched(
+        tmp_path, entry(kernel='"flex"'), (".",)
+    )  # built in, and not available here
+    assert not is_unmatched(tmp_path, entry(kernel='"idael"'), (".",), kernels=("ideal",))
+    assert is_unmatched(tmp_path, entry(dtypes='["fp16"]'), (".",))
+    assert not is_unmatched(tmp_path, entry(dtypes='["fp16"]'), (".",), dtypes=("bf16",))
+    assert is_unmatched(tmp_path, entry(test=TYPO, device='"cpu"'), (".",))
+    assert not is_unmatched(tmp_path, entry(test=TYPO, device='"cuda"'), (".",))
 
 
-def test_a_file_that_is_not_there_is_said(tmp_path):
+def test_missing_known_failures_file_is_a_usage_error(tmp_path):
     with pytest.raises(pytest.UsageError, match=r"--known-failures: no\.toml: No such file"):
         known_failures(
-            session_of("."), [Item(tmp_path / "test_a.py")], judged(known_failures="no.toml")
+            session_of("."),
+            [Item(tmp_path / "test_a.py")],
+            kernel_session(known_failures="no.toml"),
         )

@@ -1,4 +1,4 @@
-"""Whose an option is: ours never breaks another's, and wrong values end in one line."""
+"""Command-line options: other plugins' keep working, and wrong values are one-line errors."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_it(pytestconfig):
 
 
 @pytest.mark.parametrize(
-    ("words", "theirs", "asked"),
+    ("words", "theirs", "expected"),
     [
         (
             ("--device=tpu", "--attncheck-device=cpu"),
@@ -36,10 +36,10 @@ def test_it(pytestconfig):
     ],
     ids=["a conftest's", "a plugin's", "of a conftest that is found late"],
 )
-def test_others_keep_their_own_options(repository, words, theirs, asked):
+def test_other_plugins_keep_their_own_options(repository, words, theirs, expected):
     files = {file: OPTION.format(name=name) for file, name in theirs.items()}
     test = "deep__test_a" if "deep__conftest" in files else "test_a"
-    done = repository(*words, **files, **{test: ASKS.format(**asked)})
+    done = repository(*words, **files, **{test: ASKS.format(**expected)})
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -52,7 +52,7 @@ def test_others_keep_their_own_options(repository, words, theirs, asked):
         ("--attncheck-tier=hard", "tier 'hard' is not known"),
     ],
 )
-def test_a_wrong_value_ends_run_pytest_one_line(repository, option, message):
+def test_invalid_option_value_is_a_one_line_usage_error(repository, option, message):
     done = repository(option, test_a="def test_it(): pass")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert message in done.stderr
@@ -68,7 +68,7 @@ class _Parser:
         return object(), [args[0]]
 
 
-def test_short_names_are_spelled_out_up_to_two_dashes():
+def test_spelled_out_stops_at_two_dashes_and_keeps_foreign_options():
     args = ["--kernel", "a", "--tier=pr", "--device", "3", "-k", "kernel", "--", "--kernel"]
     assert spelled_out(_Parser(), args) == [
         *["--attncheck-kernel", "a", "--attncheck-tier=pr", "--device", "3"],
@@ -76,7 +76,7 @@ def test_short_names_are_spelled_out_up_to_two_dashes():
     ]
 
 
-def test_ours_is_said_in_the_help(repository):
+def test_help_lists_short_and_long_option_names(repository):
     done = repository("--help")
     assert "--attncheck-kernel" in done.stdout
     assert "--kernel too" in " ".join(done.stdout.split())

@@ -1,11 +1,11 @@
-"""What is said at the end: of every test, over processes, and with which exit code."""
+"""The summary at the end of a run: its counts, the exit code and the command it shows."""
 
 import xml.etree.ElementTree as ET
 
 import pytest
 
 from attncheck.records.run_reports import PropertyOutcome, Tally
-from attncheck.suite.outcomes import summary_lines
+from attncheck.suite.outcomes import pytest_command, summary_lines
 
 PROPERTY = """
 from attncheck.suite import asks
@@ -41,7 +41,7 @@ class Raising(Ideal):
 
 
 @pytest.mark.parametrize("processes", [(), ("-n", "2")], ids=["alone", "xdist"])
-def test_the_summary_is_of_all_processes(repository, processes):
+def test_summary_covers_all_processes(repository, processes):
     done = repository(
         "--kernel=kernels.py::Picky", "-rs", *processes, kernels=KERNELS, test_a=PROPERTY
     )
@@ -54,8 +54,8 @@ def test_the_summary_is_of_all_processes(repository, processes):
     assert "no tests of kernels.py::Picky in fp32: no " in done.stdout
 
 
-def test_hidden_nan_that_reaches_a_row_is_said_at_the_end(repository):
-    """A function promises no better, unless its table does."""
+def test_nan_of_a_hidden_key_is_a_warning_in_the_summary(repository):
+    """A plain function does not promise to ignore hidden NaN, unless its table says so."""
     formula = """
 def unfused(query, key, value, is_causal=False, scale=None, enable_gqa=False):
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
@@ -72,22 +72,24 @@ def unfused(query, key, value, is_causal=False, scale=None, enable_gqa=False):
     )
     done = repository("--kernel=kernels.py::unfused", kernels=formula, test_a=test)
     assert done.returncode == 0, done.stdout + done.stderr
-    said = "warning of kernels.py::unfused, test_a.py::test_it (and 1 more): hidden keys must be "
-    assert said in done.stdout
+    warning = (
+        "warning of kernels.py::unfused, test_a.py::test_it (and 1 more): hidden keys must be "
+    )
+    assert warning in done.stdout
 
 
-def test_where_all_is_skipped_nothing_was_tested(repository):
-    done = repository("--kernel=kernels.py::Nothing", kernels=KERNELS, test_a=PROPERTY)
-    assert "4 skipped" in done.stdout
+@pytest.mark.parametrize(
+    ("words", "output"),
+    [(["--kernel=kernels.py::Nothing"], "4 skipped"), (["--kernel=ideal", "--dtype=fp16"], "")],
+    ids=["all skipped", "none collected"],
+)
+def test_run_that_tested_nothing_exits_with_no_tests_collected(repository, words, output):
+    done = repository(*words, kernels=KERNELS, test_a=PROPERTY)
+    assert output in done.stdout
     assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
-def test_where_nothing_is_collected_nothing_was_tested(repository):
-    done = repository("--kernel=ideal", "--dtype=fp16", test_a=PROPERTY)
-    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
-
-
-def test_a_kernel_that_always_raises_fails_with_what_it_raised(repository):
+def test_raising_kernel_fails_with_its_error_and_writes_a_failure(repository):
     done = repository(
         *("--kernel=kernels.py::Raising", "--junitxml=junit.xml", "-k", "bf16-full"),
         kernels=KERNELS,
@@ -119,7 +121,7 @@ def outcome(kernel: str, **tally: object) -> PropertyOutcome:
     )
 
 
-def test_it_adds_up():
+def test_summary_lines_add_up_problems_and_seconds_by_kernel():
     outcomes = [
         outcome("b", problems={"pass": 3, "unsupported": 2}, seconds=2.0, compiling=1.0),
         outcome("b", problems={"pass": 1, "warn": 1}, seconds=2.0),
@@ -135,3 +137,18 @@ def test_it_adds_up():
         "no tests of aa in tf32: never",
     ]
     assert not list(summary_lines([], {}, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("args", "command"),
+    [
+        (["properties", "-n", "2"], "pytest properties -n 2"),
+        (["--attncheck-report", "some/dir", "-q"], "pytest -q"),
+        (["--attncheck-report=some/dir", "-q"], "pytest -q"),
+        (["/home/me/properties/test_causal.py::test_x"], "pytest test_causal.py::test_x"),
+        (["--known-failures=/home/me/mine.toml"], "pytest --known-failures=mine.toml"),
+        (["-k", "causal and bf16"], "pytest -k 'causal and bf16'"),
+    ],
+)
+def test_reported_command_contains_no_folder(args, command):
+    assert pytest_command(args) == command

@@ -1,6 +1,6 @@
-"""Which tests the fixtures ``kernel`` and ``problem`` make of a test, and of whose."""
+"""Which tests the fixtures ``kernel`` and ``problem`` parametrize, and which they leave alone."""
 
-OF_THEIR_OWN = """
+FOREIGN_TESTS = """
 import pytest
 
 @pytest.mark.parametrize("kernel", ["gaussian", "laplace"])
@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc):
     if metafunc.function.__name__ == "test_generated":
         metafunc.parametrize("kernel", ["from a conftest"])
 """
-OURS = """
+FIXTURE_TESTS = """
 from attncheck.inputs.problem import Case
 
 def test_it(kernel):
@@ -42,32 +42,34 @@ TWO = ("--kernel=ideal", "--kernel=sdpa-math", "--device=cpu")
 FAMILIES = ("full", "causal", "padding")
 NAMES = ("one", "two", "three", "four")
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
-NOTHING_HEAVY = """
+ASSERT_NO_HEAVY_IMPORTS = """
 def pytest_sessionfinish(session):
     import sys
     assert not {"torch", "triton", "hypothesis", "numpy"} & set(sys.modules)
 """
 
 
-def test_kernels_and_problems_of_their_own_are_left_alone(repository):
-    done = repository.fresh(conftest=CONFTEST + NOTHING_HEAVY, test_a=OF_THEIR_OWN)
+def test_foreign_kernel_and_problem_parameters_are_left_alone(repository):
+    done = repository.run_in_new_process(
+        conftest=CONFTEST + ASSERT_NO_HEAVY_IMPORTS, test_a=FOREIGN_TESTS
+    )
     assert "5 passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_ours_are_the_kernels_that_are_asked_for(repository):
-    done = repository("--collect-only", *TWO, test_a=OURS)
-    found = set(done.stdout.splitlines())
-    assert found >= {"test_a.py::test_it[ideal]", "test_a.py::test_it[sdpa-math]"}
-    assert "test_a.py::test_both[ideal-causal-wide]" in found
+def test_kernel_fixture_runs_the_requested_kernels(repository):
+    done = repository("--collect-only", *TWO, test_a=FIXTURE_TESTS)
+    tests = set(done.stdout.splitlines())
+    assert tests >= {"test_a.py::test_it[ideal]", "test_a.py::test_it[sdpa-math]"}
+    assert "test_a.py::test_both[ideal-causal-wide]" in tests
 
 
-def test_a_kernel_that_does_not_take_a_problem_is_skipped(repository):
-    done = repository("-k", "gqa or one-key", "-rs", "--dtype=e4m3", *TWO, test_a=OURS)
+def test_kernel_that_refuses_a_problem_is_skipped(repository):
+    done = repository("-k", "gqa or one-key", "-rs", "--dtype=e4m3", *TWO, test_a=FIXTURE_TESTS)
     assert "2 passed, 2 skipped" in done.stdout, done.stdout
     assert "sdpa-math takes no such problem on cpu: takes no fp8 inputs" in done.stdout
 
 
-def test_by_default_they_are_the_projects_own(repository):
+def test_kernel_fixture_defaults_to_the_projects_kernels(repository):
     (repository.path / "attncheck.toml").write_text(
         '[kernels.mine]\nentry = "mine.py::fwd"\nconvention = "sdpa"\n'
     )
@@ -92,20 +94,20 @@ test_one, test_two, test_three, test_four = (of_kernels() for _ in range(4))
 """
 
 
-def test_kernels_that_nobody_named_are_asked_a_covering(repository):
-    def found(*words):
+def test_unnamed_kernels_run_a_covering_of_the_tests(repository):
+    def collect(*words):
         done = repository("--collect-only", "--device=cpu", *words, test_a=PROPERTIES)
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
         return {line for line in lines if "[ideal-" in line}, "deselected" in lines[-1]
 
-    few, said = found()
-    assert said
+    chosen, deselected = collect()
+    assert deselected
     every = {f"test_a.py::test_{n}[ideal-{d}-{f}]" for n in NAMES for d in DTYPES for f in FAMILIES}
-    assert few < every
-    assert len(few) < len(every) / 2
-    # Each kernel in every pair, by one property or another.
-    assert len({line.partition("[")[2] for line in few}) == len(every) / len(NAMES)
-    # Whoever chooses tests, or asks more, has all of them.
+    assert chosen < every
+    assert len(chosen) < len(every) / 2
+    # Every pair of dtype and family occurs, in one property or another.
+    assert len({line.partition("[")[2] for line in chosen}) == len(every) / len(NAMES)
+    # Choosing tests, kernels or a higher tier runs all of them.
     for words in (["-k", "test_"], ["--tier=pr"], ["--kernel=ideal"]):
-        assert found(*words) == (every, False), words
+        assert collect(*words) == (every, False), words

@@ -1,4 +1,4 @@
-"""Which tests a property becomes, of which kernels."""
+"""The tests that a property becomes: for which kernels, dtypes and mask families."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from attncheck.suite.session import Kernel, Session, covering
 
 
 class Narrow(Ideal):
-    """Takes head_dim 128 in whole tiles, in fp16 and, unmasked, in bf16."""
+    """Takes head_dim 128 in whole tiles, in fp16 and, without a mask, in bf16."""
 
     name = "narrow"
 
@@ -36,7 +36,7 @@ class Raising(Ideal):
         raise RuntimeError("no driver")
 
 
-def asked(*families: str, **more: object) -> PropertySpec:
+def spec_of(*families: str, **more: object) -> PropertySpec:
     @asks("compare", families=families, **more)
     def test_it(kernel, case): ...
 
@@ -46,13 +46,13 @@ def asked(*families: str, **more: object) -> PropertySpec:
 
 
 def session(*subjects: Ideal, **options: object) -> Session:
-    found = Session(options=Options(device="cpu", **options))
-    found.kernels = tuple(Kernel(name=s.name, subject=s) for s in subjects)
-    return found
+    test_session = Session(options=Options(device="cpu", **options))
+    test_session.kernels = tuple(Kernel(name=s.name, subject=s) for s in subjects)
+    return test_session
 
 
-def test_a_test_for_each_kernel_dtype_and_family_in_that_order():
-    params = session(Ideal(), Narrow()).params(asked("full", "causal"))
+def test_params_are_ordered_by_kernel_dtype_and_family():
+    params = session(Ideal(), Narrow()).params(spec_of("full", "causal"))
     ids = [param.id for param in params]
     assert ids[:3] == ["ideal-fp32-full", "ideal-fp32-causal", "ideal-tf32-full"]
     assert ids[-4:] == [
@@ -60,51 +60,51 @@ def test_a_test_for_each_kernel_dtype_and_family_in_that_order():
     ]
 
 
-def test_a_family_that_is_not_taken_says_why():
-    params = session(Narrow(), dtypes=("bf16",)).params(asked("full", "causal"))
+def test_param_of_a_refused_family_has_the_reason():
+    params = session(Narrow(), dtypes=("bf16",)).params(spec_of("full", "causal"))
     assert [param.refused for param in params] == ["", "bf16 has no mask"]
 
 
-def test_a_dtype_that_is_not_taken_is_said_once():
-    found = session(Narrow())
-    found.params(asked("full"))
-    assert set(found.untaken["narrow"]) == {"fp32", "tf32"}  # fp8 does not concern it
-    assert not session(Narrow()).params(asked(SOFTMAX))
+def test_refused_dtype_has_no_params_and_is_listed():
+    result = session(Narrow())
+    result.params(spec_of("full"))
+    assert set(result.untaken["narrow"]) == {"fp32", "tf32"}  # fp8 is not applicable to it
+    assert not session(Narrow()).params(spec_of(SOFTMAX))
 
 
-def test_what_was_asked_for_by_name_and_does_not_concern_it_is_said():
-    found = session(Narrow(), kernels=("narrow",), dtypes=("e4m3",))
-    assert not found.params(asked("full"))
-    assert found.untaken == {"narrow": {"e4m3": NOT_APPLICABLE}}
+def test_dtype_requested_but_not_applicable_is_listed():
+    result = session(Narrow(), kernels=("narrow",), dtypes=("e4m3",))
+    assert not result.params(spec_of("full"))
+    assert result.untaken == {"narrow": {"e4m3": NOT_APPLICABLE}}
 
 
-def test_a_property_of_some_dtypes_is_asked_of_these():
-    params = session(Ideal()).params(asked("full", dtypes=("e4m3", "e5m2")))
+def test_property_restricted_to_dtypes_has_params_of_these_alone():
+    params = session(Ideal()).params(spec_of("full", dtypes=("e4m3", "e5m2")))
     assert [param.dtype for param in params] == ["e4m3", "e5m2"]
 
 
-def test_a_kernel_that_raises_when_it_is_asked_is_tested():
+def test_kernel_whose_support_query_raises_is_tested():
     assert not KernelSupport(Raising(), "cpu").refusal("causal", "bf16")
 
 
 @pytest.mark.parametrize("family", [*MASK_FAMILIES, SOFTMAX])
 def test_every_family_has_samples(family):
-    found = sample_problems(family, "bf16")
-    assert found
+    result = sample_problems(family, "bf16")
+    assert result
     assert not KernelSupport(Ideal(), "cpu").refusal(family, "bf16")
-    named = {"packed": "documents"}.get(family, family)  # documents alike
-    assert all(each.mask.name == named for each in found) or family in {"composition", SOFTMAX}
+    mask_name = {"packed": "documents"}.get(family, family)  # documents alike
+    assert all(each.mask.name == mask_name for each in result) or family in {"composition", SOFTMAX}
 
 
-def test_a_kernel_is_under_test_with_what_its_id_says():
-    found = session(Ideal())
-    (param,) = found.params(asked("causal", dtypes=("bf16",)))
-    kernel = found.under_test(param)
+def test_under_test_has_the_kernel_dtype_and_family_of_its_param():
+    result = session(Ideal())
+    (param,) = result.params(spec_of("causal", dtypes=("bf16",)))
+    kernel = result.under_test(param)
     assert (kernel.name, kernel.dtype, kernel.family) == ("ideal", "bf16", "causal")
 
 
-class OfPages(Ideal):
-    """Takes keys in pages of 64 alone."""
+class PagedOnly(Ideal):
+    """Takes only keys in pages of 64."""
 
     name = "of-pages"
 
@@ -115,34 +115,34 @@ class OfPages(Ideal):
         return None if problem.paging.size == 64 else "pages of 64"
 
 
-def test_properties_of_pages_are_asked_of_kernels_of_pages():
+def test_paged_properties_are_asked_of_paged_kernels_alone():
     class Plain(Ideal):
         name = "plain"
 
         def concerns(self, problem: Problem) -> bool:
             return problem.operation == "attention" and problem.paging is None
 
-    both = {"dtypes": ("bf16",)}
-    plain, paged = asked("full", **both), asked("full", **both, pagings=pagings())
-    found = session(Plain(), OfPages())
-    assert [param.id for param in found.params(plain)] == ["plain-bf16-full"]
-    assert [param.id for param in found.params(paged)] == ["of-pages-bf16-full"]
-    assert not found.untaken
+    options = {"dtypes": ("bf16",)}
+    plain, paged = spec_of("full", **options), spec_of("full", **options, pagings=pagings())
+    result = session(Plain(), PagedOnly())
+    assert [param.id for param in result.params(plain)] == ["plain-bf16-full"]
+    assert [param.id for param in result.params(paged)] == ["of-pages-bf16-full"]
+    assert not result.untaken
 
 
 @pytest.mark.parametrize("family", MASK_FAMILIES)
-def test_every_family_has_samples_in_pages(family):
+def test_every_family_has_paged_samples(family):
     assert all(each.paging for each in sample_problems(family, "bf16", ProblemKind(paged=True)))
-    assert not KernelSupport(OfPages(), "cpu").refusal(family, "bf16", ProblemKind(paged=True))
-    assert KernelSupport(OfPages(), "cpu").refusal(family, "bf16") == NOT_APPLICABLE
+    assert not KernelSupport(PagedOnly(), "cpu").refusal(family, "bf16", ProblemKind(paged=True))
+    assert KernelSupport(PagedOnly(), "cpu").refusal(family, "bf16") == NOT_APPLICABLE
 
 
-def test_a_softmax_has_no_pages():
+def test_softmax_has_no_paged_samples():
     assert not sample_problems(SOFTMAX, "bf16", ProblemKind(paged=True))
 
 
 @pytest.mark.parametrize("family", MASK_FAMILIES)
-def test_every_family_has_samples_with_a_backward(family):
+def test_every_family_has_backward_samples(family):
     assert all(
         each.backward for each in sample_problems(family, "bf16", ProblemKind(backward=True))
     )
@@ -151,7 +151,7 @@ def test_every_family_has_samples_with_a_backward(family):
 
 
 @pytest.mark.parametrize("family", MASK_FAMILIES)
-def test_every_family_has_samples_of_what_score_mods_read(family):
+def test_every_family_has_samples_with_captured_tensors(family):
     kind = ProblemKind(backward=True, captured=True)
     assert all(each.dcaptured for each in sample_problems(family, "bf16", kind))
     assert not KernelSupport(Ideal(), "cpu").refusal(family, "bf16", kind)
@@ -161,22 +161,26 @@ def test_every_family_has_samples_of_what_score_mods_read(family):
     assert KernelSupport(without, "cpu").refusal(family, "bf16", kind) == reason
 
 
-def test_a_kernel_of_gradients_alone_is_asked_for_them():
-    class Alone(Ideal):
+def test_backward_only_kernel_is_asked_backward_properties():
+    class BackwardOnly(Ideal):
         name = "alone"
 
         def concerns(self, problem: Problem) -> bool:
             return problem.operation == "attention" and problem.backward
 
-    both = {"dtypes": ("bf16",)}
-    found = session(Alone())
-    assert [p.id for p in found.params(asked("full", **both, backward=True))] == ["alone-bf16-full"]
-    assert not found.untaken
+    options = {"dtypes": ("bf16",)}
+    result = session(BackwardOnly())
+    assert [p.id for p in result.params(spec_of("full", **options, backward=True))] == [
+        "alone-bf16-full"
+    ]
+    assert not result.untaken
 
 
-def parts(properties: int, *subjects: Ideal, families: tuple[str, ...] = tuple(MASK_FAMILIES)):
-    """``{test: (property, part)}`` of the tests that draw."""
-    params = session(*subjects).params(asked(*families))
+def params_by_test(
+    properties: int, *subjects: Ideal, families: tuple[str, ...] = tuple(MASK_FAMILIES)
+):
+    """``{test: (property, param)}`` of all tests that draw."""
+    params = session(*subjects).params(spec_of(*families))
     return {
         (name, each.id): (name, each)
         for name in map(str, range(properties))
@@ -185,22 +189,22 @@ def parts(properties: int, *subjects: Ideal, families: tuple[str, ...] = tuple(M
     }
 
 
-def test_a_covering_has_all_but_the_triples():
-    every = parts(9, Ideal(), Narrow())
+def test_covering_keeps_every_pair_and_every_param_with_far_fewer_tests():
+    every = params_by_test(9, Ideal(), Narrow())
 
-    def asked_of(tests):
-        found = [(name, p.kernel.name, p.dtype, p.family) for name, p in map(every.get, tests)]
+    def combinations(tests):
+        result = [(name, p.kernel.name, p.dtype, p.family) for name, p in map(every.get, tests)]
         return {
-            kind: {tuple(row[axis] for axis in kind) for row in found}
+            kind: {tuple(row[axis] for axis in kind) for row in result}
             for kind in [(0, 1), (0, 2), (0, 3), (1, 2, 3)]
         }
 
-    few = covering(every)
-    assert asked_of(few) == asked_of(every)
-    assert len(few) < len(every) / 4
-    assert few == covering(dict(reversed(every.items())))  # whoever collected them
+    chosen = covering(every)
+    assert combinations(chosen) == combinations(every)
+    assert len(chosen) < len(every) / 4
+    assert chosen == covering(dict(reversed(every.items())))  # in any order of collection
 
 
-def test_of_one_property_nothing_is_left_out():
-    every = parts(1, Ideal(), Narrow(), families=("full", "causal"))
+def test_covering_of_one_property_keeps_every_test():
+    every = params_by_test(1, Ideal(), Narrow(), families=("full", "causal"))
     assert covering(every) == set(every)

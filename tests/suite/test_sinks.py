@@ -1,4 +1,4 @@
-"""A property of sinks is a test of the kernels that take them, and of no other."""
+"""Properties of sinks are tests of the kernels that take sinks, and of no other."""
 
 import importlib.util
 from pathlib import Path
@@ -15,7 +15,7 @@ from attncheck.suite.pytest_options import MARK
 PROPERTIES = Path(__file__).parents[2] / "properties" / "test_sink.py"
 
 
-def asked_by_the_suite() -> list[PropertySpec]:
+def sink_property_specs() -> list[PropertySpec]:
     spec = importlib.util.spec_from_file_location("of_the_suite_sink", PROPERTIES)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -31,22 +31,22 @@ def with_sinks(q, k, v, is_causal=False, scale=None, sinks=None, *, enable_gqa=F
     raise AssertionError("asked")
 
 
-def test_every_property_of_sinks_says_so():
-    found = asked_by_the_suite()
-    assert found
-    assert all(each.kind.sink for each in found)
+def test_every_sink_property_declares_a_sink():
+    specs = sink_property_specs()
+    assert specs
+    assert all(each.kind.sink for each in specs)
 
 
 @pytest.mark.parametrize("family", ["full", "causal", "padding"])
-def test_samples_have_a_sink(family):
+def test_sink_samples_have_a_sink_and_others_do_not(family):
     assert all(problem.sink for problem in sample_problems(family, "bf16", ProblemKind(sink=True)))
     assert not any(problem.sink for problem in sample_problems(family, "bf16"))
     assert not sample_problems("softmax", "bf16", ProblemKind(sink=True))
 
 
-def test_kernels_without_sinks_are_not_concerned():
+def test_sink_properties_do_not_apply_to_kernels_without_sinks():
     for subject, takes in ((adopted(plain, "plain"), False), (adopted(with_sinks, "with"), True)):
-        said = KernelSupport(subject, "cpu").refusal("causal", "bf16", ProblemKind(sink=True))
-        assert said == ("" if takes else NOT_APPLICABLE)
+        reason = KernelSupport(subject, "cpu").refusal("causal", "bf16", ProblemKind(sink=True))
+        assert reason == ("" if takes else NOT_APPLICABLE)
         assert not KernelSupport(subject, "cpu").refusal("causal", "bf16")
     assert not KernelSupport(Ideal(), "cpu").refusal("causal", "bf16", ProblemKind(sink=True))

@@ -1,4 +1,4 @@
-"""The properties and templates are in the wheel, and run where there is no clone."""
+"""The wheel contains the properties and templates, and runs without a clone."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with what the wheel installs."""
+    """A folder with the contents of the wheel."""
     pytest.importorskip("hatchling", reason="what builds the wheel is not installed")
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
@@ -24,19 +24,19 @@ def installed(tmp_path_factory):
     return folder / "site"
 
 
-def test_every_property_is_in_it(installed):
-    ours = {path.name for path in (ROOT / "properties").iterdir() if path.is_file()}
-    assert {path.name for path in (installed / "attncheck" / "properties").iterdir()} == ours
+def test_wheel_contains_every_property(installed):
+    sources = {path.name for path in (ROOT / "properties").iterdir() if path.is_file()}
+    assert {path.name for path in (installed / "attncheck" / "properties").iterdir()} == sources
 
 
-def test_every_template_is_in_it(installed):
+def test_wheel_contains_every_template(installed):
     folder = Path("attncheck") / "reporting" / "templates"
-    ours = {path.name: path.read_bytes() for path in (ROOT / "src" / folder).iterdir()}
-    assert {path.name: path.read_bytes() for path in (installed / folder).iterdir()} == ours
-    assert "page.html.j2" in ours
+    sources = {path.name: path.read_bytes() for path in (ROOT / "src" / folder).iterdir()}
+    assert {path.name: path.read_bytes() for path in (installed / folder).iterdir()} == sources
+    assert "page.html.j2" in sources
 
 
-def test_they_run_from_it(installed, tmp_path):
+def test_properties_run_from_the_wheel(installed, tmp_path):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "--pyargs", "attncheck.properties", "-q", "-v"),

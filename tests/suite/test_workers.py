@@ -1,4 +1,4 @@
-"""Processes of pytest-xdist: each has a GPU of its own, and each kernel a process."""
+"""Processes of pytest-xdist: each uses a GPU of its own, and each kernel runs in a process."""
 
 import os
 
@@ -10,40 +10,40 @@ from attncheck.suite.pytest_options import choose_gpu
 
 @pytest.fixture
 def four_gpus(monkeypatch):
-    """What became the current device, where CUDA was used already."""
-    chosen: list[int] = []
+    """Four pretended GPUs; the list of those that became the current device."""
+    current: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return chosen
+    return current
 
 
-@pytest.mark.parametrize(("worker", "gpu"), [("gw0", "0"), ("gw3", "3"), ("gw6", "2")])
-def test_they_take_turns(monkeypatch, four_gpus, worker, gpu):
+@pytest.mark.parametrize(
+    ("worker", "visible", "gpu"),
+    [
+        ("gw0", None, "0"),
+        ("gw3", None, "3"),
+        ("gw6", None, "2"),
+        ("gw1", "7,5,3,1", "5"),
+        ("", None, None),  # without xdist
+    ],
+)
+def test_each_xdist_worker_sees_one_of_the_visible_gpus(
+    monkeypatch, four_gpus, worker, visible, gpu
+):
     monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     choose_gpu()
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == gpu
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == gpu
 
 
-def test_of_those_that_are_visible(monkeypatch, four_gpus):
-    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
-    choose_gpu()
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
-
-
-def test_where_cuda_was_used_it_becomes_the_current_one(monkeypatch, four_gpus):
+def test_gpu_becomes_the_current_device_where_cuda_is_initialized(monkeypatch, four_gpus):
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw5")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     choose_gpu()
     assert four_gpus == [1]
-    assert "CUDA_VISIBLE_DEVICES" not in os.environ
-
-
-def test_a_process_alone_sees_them_all(monkeypatch, four_gpus):
-    monkeypatch.setenv("PYTEST_XDIST_WORKER", "")
-    choose_gpu()
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
@@ -65,27 +65,30 @@ def test_mine(kernel, problem):
 
 
 @pytest.mark.parametrize("processes", ["0", "1"])
-def test_a_kernel_that_dies_fails_its_test_and_the_next_one_passes(repository, processes):
-    how = ("--kernel", "dies.py::kernel", "--device", "cpu", "-n", processes)
-    run = repository(*how, "test_mine.py", dies=DIES, test_mine=ASKS)
+def test_kernel_that_dies_fails_its_test_and_the_next_one_passes(repository, processes):
+    options = ("--kernel", "dies.py::kernel", "--device", "cpu", "-n", processes)
+    run = repository(*options, "test_mine.py", dies=DIES, test_mine=ASKS)
     assert run.returncode == 1
     assert "1 failed, " in run.stdout
     assert "its process ended with exit code 0 before it answered" in run.stdout
     assert "[dies.kernel-one-key] - " in run.stdout or "[one-key-dies.kernel] - " in run.stdout
-    again = repository(*how, "--in-process", "test_mine.py", "-k", "plain")
-    assert again.returncode == 1
-    assert "attncheck_file_dies" in again.stdout
+    in_process = repository(*options, "--in-process", "test_mine.py", "-k", "plain")
+    assert in_process.returncode == 1
+    assert "attncheck_file_dies" in in_process.stdout
 
 
-def test_a_file_that_ends_its_process_ends_pytest_in_a_line(repository):
+def test_kernel_file_that_exits_when_loaded_is_a_one_line_usage_error(repository):
     run = repository("--kernel", "dies.py::kernel", dies="import os\nos._exit(0)")
     assert run.returncode == 4
-    said = "--kernel: dies.py::kernel: as it was loaded, its process ended with exit code 0"
-    assert said in run.stdout + run.stderr
+    message = "--kernel: dies.py::kernel: as it was loaded, its process ended with exit code 0"
+    assert message in run.stdout + run.stderr
 
 
-def test_a_function_is_asked_within_what_it_takes_and_as_it_is_called(repository):
-    """Its heads lie inside its rows, which only a trial tells: as sdpa every test would fail."""
+def test_function_is_called_by_its_detected_convention_within_its_claims(repository):
+    """Only a trial shows that its heads are inside its rows.
+
+    Called as sdpa every test would fail.
+    """
     mine = (
         "from torch.nn.functional import scaled_dot_product_attention as sdpa\n"
         "def kernel(q, k, v, causal=False):\n"
@@ -100,8 +103,8 @@ def test_a_function_is_asked_within_what_it_takes_and_as_it_is_called(repository
     assert "mine.py::kernel takes " in run.stdout
 
 
-def test_what_is_wrong_beyond_its_claims_is_not_passed_over(repository):
-    """Asked within them alone it would pass, though it is wrong there without a word."""
+def test_silently_wrong_lengths_are_not_excluded_from_the_claims(repository):
+    """The function is silently wrong at ragged lengths; without these it would pass."""
     mine = (
         "from torch.nn.functional import scaled_dot_product_attention as sdpa\n"
         "def kernel(q, k, v, is_causal=False):\n"

@@ -1,4 +1,4 @@
-"""Ideal kernels whose arithmetic is not what they declare."""
+"""Ideal kernels whose arithmetic is not the declared one."""
 
 from dataclasses import replace
 
@@ -11,11 +11,11 @@ from attncheck.subjects.capabilities.subject import Refused, Subject, Tiling
 from attncheck.subjects.ideal import Ideal
 
 NARROW = Tiling(block_query=128, block_kv=32)
-"""Keys of a tile that are not the columns of q: P is told by its shape."""
+"""A tile has fewer keys than q has columns, so that P is recognised by its shape."""
 
 
 class Misdeclared(Subject):
-    """Computes as one kernel and declares what another one does."""
+    """Computes as one kernel and declares another one's arithmetic."""
 
     name = "misdeclared"
     summary = "declares what it does not"
@@ -37,11 +37,11 @@ class Misdeclared(Subject):
 
 
 def without_bits(x, count):
-    """fp32 numbers cut off: their last ``count`` bits are 0."""
+    """Truncates fp32 numbers by setting their last ``count`` bits to 0."""
     return (x.contiguous().view(torch.int32) & -(1 << count)).view(torch.float32)
 
 
-def p_as(change):
+def change_weights(change):
     def operand(self, values, fmt):
         is_p = values.shape[-1] == NARROW.block_kv
         return change(values) if is_p else Ideal.operand(self, values, fmt)
@@ -49,23 +49,23 @@ def p_as(change):
     return stepping(NARROW, operand=operand)
 
 
-def p_in(dtype):
-    return p_as(lambda p: p.to(dtype).float())
+def round_weights(dtype):
+    return change_weights(lambda p: p.to(dtype).float())
 
 
 def rounded_row_sum(self, p, problem, scale):
     return self.operand(p * scale, problem.formats.weights).sum(-1) / scale
 
 
-def out_of_16_bits(_, running, part):
-    """Truncated, of O."""
+def truncate_out(_, running, part):
+    """Truncates the running sum of O to 16 bits; the row sum keeps fp32."""
     total = running + part
     return total if total.dim() < 4 else without_bits(total, 8)
 
 
-def flushed(self, values, fmt):
-    held = Ideal.operand(self, values, fmt)
-    return torch.where(held.abs() < 2.0**fmt.min_exponent, 0.0, held)
+def flush_subnormals(self, values, fmt):
+    rounded = Ideal.operand(self, values, fmt)
+    return torch.where(rounded.abs() < 2.0**fmt.min_exponent, 0.0, rounded)
 
 
 def exp2_of_10_bits(self, exponent):
@@ -83,12 +83,12 @@ def raises(*_):
     raise RuntimeError("out of order")
 
 
-P_TRUNCATED = p_as(lambda p: without_bits(p, 16))
+P_TRUNCATED = change_weights(lambda p: without_bits(p, 16))
 P_UNSCALED = stepping(weights_scale=lambda *_: 1.0)
 SUMS_ROUNDED_P = stepping(row_sum=rounded_row_sum)
 SCORES_IN_BF16 = stepping(scores=lambda _, products: products.bfloat16().float())
-OUT_OF_16_BITS = stepping(added=out_of_16_bits)
-FLUSHES_TO_ZERO = stepping(operand=flushed)
+OUT_OF_16_BITS = stepping(added=truncate_out)
+FLUSHES_TO_ZERO = stepping(operand=flush_subnormals)
 SHORT_EXP = stepping(exp2=exp2_of_10_bits)
 READS_TF32 = stepping(operand=lambda self, x, _: Ideal.operand(self, x, FORMATS["tf32"]))
 WITHOUT_LSE = spoiled(lambda _, right: replace(right, lse=None))

@@ -1,4 +1,4 @@
-"""The arithmetic of kernels whose arithmetic is known, and of those that declare another."""
+"""The arithmetic fingerprint of kernels with a known, and with a misdeclared, arithmetic."""
 
 from pathlib import Path
 
@@ -38,8 +38,8 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("dtype", WEIGHTS)
-def test_the_ideal_kernel_is_what_it_declares(dtype):
-    """Every field is read in every dtype, but for the row sum of a P that is not rounded."""
+def test_fingerprint_of_the_ideal_kernel_agrees_with_its_declaration(dtype):
+    """Every field is read in every dtype, except the row sum where P is not rounded."""
     read = fields(Ideal(), dtype)
     assert list(read) == list(FIELDS)
     assert not differing(read)
@@ -65,24 +65,24 @@ def test_the_ideal_kernel_is_what_it_declares(dtype):
     ],
     ids=str,
 )
-def test_tiles_are_read_of_the_ideal_kernel_in_other_tilings(dtype, tiling, size, order):
-    """Their size and order, in fp32 too, where P is not rounded."""
+def test_fingerprint_reads_tile_size_and_order(dtype, tiling, size, order):
+    """In fp32 too, where P is not rounded."""
     read = fields(Ideal(tiling), dtype)
     assert (read["tile"].read, read["order"].read) == (size, order)
-    # The last of 48 keys is shorter: no size is said, and none can agree.
+    # With tiles of 48 the last is shorter, so no size is read and none can agree.
     assert differing(read) == ({"tile"} if tiling.block_kv == 48 else set())
     assert read["P"].standing == "agrees"
 
 
-def test_tf32_that_is_truncated_is_read_as_that():
+def test_fingerprint_reads_truncated_tf32():
     read = fields(Ideal(tf32="truncate"), "tf32")
     assert (read["products"].read, read["P"].read) == ("11 bits, truncated", "tf32, truncated")
     assert not differing(read)
 
 
 FAULTS = {
-    "P in bf16": ("fp16", planted.p_in(torch.bfloat16), {"P": "bf16, nearest"}),
-    "P in fp16": ("bf16", planted.p_in(torch.float16), {"P": "fp16, nearest"}),
+    "P in bf16": ("fp16", planted.round_weights(torch.bfloat16), {"P": "bf16, nearest"}),
+    "P in fp16": ("bf16", planted.round_weights(torch.float16), {"P": "fp16, nearest"}),
     "P truncated": ("bf16", planted.P_TRUNCATED, {"P": "bf16, truncated"}),
     "P unscaled": ("e4m3", planted.P_UNSCALED, {"P": "e4m3, nearest"}),
     "sum of rounded P": ("bf16", planted.SUMS_ROUNDED_P, {"row sum": "of rounded P"}),
@@ -103,16 +103,15 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_not_as_declared_differs(fault):
-    """The field that is wrong, and no other one."""
+def test_only_the_misdeclared_field_differs(fault):
     dtype, runs, wrong = FAULTS[fault]
     read = fields(planted.Misdeclared(runs), dtype)
     assert {name: read[name].read for name in differing(read)} == wrong
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_an_exp2_of_ten_bits_differs(dtype):
-    """P, which has no more bits than exp2, is read with it."""
+def test_exp2_of_ten_bits_differs(dtype):
+    """P has no more bits than exp2, so its field may differ too."""
     read = fields(planted.Misdeclared(planted.SHORT_EXP), dtype)
     assert "exp2" in differing(read)
     assert float(read["exp2"].read.split()[0]) > 1000
@@ -130,30 +129,30 @@ def test_an_exp2_of_ten_bits_differs(dtype):
     ],
     ids=["tile", "order", "parts"],
 )
-def test_another_tiling_than_is_declared_differs(tiling, wrong):
+def test_misdeclared_tiling_differs(tiling, wrong):
     read = fields(planted.Misdeclared(Ideal(tiling), Ideal()), "bf16")
     assert {name: read[name].read for name in differing(read)} == wrong
 
 
-def test_without_lse_the_row_sum_shows_in_out():
+def test_row_sum_is_read_from_out_where_there_is_no_lse():
     assert fields(planted.WITHOUT_LSE, "bf16")["row sum"].standing == "agrees"
 
 
-def test_what_is_refused_is_not_seen_and_says_why():
+def test_fields_of_refused_questions_are_not_seen_and_have_the_reason():
     read = fields(planted.SHORT, "bf16")
     unseen = {name: each.reason for name, each in read.items() if each.standing == "not seen"}
     refused = dict.fromkeys(("tile", "order", "parts"), "more than 128 keys")
     assert unseen == {**refused, "sentinel": "no masks"}
 
 
-def test_of_what_is_not_finite_nothing_is_read():
-    """But for the sentinel: rows of which nothing is right are what hidden keys may bring about."""
+def test_nan_outputs_leave_nearly_every_field_unread():
+    """Only the sentinel and the subnormals may be read: hidden keys may cause wrong rows too."""
     read = fields(planted.GIVES_NAN, "bf16")
     seen = {name for name, reading in read.items() if reading.standing != "not seen"}
     assert seen <= {"sentinel", "subnormals"}
 
 
-def test_a_kernel_that_raises_is_asked_nothing_more():
+def test_fingerprint_stops_after_the_kernel_raises():
     record = fingerprint_kernel(planted.RAISES, "bf16")
     assert record.calls == 0
     assert without_place(record.readings[0].reason) == "RuntimeError: out of order"
@@ -178,7 +177,7 @@ def test_a_kernel_that_raises_is_asked_nothing_more():
         ),
     ],
 )
-def test_our_triton_kernels_are_what_they_declare(name, dtype, tile, parts):
+def test_triton_kernels_agree_with_their_declarations(name, dtype, tile, parts):
     if torch.cuda.is_available():
         pytest.skip("this process compiles")
     prepare("cpu")
@@ -188,8 +187,8 @@ def test_our_triton_kernels_are_what_they_declare(name, dtype, tile, parts):
     assert read["P"].read.startswith(dtype)
 
 
-def test_a_kernel_that_casts_to_fp16_whatever_it_is_given_is_told_so():
-    """It takes as many rows as keys alone, and adds −1e6 to a hidden score in log2 units."""
+def test_tutorial_kernel_that_always_casts_to_fp16_differs():
+    """The kernel takes only as many rows as keys, and adds −1e6 to a hidden score in log2 units."""
     if torch.cuda.is_available():
         pytest.skip("this process compiles")
     prepare("cpu")
@@ -200,28 +199,28 @@ def test_a_kernel_that_casts_to_fp16_whatever_it_is_given_is_told_so():
     assert read["tile"].read == "64 keys"
 
 
-def test_the_cpus_flash_kernel_is_as_it_is_declared():
-    """A step of 512 keys, and where it has vectors a short polynomial for exp."""
+def test_cpu_flash_kernel_agrees_with_its_declaration():
+    """It steps by 512 keys and, where the CPU has vectors, uses a short polynomial for exp."""
     read = fields(Sdpa("flash"), "bf16")
     assert not differing(read)
     assert (read["tile"].read, read["P"].read) == ("512 keys", "bf16, nearest")
     assert float(read["exp2"].read.split()[0]) < 1024
 
 
-def test_the_unfused_kernel_is_finer_than_it_is_declared():
+def test_unfused_kernel_is_finer_than_declared():
     read = fields(Sdpa("math"), "bf16")
     assert not differing(read)
     assert (read["P"].standing, read["P"].read) == ("finer", "fp32")
     assert read["tile"].standing == "not seen"
 
 
-def test_a_dtype_that_there_is_not():
+def test_survey_rejects_unknown_dtypes():
     with pytest.raises(UnknownName):
         survey_arithmetic(Ideal(), ["fp8"], device="cpu", command="")
 
 
 @pytest.mark.parametrize(
-    ("spacing", "rounding", "held"),
+    ("spacing", "rounding", "values"),
     [
         (2, "nearest", [0, 0, 2, 4, 4, 4, 6, 8]),
         (4, "nearest", [0, 0, 0, 4, 4, 4, 8, 8]),
@@ -229,12 +228,12 @@ def test_a_dtype_that_there_is_not():
         (4, "truncated", [0, 4, 4, 4, 4, 8, 8, 8]),
     ],
 )
-def test_a_grid_is_told_by_what_is_equal(spacing, rounding, held):
-    found = read_grid([float(x) for x in held], 10)
-    assert found == Grid(11 - spacing.bit_length() + 1, rounding)
+def test_read_grid_reads_spacing_and_rounding(spacing, rounding, values):
+    grid = read_grid([float(x) for x in values], 10)
+    assert grid == Grid(11 - spacing.bit_length() + 1, rounding)
 
 
-def test_what_is_on_no_grid_is_told_as_nothing():
+def test_read_grid_returns_none_off_any_grid():
     assert read_grid([0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 10) is None
     assert coarsest([(10, [float("nan")] * 8)]) is None
     assert coarsest([(10, list(map(float, range(8))))]) == Grid(11)

@@ -1,4 +1,4 @@
-"""Canvases, pairs of documents, later rows and drawn biases mean the same in every backend."""
+"""Canvas, document-pair, offset and bias mods mean the same in every backend."""
 
 import pytest
 import torch
@@ -44,27 +44,29 @@ every_mod = pytest.mark.parametrize(
 
 @every_mod
 def test_all_backends_agree(spec, build, trace):
-    # The interpreter runs a program a key for each score mod: of those one in it is enough.
-    ours = (
+    # The interpreter is slow for score mods (a program for each key), so it runs one of them.
+    triton = (
         [subject_named("triton-flash2")] if build is build_mask or spec == SCORES["offset"] else []
     )
-    kernels = [Ideal(), subject_named("flex"), *ours]
-    _, found = compare_backends("mod", build(spec, SMALL), kernels, dimensions=SMALL)
-    assert [backend.status for backend in found] == ["equal"] * (1 + len(kernels)), found
-    assert {backend.compared for backend in found} == {2 * 2 * 14 * 17}
+    kernels = [Ideal(), subject_named("flex"), *triton]
+    _, backends = compare_backends("mod", build(spec, SMALL), kernels, dimensions=SMALL)
+    assert [backend.status for backend in backends] == ["equal"] * (1 + len(kernels)), backends
+    assert {backend.compared for backend in backends} == {2 * 2 * 14 * 17}
 
 
 @every_mod
-def test_it_survives_json_bit_for_bit(spec, build, trace):
+def test_mod_survives_json_bit_for_bit(spec, build, trace):
     mod = build(spec, SMALL)
     traced = trace(mod)
-    again = expression.expression_from_json(expression.expression_to_json(traced))
-    assert expression.expression_digest(again) == expression.expression_digest(
+    decoded = expression.expression_from_json(expression.expression_to_json(traced))
+    assert expression.expression_digest(decoded) == expression.expression_digest(
         trace(build(spec, SMALL))
     )
     indices = torch.meshgrid(*map(torch.arange, (2, 2, 14, 17)), indexing="ij")
     start = [torch.zeros(2, 2, 14, 17, dtype=torch.float64)] if build is build_score else []
-    assert torch.equal(again.evaluate(*start, *indices), mod(*start, *indices).expand(2, 2, 14, 17))
+    assert torch.equal(
+        decoded.evaluate(*start, *indices), mod(*start, *indices).expand(2, 2, 14, 17)
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,12 +83,12 @@ def test_it_survives_json_bit_for_bit(spec, build, trace):
     ],
     ids=str,
 )
-def test_no_index_leaves_its_table_nor_32_bits(spec):
+def test_indices_stay_within_their_tables_and_32_bits(spec):
     check_index_ranges(trace_mask(build_mask(spec, LARGE)), LARGE)
 
 
-def test_of_a_table_that_is_too_short_it_is_said():
-    """As the masks clamp, or an offset builds for the longer problem: without it, an error."""
+def test_index_beyond_a_table_is_an_error():
+    """Masks avoid it by clamping, and an offset by building for the longer problem."""
     short = build_mask(MASKS["documents"], SMALL)
     longer = Dimensions(batch=2, heads=2, query=14, kv=18)
     with pytest.raises(

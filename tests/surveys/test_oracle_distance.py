@@ -1,4 +1,4 @@
-"""Against numbers of 60 digits that a plain loop computes here."""
+"""Distances of oracles from 60-digit results that a plain loop computes here."""
 
 import itertools
 import math
@@ -22,13 +22,13 @@ CASE = Case(problem=Problem(heads=2, kv_heads=1, query=3, kv=4, head_dim=5, valu
 UNIT = 2.0**-53
 
 
-PROMISED = 1e-13 / UNIT  # what the manual says of ordinary inputs
+PROMISED = 1e-13 / UNIT  # the manual's promise for ordinary inputs
 
 
-def by_hand(case):
+def exact_result(case):
     """Exact out, LSE and Σ p|v| of a Problem without a mask."""
-    problem, drawn = case.problem, input_tensors.draw_inputs(case.problem)
-    q, k, v = (tensor[0].tolist() for tensor in drawn.promoted())
+    problem, inputs = case.problem, input_tensors.draw_inputs(case.problem)
+    q, k, v = (tensor[0].tolist() for tensor in inputs.promoted())
     out = np.empty((1, problem.heads, problem.query, problem.value_dim), dtype=object)
     spread, lse = out.copy(), out[..., 0].copy()
     for h, i in np.ndindex(problem.heads, problem.query):
@@ -43,35 +43,35 @@ def by_hand(case):
     return Result(out, lse[..., None]), spread
 
 
-EXACT, SPREAD = by_hand(CASE)
+EXACT, SPREAD = exact_result(CASE)
 
 
-def measured(change):
-    """The Record of dense attention with ``change`` made to its out and LSE."""
+def measure(change):
+    """The Record of dense attention with ``change`` applied to its out and LSE."""
 
     dense = oracles.dense(input_tensors.draw_inputs(CASE.problem))
-    given = {"changed": Outputs(*change(dense.out, dense.lse))}
-    (record,) = distances(CASE, "full", given, EXACT, SPREAD)
+    outputs = {"changed": Outputs(*change(dense.out, dense.lse))}
+    (record,) = distances(CASE, "full", outputs, EXACT, SPREAD)
     return record
 
 
 def test_dense_attention_is_a_few_units_away():
-    record = measured(lambda out, lse: (out, lse))
+    record = measure(lambda out, lse: (out, lse))
     assert 0 < record.out.units < PROMISED
     assert record.lse.units < PROMISED
     assert (record.out.compared, record.lse.compared, record.rows.total) == (12, 6, 6)
     assert record.rows.nonfinite == record.out.nonfinite == record.lse.nonfinite == 0
 
 
-def test_an_oracle_that_is_off_by_a_billionth_shows_where():
+def test_error_of_a_billionth_is_measured_and_located():
     def change(out, lse):
         out[0, 1, 2, 0] += 1e-9
         lse[0, 1, 0] -= 1e-9
         return out, lse
 
-    record, unchanged = measured(change), measured(lambda out, lse: (out, lse))
+    record, unchanged = measure(change), measure(lambda out, lse: (out, lse))
     units = 1e-9 / float(SPREAD[0, 1, 2, 0]) / UNIT
-    # What was away before may add or take away, and the sum is rounded once.
+    # The error from before may add or subtract, and the sum is rounded once.
     assert abs(record.out.units - units) <= unchanged.out.units + 1
     at = record.out.at
     assert (at.batch, at.head, at.query, at.dim) == (0, 1, 2, 0)
@@ -80,14 +80,14 @@ def test_an_oracle_that_is_off_by_a_billionth_shows_where():
     assert (record.lse.at.query, record.lse.at.dim) == (0, -1)
 
 
-def test_the_difference_is_taken_before_anything_is_rounded():
-    """The nearest float64 numbers are not exact; their error is below one unit, and not 0."""
+def test_difference_is_taken_before_rounding():
+    """The nearest float64 numbers are not exact: their error is below one unit, but not 0."""
     out = torch.tensor(EXACT.out.astype(np.float64))
     lse = torch.tensor(EXACT.lse[..., 0].astype(np.float64))
-    record = measured(lambda _out, _lse: (out, lse))
+    record = measure(lambda _out, _lse: (out, lse))
     errors = [
-        abs(MP.mpf(float(mine)) - exact) / size / UNIT
-        for mine, exact, size in zip(out.flatten(), EXACT.out.flat, SPREAD.flat, strict=True)
+        abs(MP.mpf(float(got)) - exact) / size / UNIT
+        for got, exact, size in zip(out.flatten(), EXACT.out.flat, SPREAD.flat, strict=True)
     ]
     assert record.out.units == float(max(errors))
     assert 0 < record.out.units <= 1
@@ -104,12 +104,12 @@ def test_the_difference_is_taken_before_anything_is_rounded():
         (math.nan, 0.0, (1, 0, 0)),
     ],
 )
-def test_rows_that_are_not_finite_are_told_apart(lse_value, out_value, counts):
+def test_nonfinite_rows_are_counted_by_kind(lse_value, out_value, counts):
     def change(out, lse):
         out[0, 0, 1, 1], lse[0, 0, 1] = out_value, lse_value
         return out, lse
 
-    record = measured(change)
+    record = measure(change)
     rows = record.rows
     assert (rows.nonfinite, rows.overflowed, rows.vanished) == counts
     assert record.out.nonfinite == (not math.isfinite(out_value))
@@ -117,22 +117,22 @@ def test_rows_that_are_not_finite_are_told_apart(lse_value, out_value, counts):
     assert record.out.compared + record.out.nonfinite == 12
 
 
-def test_a_distance_beyond_the_largest_float_stays_a_number():
-    """JSON has no ∞: it would come back as no number compared."""
+def test_distance_beyond_the_largest_float_is_the_largest_float():
+    """JSON has no ∞: such a distance would be read back as nothing compared."""
     spread = SPREAD * MP.mpf(10) ** -400
-    given = {"wrong": Outputs(torch.ones(1, 2, 3, 2), torch.ones(1, 2, 3))}
-    (record,) = distances(CASE, "full", given, EXACT, spread)
+    outputs = {"wrong": Outputs(torch.ones(1, 2, 3, 2), torch.ones(1, 2, 3))}
+    (record,) = distances(CASE, "full", outputs, EXACT, spread)
     assert record.out.units == sys.float_info.max
     assert (record.out.compared, record.out.nonfinite) == (12, 0)
 
 
-def test_nothing_finite_has_no_distance():
-    record = measured(lambda out, lse: (out * math.nan, lse))
+def test_out_without_finite_elements_has_no_distance():
+    record = measure(lambda out, lse: (out * math.nan, lse))
     assert (record.out.units, record.out.at, record.out.compared) == (None, None, 0)
     assert record.out.nonfinite == 12
 
 
-def test_a_row_without_keys_must_be_zero_and_minus_infinity():
+def test_row_without_keys_must_be_zero_and_minus_infinity():
     lse = EXACT.lse.copy()
     lse[0, 0, 0] = MP.ninf
     exact = Result(EXACT.out, lse)
@@ -148,7 +148,7 @@ def test_a_row_without_keys_must_be_zero_and_minus_infinity():
     assert record.rows.dead_wrong == 0
 
 
-def planted(part, at, value):
+def exact_with(part, at, value):
     """The exact result and Σ p|v| with one number replaced."""
     parts = {"out": EXACT.out.copy(), "lse": EXACT.lse.copy(), "spread": SPREAD.copy()}
     parts[part][at] = value
@@ -163,10 +163,10 @@ def planted(part, at, value):
     ],
     ids=str,
 )
-def test_an_exact_side_that_is_not_finite_is_counted(part, value):
-    exact, spread = planted(part, (0, 1, 2, 0), value)
-    given = {"dense": oracles.dense(input_tensors.draw_inputs(CASE.problem))}
-    (record,) = distances(CASE, "full", given, exact, spread)
+def test_nonfinite_exact_elements_are_counted(part, value):
+    exact, spread = exact_with(part, (0, 1, 2, 0), value)
+    outputs = {"dense": oracles.dense(input_tensors.draw_inputs(CASE.problem))}
+    (record,) = distances(CASE, "full", outputs, exact, spread)
     assert (record.rows.total, record.rows.nonfinite) == (6, 1)
     assert record.out.nonfinite == (part != "lse")
     assert record.lse.nonfinite == (part == "lse")
@@ -175,39 +175,39 @@ def test_an_exact_side_that_is_not_finite_is_counted(part, value):
     assert 0 < record.out.units < PROMISED
 
 
-def test_nothing_exact_that_is_finite_has_no_distance():
+def test_exact_result_without_finite_elements_has_no_distance():
     nothing = Result(EXACT.out * MP.nan, EXACT.lse * MP.nan)
-    given = {"dense": oracles.dense(input_tensors.draw_inputs(CASE.problem))}
-    (record,) = distances(CASE, "full", given, nothing, SPREAD * MP.nan)
+    outputs = {"dense": oracles.dense(input_tensors.draw_inputs(CASE.problem))}
+    (record,) = distances(CASE, "full", outputs, nothing, SPREAD * MP.nan)
     assert (record.out.units, record.out.at, record.out.compared) == (None, None, 0)
     assert (record.out.nonfinite, record.lse.nonfinite, record.rows.nonfinite) == (12, 6, 6)
 
 
 @pytest.mark.parametrize("exponent", [-45, -400])
-def test_agreement_is_told_by_its_exponent(exponent):
-    """Also where it is far below the smallest float."""
+def test_agreement_is_measured_by_its_exponent(exponent):
+    """This includes exponents far below the smallest float."""
     context = mpmath.MPContext()
     context.dps = 500
     out = np.vectorize(context.mpf)(EXACT.out)
     shifted = out.copy()
     shifted[0, 1, 1, 1] += context.mpf(10) ** exponent * context.mpf(SPREAD[0, 1, 1, 1])
     same, other = Result(out, EXACT.lse), Result(shifted, EXACT.lse)
-    found = agreement(CASE, "full", {"naive": same, "online": other}, same, SPREAD)
-    assert abs(found.log10 - exponent) <= math.ulp(exponent)
-    assert found.oracles == ("naive", "online")
-    assert (found.infinite, found.furthest) == (0, "online")
-    assert found.holds(-exponent - 1)
-    assert not found.holds(-exponent + 1)
+    result = agreement(CASE, "full", {"naive": same, "online": other}, same, SPREAD)
+    assert abs(result.log10 - exponent) <= math.ulp(exponent)
+    assert result.oracles == ("naive", "online")
+    assert (result.infinite, result.furthest) == (0, "online")
+    assert result.holds(-exponent - 1)
+    assert not result.holds(-exponent + 1)
     equal = agreement(CASE, "full", {"naive": same}, same, SPREAD)
     assert (equal.log10, equal.infinite, equal.furthest) == (None, 0, None)
     assert equal.holds(500)
 
 
-def test_agreement_counts_lse_too():
+def test_agreement_includes_lse():
     lse = EXACT.lse.copy()
     lse[0, 0, 0] += MP.mpf(10) ** -30 * max(1, abs(lse[0, 0, 0, 0]))
-    found = agreement(CASE, "full", {"online": Result(EXACT.out, lse)}, EXACT, SPREAD)
-    assert abs(found.log10 + 30) <= math.ulp(30)
+    result = agreement(CASE, "full", {"online": Result(EXACT.out, lse)}, EXACT, SPREAD)
+    assert abs(result.log10 + 30) <= math.ulp(30)
 
 
 LAST = (0, 1, 2, -1)
@@ -216,28 +216,28 @@ LAST = (0, 1, 2, -1)
 @pytest.mark.parametrize("at", [(0, 0, 0, 0), LAST], ids=["first", "last"])
 @pytest.mark.parametrize("value", [MP.nan, MP.inf, MP.ninf], ids=str)
 @pytest.mark.parametrize("part", ["out", "lse"])
-def test_what_is_not_finite_is_infinitely_far(part, value, at):
-    """Wherever it stands, on either side, beside numbers that are a rounding away."""
+def test_nonfinite_elements_are_infinitely_far(part, value, at):
+    """On either side, wherever the element is, and beside numbers that are a rounding away."""
     near = Result(EXACT.out * (1 + MP.mpf(10) ** -55), EXACT.lse)
-    fault, _ = planted(part, at, value)
+    fault, _ = exact_with(part, at, value)
     for others, exact, furthest in (
         ({"online": near, "flash2": fault, "flash1": EXACT}, EXACT, "flash2"),
         ({"online": near, "flash2": EXACT}, fault, "online"),
     ):
-        found = agreement(CASE, "full", others, exact, SPREAD)
-        assert found.infinite == (1 if exact is EXACT else 2)
-        assert found.furthest == furthest
-        assert found.log10 < -50 or exact is not EXACT  # a rounding in 50 digits
-        assert not found.holds(0)
+        result = agreement(CASE, "full", others, exact, SPREAD)
+        assert result.infinite == (1 if exact is EXACT else 2)
+        assert result.furthest == furthest
+        assert result.log10 < -50 or exact is not EXACT  # a rounding in 50 digits
+        assert not result.holds(0)
 
 
-def test_nan_on_both_sides_is_no_agreement():
-    fault, _ = planted("out", LAST, MP.nan)
+def test_nan_on_both_sides_does_not_agree():
+    fault, _ = exact_with("out", LAST, MP.nan)
     assert agreement(CASE, "full", {"flash2": fault}, fault, SPREAD).infinite == 1
 
 
-def test_a_row_without_keys_is_compared():
-    """Its exact out and spread are 0, its LSE −∞; the same there is no difference."""
+def test_agreement_compares_rows_without_keys():
+    """Exact out and spread are 0 and LSE is −∞; the same values are no difference."""
     out, lse, spread = EXACT.out.copy(), EXACT.lse.copy(), SPREAD.copy()
     out[0, 0, 1], lse[0, 0, 1], spread[0, 0, 1] = MP.zero, MP.ninf, MP.zero
     dead = Result(out, lse)
@@ -245,18 +245,18 @@ def test_a_row_without_keys_is_compared():
 
     alive = Result(out, lse.copy())
     alive.lse[0, 0, 1] = MP.mpf("0.5")
-    found = agreement(CASE, "full", {"flash2": alive}, dead, spread)
-    assert (found.log10, found.infinite, found.furthest) == (None, 1, "flash2")
+    result = agreement(CASE, "full", {"flash2": alive}, dead, spread)
+    assert (result.log10, result.infinite, result.furthest) == (None, 1, "flash2")
     assert agreement(CASE, "full", {"flash2": dead}, alive, spread).infinite == 1
 
     wrong = Result(out.copy(), lse)
     wrong.out[0, 0, 1, 0] = MP.mpf(10) ** -100
-    found = agreement(CASE, "full", {"flash2": wrong}, dead, spread)
-    assert (found.log10, found.infinite) == (None, 1)
-    assert not found.holds(0)
+    result = agreement(CASE, "full", {"flash2": wrong}, dead, spread)
+    assert (result.log10, result.infinite) == (None, 1)
+    assert not result.holds(0)
 
 
-def test_a_distance_relative_to_infinity_is_none():
-    _, spread = planted("spread", LAST, MP.inf)
-    other, _ = planted("out", LAST, MP.mpf(7))
+def test_distance_relative_to_an_infinite_spread_is_infinite():
+    _, spread = exact_with("spread", LAST, MP.inf)
+    other, _ = exact_with("out", LAST, MP.mpf(7))
     assert agreement(CASE, "full", {"flash2": other}, EXACT, spread).infinite == 1

@@ -1,4 +1,4 @@
-"""A gate without lanes: its work done in this process, in the order in which lanes would do it."""
+"""A gate without lanes: its units run in this process, in the order that lanes would use."""
 
 import heapq
 import subprocess
@@ -15,18 +15,19 @@ PLANTED = Path(__file__).with_name("planted_kernels.py")
 
 
 def git(folder, *words):
-    """What git prints, run by somebody who signs nothing."""
-    who = ("-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
-    command = ["git", *who, "-C", str(folder), *words]
+    """Runs git as a user who signs nothing, and returns what it prints."""
+    identity = ("-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
+    command = ["git", *identity, "-C", str(folder), *words]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def named(name):
+def planted(name):
+    """The name of a kernel of ``planted_kernels.py``."""
     return f"{PLANTED}::{name}"
 
 
 def choices(*, tier="smoke", dtypes="fp32", stages="", **options):
-    """Choices of names as they are typed, commas between them."""
+    """Choices as typed on the command line, with commas between names."""
     return Choices(
         tier=tier_named(tier),
         dtypes=tuple(filter(None, dtypes.split(","))),
@@ -36,13 +37,13 @@ def choices(*, tier="smoke", dtypes="fp32", stages="", **options):
 
 
 def drive(kernel, *, first=False, most=10_000, **options):
-    """Every result by its unit's id; with ``first`` until an answer is wrong and made smaller."""
-    chosen = choices(**options)
-    gate, queue, units, results = GateWorker(chosen, KnownFailures(())), [], {}, {}
-    tier = chosen.tier.name
+    """Results by unit id; with ``first``, up to the first wrong answer and its shrinking."""
+    gate_choices = choices(**options)
+    gate, queue, units, results = GateWorker(gate_choices, KnownFailures(())), [], {}, {}
+    tier = gate_choices.tier.name
 
-    def add(new):
-        for unit in new:
+    def add(new_units):
+        for unit in new_units:
             if unit.id not in units:
                 units[unit.id] = unit
                 heapq.heappush(queue, (priority(unit), len(units), unit))
