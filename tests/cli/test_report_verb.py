@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 
 import msgspec
 import pytest
-from tests.reporting import gate_reports as made
+from tests.reporting import gate_reports as gates
 
 from attncheck.records.json_reports import load_report
 from attncheck.records.record import Report
@@ -19,8 +19,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where the lines of kernels are looked up
     monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it in its processes
     (tmp_path / "evil.py").write_text("open('imported', 'w')\ndef forward(q, k, v): pass\n")
-    answers = [made.answer(made.wrong("evil.py::forward")), made.answer(made.measured("k"))]
-    report = made.report(*answers)
+    answers = [gates.answer(gates.wrong("evil.py::forward")), gates.answer(gates.measured("k"))]
+    report = gates.report(*answers)
     write_gate(report, tmp_path / "gate", {answers[0].failure: "print('asked')\n"})
     records = tuple(answer.record for answer in report.answers)
     rmse = Report(
@@ -113,9 +113,9 @@ def test_a_journal_is_read(run, folder):
     units = [
         Unit(kind=kind, stage="bounds", kernel="k", device="cpu") for kind in ("describe", "ask")
     ]
-    record = made.record("k", environment=made.GPU.id)
-    answer = made.answer(record, unit=units[1].id)
-    facts = {"name": "k", "summary": "s", "environment": msgspec.to_builtins(made.GPU)}
+    record = gates.record("k", environment=gates.GPU.id)
+    answer = gates.answer(record, unit=units[1].id)
+    facts = {"name": "k", "summary": "s", "environment": msgspec.to_builtins(gates.GPU)}
     with Journal.open(folder / "results.jsonl", head, resume=False) as journal:
         journal.queued(units)
         for unit, told in zip(units, ({"facts": facts}, {"answers": (answer,)}), strict=True):

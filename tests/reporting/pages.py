@@ -1,4 +1,4 @@
-"""A report as a test reads it."""
+"""Reads rendered reports in tests."""
 
 import csv
 import io
