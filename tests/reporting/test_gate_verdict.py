@@ -143,8 +143,8 @@ def test_failures_are_ordered_crash_bound_precision():
         gates.answer(gates.wrong(rule="bound", problem={"seed": 2})),
         gates.answer(gates.record(problem={"seed": 3}, status="crash", reason="SIGSEGV")),
     ]
-    found = failure_groups(gates.report(*answers))
-    assert [one.answer for one in found] == answers[::-1]
+    groups = failure_groups(gates.report(*answers))
+    assert [one.answer for one in groups] == answers[::-1]
 
 
 def test_tolerated_flaky_answers_are_not_failures():
