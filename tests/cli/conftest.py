@@ -39,7 +39,7 @@ def run_fresh():
         return subprocess.run(
             [sys.executable, *(("-c", program) if before else ("-m", "attncheck")), *words],
             cwd=cwd,
-            env=os.environ | environment,  # readline sets COLUMNS, but not there
+            env=os.environ | environment,  # explicit, as readline sets COLUMNS only outside of it
             capture_output=True,
             text=True,
         )

@@ -75,6 +75,8 @@ CERTIFY = "oracles --certify --shape 1x2/1x5x4 --distribution normal -q"
 MODS = "mods --shape 1x2x5/6 --device cpu -q"
 BENCH = "bench --shape 2x2x48x8 --variant causal --dtype fp32 -q --rounds 3 --device cpu"
 FAULTS = "faults --device cpu -q"
+FINGERPRINT = "fingerprint --device cpu -q"
+DTYPES = "from bf16, e4m3, e5m2, fp16, fp32, tf32."
 KERNEL_FILE = f"{FAULTS} --kernel-file"
 FORMAT = "format 'xml' is not known: choose from csv, html, json, md, table"
 
@@ -237,6 +239,43 @@ BAD_INPUT = [
     (f"{MODS} mods.py --format xml", FORMAT),
     (f"{MODS} mods.py --device cuda", "device 'cuda' is not here"),
     ("mods", "FILE.py"),
+    ("blocks casual", "mask 'casual' is not known: did you mean 'causal'? Choose from and, causal"),
+    ("blocks prefix_lm", 'needs numbers or parts: write it as JSON, {"name": "prefix_lm", …}'),
+    ("blocks and", "needs numbers or parts"),
+    ("blocks sliding_window", "needs numbers or parts"),
+    ("""blocks '{"name": "and"'""", "is no JSON: Expecting"),
+    ("""blocks '{"name": "and"}'""", "and has 0 parts: it takes at least one part."),
+    ("""blocks '{"name": "casual"}'""", "mask 'casual' is not known"),
+    ("""blocks '{"window": 3}'""", "a mod is an object with a name"),
+    (
+        """blocks '{"name": "padding", "lengths": [3]}' --batch 2""",
+        "one for each of the batch=2",
+    ),
+    ("blocks mods.py::gone", "mods.py has no 'gone'"),
+    ("blocks bad.py::decides", "cannot be traced"),
+    ("blocks mods.py::five", "it must be a callable"),
+    ("blocks bad.py::outside", "allowed is −4 … 3"),
+    ("blocks gone.py::mask", "there is no file gone.py"),
+    ("blocks mods.py", "is not FILE.py::NAME"),
+    ("blocks causal --query 0", "0"),
+    ("blocks causal --block 128", "block '128' is not ROWSxKEYS, such as 128x64."),
+    ("blocks causal --block 0x64", "is not ROWSxKEYS"),
+    ("blocks causal --block 64x64x64", "is not ROWSxKEYS"),
+    ("probe mine.py::two --device cpu", "takes (q, k): a kernel's first three"),
+    ("probe mine.py::gone --device cpu", "kernel 'mine.py::gone': mine.py has no 'gone'."),
+    ("probe nosuch --device cpu", "kernel 'nosuch' is not known: choose from"),
+    (
+        "probe mine.py::kernel --convention ours --device cpu",
+        "convention 'ours' is not known",
+    ),
+    ("probe sdpa-cudnn --device cpu", "cannot run on cpu: needs a CUDA GPU"),
+    (
+        f"{FINGERPRINT} ideal --dtype half",
+        f"dtype 'half' is not known: did you mean 'fp16'? Choose {DTYPES}",
+    ),
+    (f"{FINGERPRINT} ideal --dtype fp64", f"dtype 'fp64' is not known: choose {DTYPES}"),
+    (f"{FINGERPRINT} nobody", "nobody"),
+    (f"{FINGERPRINT} sdpa-cudnn", "needs a CUDA GPU"),
     (f"{BENCH} --kernel triton-flash2", "is interpreted on a CPU, where its time means nothing"),
     (f"{BENCH} --table main", "--shape stands in place of --table"),
     (f"{BENCH} --variant softmax", "bench times attention"),

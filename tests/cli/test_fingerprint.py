@@ -5,7 +5,6 @@ import io
 import pytest
 
 from attncheck.cli.fingerprint import fingerprint
-from attncheck.core.errors import UsageError
 from attncheck.records.json_reports import load_report
 from attncheck.records.survey_reports import FIELDS, FingerprintReport
 from attncheck.reporting.exit_codes import exit_code
@@ -84,24 +83,3 @@ def test_function_without_lse_is_fingerprinted(run):
     lines = {line.split()[0]: line for line in result.output.splitlines() if line.startswith("  ")}
     assert "fp32" in lines["P"]
     assert lines["P"].rstrip().endswith("finer")
-
-
-KNOWN_DTYPES = "choose from bf16, e4m3, e5m2, fp16, fp32, tf32."
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("ideal", "--dtype", "half"),
-            f"dtype 'half' is not known: did you mean 'fp16'? {KNOWN_DTYPES.capitalize()}",
-        ),
-        (("ideal", "--dtype", "fp64"), f"dtype 'fp64' is not known: {KNOWN_DTYPES}"),
-        (("nobody",), "nobody"),
-        (("sdpa-cudnn",), "needs a CUDA GPU"),
-    ],
-)
-def test_bad_input_is_a_usage_error(run, arguments, message):
-    result = run(*arguments)
-    assert isinstance(result.exception, UsageError)
-    assert message in str(result.exception)

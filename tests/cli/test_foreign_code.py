@@ -153,13 +153,6 @@ def test_exit_code_is_the_verbs_return_value(attncheck, foreign, value, code):
     assert attncheck("foreign") == (code, "", "")
 
 
-def test_help_of_a_verb_exits_0(attncheck):
-    code, out, err = attncheck("mods", "--help")
-    assert (code, err) == (0, "")
-    assert out.startswith("Usage: attncheck mods")
-    assert "Exit code 1 when a backend differs, raises, or is unknown somewhere" in out
-
-
 def test_mod_output_goes_to_stderr(attncheck, tmp_path):
     talks = CAUSAL.replace("return", "print('called')\n    return")
     (tmp_path / "mine.py").write_text("print('imported')\n" + talks)
@@ -356,10 +349,13 @@ def test_duplicate_kernel_names_are_rejected(attncheck, tmp_path, verb):
     assert "kernel 'other.py::Mine': another one is called 'mine' too." in err
 
 
-def test_unknown_mod_result_exits_1(attncheck, tmp_path):
+def test_unknown_mod_result_exits_1_as_help_says(attncheck, tmp_path):
     undefined = "def s(score, b, h, q_idx, kv_idx):\n    return score / (q_idx - q_idx)\n"
     (tmp_path / "mine.py").write_text(undefined)
     code, out, _ = attncheck("mods", "mine.py", *MODS)
     assert "unknown" in out
     assert "different" not in out
     assert code == 1
+    code, out, err = attncheck("mods", "--help")
+    assert (code, err) == (0, "")
+    assert "Exit code 1 when a backend differs, raises, or is unknown somewhere" in out

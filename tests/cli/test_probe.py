@@ -4,10 +4,8 @@ import json
 import tomllib
 
 import pytest
-from tests.messages import one_line
 
 from attncheck.cli.probe import name_of
-from attncheck.core.errors import UsageError
 
 # Quick to probe: it supports one dtype, one head_dim, and neither masks nor score mods.
 KERNELS = """
@@ -22,7 +20,6 @@ def refuses(q, k, v):
     raise ValueError("only on Tuesdays")
 def raises(q, k, v):
     raise RuntimeError("no\\nway")
-def two(q, k): ...
 def exits(q, k, v):
     raise SystemExit(3)
 """
@@ -66,28 +63,6 @@ def test_kernel_that_supports_nothing_exits_5(attncheck, kernel):
     code, out = attncheck("probe", f"mine.py::{kernel}")
     assert code == 5
     assert "The kernel takes nothing that was tried." in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("mine.py::two",), r"takes \(q, k\): a kernel's first three"),
-        (("nosuch",), "kernel 'nosuch' is not known: choose from"),
-        (("mine.py::kernel", "--convention", "ours"), "convention 'ours' is not known"),
-        (("sdpa-cudnn",), "cannot run on cpu: needs a CUDA GPU"),
-    ],
-)
-def test_bad_input_is_a_usage_error(attncheck, arguments, message):
-    with one_line(UsageError, match=message):
-        attncheck("probe", *arguments, "--device", "cpu")
-
-
-def test_bad_input_is_one_line_in_a_new_process(project, run_fresh):
-    run = run_fresh("probe", "mine.py::gone", cwd=project)
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.splitlines()[-1] == (
-        "attncheck: kernel 'mine.py::gone': mine.py has no 'gone'."
-    )
 
 
 @pytest.mark.parametrize(
