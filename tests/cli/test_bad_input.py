@@ -133,10 +133,7 @@ BAD_INPUT = [
     (f"{RMSE_MODS} --mask bad.py::decides", "cannot be traced: it decides on a tensor's value at"),
     (f"{RMSE_MODS} --mask bad.py::whole", "cannot be traced: it gives dtype int64"),
     (f"{RMSE_MODS} --mask mods.py::raises", "planted"),
-    (
-        f"{RMSE_MODS} --mask mods.py::plus",
-        "cannot be traced: it must take (b, h, q_idx, kv_idx)",
-    ),
+    (f"{RMSE_MODS} --mask mods.py::plus", "cannot be traced: it must take (b, h, q_idx, kv_idx)"),
     (f"{RMSE_MODS} --mask mods.py::five", "is int: it must be a callable"),
     (f"{RMSE_MODS} --mask mods.py::nope", "mods.py has no 'nope'"),
     (f"{RMSE_MODS} --mask absent.py::even", "there is no file absent.py"),
@@ -210,10 +207,7 @@ BAD_INPUT = [
         f"{MODS} bad.py::outside",
         "bad.py:16: outside: mask 'outside' indexes axis 0 of its tensor of shape (4,)",
     ),
-    (
-        f"{MODS} bad.py::unknown",
-        "bad.py:19: unknown: score mod 'unknown' cannot be traced: ",
-    ),
+    (f"{MODS} bad.py::unknown", "bad.py:19: unknown: score mod 'unknown' cannot be traced: "),
     (
         f"{MODS} bad.py::truth",
         "bad.py:22: truth: score mod 'truth' cannot be traced: it gives dtype bool",
@@ -247,10 +241,7 @@ BAD_INPUT = [
     ("""blocks '{"name": "and"}'""", "and has 0 parts: it takes at least one part."),
     ("""blocks '{"name": "casual"}'""", "mask 'casual' is not known"),
     ("""blocks '{"window": 3}'""", "a mod is an object with a name"),
-    (
-        """blocks '{"name": "padding", "lengths": [3]}' --batch 2""",
-        "one for each of the batch=2",
-    ),
+    ("""blocks '{"name": "padding", "lengths": [3]}' --batch 2""", "one for each of the batch=2"),
     ("blocks mods.py::gone", "mods.py has no 'gone'"),
     ("blocks bad.py::decides", "cannot be traced"),
     ("blocks mods.py::five", "it must be a callable"),
@@ -264,10 +255,7 @@ BAD_INPUT = [
     ("probe mine.py::two --device cpu", "takes (q, k): a kernel's first three"),
     ("probe mine.py::gone --device cpu", "kernel 'mine.py::gone': mine.py has no 'gone'."),
     ("probe nosuch --device cpu", "kernel 'nosuch' is not known: choose from"),
-    (
-        "probe mine.py::kernel --convention ours --device cpu",
-        "convention 'ours' is not known",
-    ),
+    ("probe mine.py::kernel --convention ours --device cpu", "convention 'ours' is not known"),
     ("probe sdpa-cudnn --device cpu", "cannot run on cpu: needs a CUDA GPU"),
     (
         f"{FINGERPRINT} ideal --dtype half",
@@ -312,11 +300,7 @@ BAD_INPUT = [
     ("faults --mutants mine.py::f --tool nobody", "tool 'nobody' is not known"),
     ("faults --mutants mine.py::f --device cuda", "on a cpu alone"),
 ]
-NEEDS = {
-    "--certify": "flint",
-    "--plot taken": "matplotlib",
-    "model ": "transformers",
-}
+NEEDS = {"--certify": "flint", "--plot taken": "matplotlib", "model ": "transformers"}
 
 
 @pytest.fixture

@@ -40,24 +40,14 @@ def odd(q, k, v):
 """
 
 
-def without_columns():
-    return {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-
-
-def check_fresh(*arguments, cwd):
-    """``attncheck check`` in a new process without warm imports."""
-    return subprocess.run(
-        [sys.executable, "-m", "attncheck", "check", *arguments],
-        cwd=cwd,
-        env=without_columns(),
-        capture_output=True,
-        text=True,
-    )
+@pytest.fixture(autouse=True)
+def without_columns(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it in its processes
 
 
 @pytest.fixture(scope="module")
 def check(attncheck):
-    return lambda *words, cwd: attncheck("check", *words, cwd=cwd, env=without_columns())
+    return lambda *words, cwd: attncheck("check", *words, cwd=cwd)
 
 
 @pytest.fixture
@@ -66,8 +56,8 @@ def project(tmp_path):
     return tmp_path
 
 
-def test_correct_kernel_passes_and_writes_reports(tmp_path):
-    run = check_fresh(f"{EXAMPLE}::attention", *QUICK, cwd=tmp_path)
+def test_correct_kernel_passes_and_writes_reports(run_fresh, tmp_path):
+    run = run_fresh("check", f"{EXAMPLE}::attention", *QUICK, cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
     lines = run.stdout.splitlines()
     assert lines[0] == "PASS my_kernel.py::attention: 2 questions"
@@ -150,7 +140,7 @@ def test_each_cause_is_shown_with_its_own_problem(check, tmp_path):
     lines = run.stdout.splitlines()
     assert lines[0] == "FAIL faulty.py::two_faults: 3 of 3 questions failed"
     assert lines[2] == "1 cause explains 1 of 3 failures"
-    # A fault whose size varies is named by its family only.
+    # A fault that has a size, such as a factor, is described by its family without a name.
     (likely,) = (line for line in lines if line.startswith("  likely"))
     assert likely.split()[1:3] == ["a", "factor:"]
     assert sorted(line.split()[1:] for line in lines if line.startswith("  failures")) == [
@@ -210,7 +200,7 @@ def test_watch_reruns_on_change_and_ends_on_interrupt(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(EXAMPLE.read_text())
     words = [sys.executable, "-m", "attncheck", "check", "mine.py::sees_the_next_key", "--watch"]
-    options = {"cwd": tmp_path, "env": without_columns(), "text": True}
+    options = {"cwd": tmp_path, "env": os.environ, "text": True}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     watching = subprocess.Popen([*words, *QUICK[:2], "-q"], **options, **pipes)
     try:
@@ -257,10 +247,10 @@ def kernel(q, k, v):
 """
 
 
-def test_stdout_is_only_the_report_even_for_writes_to_descriptor_1(tmp_path):
+def test_stdout_is_only_the_report_even_for_writes_to_descriptor_1(run_fresh, tmp_path):
     (tmp_path / "prints.py").write_text(PRINTING_KERNEL)
     arguments = ("--question", "plain", "--format", "json", "-q", "-v")
-    run = check_fresh("prints.py::kernel", *arguments, cwd=tmp_path)
+    run = run_fresh("check", "prints.py::kernel", *arguments, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["records"][0]["status"] == "pass"
     # Once per call: the calls that probe capabilities, and the question.
@@ -286,7 +276,9 @@ def test_progress_names_its_unit(monkeypatch, capsys):
         ("import ctypes; ctypes.string_at(0)", 1),
     ],
 )
-def test_output_of_failing_kernel_is_shown_and_of_passing_kernel_counted(tmp_path, end, code):
+def test_output_of_failing_kernel_is_shown_and_of_passing_kernel_counted(
+    run_fresh, tmp_path, end, code
+):
     (tmp_path / "prints.py").write_text(
         "from torch.nn.functional import scaled_dot_product_attention\n"
         "def kernel(q, k, v):\n"
@@ -294,7 +286,7 @@ def test_output_of_failing_kernel_is_shown_and_of_passing_kernel_counted(tmp_pat
         "        print(f'line {i}', flush=True)\n"
         f"    {end}\n"
     )
-    run = check_fresh("prints.py::kernel", "--question", "plain", "-q", cwd=tmp_path)
+    run = run_fresh("check", "prints.py::kernel", "--question", "plain", "-q", cwd=tmp_path)
     assert run.returncode == code, run.stderr
     first, *rest = run.stderr.splitlines()
     them = "(?:them|the first 64 KiB of them)"

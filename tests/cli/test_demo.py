@@ -78,7 +78,7 @@ def test_fixed_kernel_passes_the_same_questions(fixed_kernel):
     """If this fails, the demo finds some other fault than the one it planted."""
     subject = load_subject(fixed_kernel)
     assert search_tile_edges(subject, "cpu") is None
-    # Under the faulty kernel's name: for another Hypothesis would draw other problems.
+    # Under the faulty kernel's name: for another name Hypothesis would draw other problems.
     assert search_with_hypothesis(verb.KERNEL, subject, "cpu", most=60) is None
 
 

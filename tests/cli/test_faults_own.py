@@ -76,10 +76,6 @@ def interrupted(project):
         journal.end("interrupted")
 
 
-def count_runs(project):
-    return len((project / "runs.txt").read_text().splitlines())
-
-
 def test_interrupted_run_resumes_without_repeating_faults(run, project, interrupted):
     result, report = run()
     assert result.returncode == 1, result.stderr
@@ -90,7 +86,8 @@ def test_interrupted_run_resumes_without_repeating_faults(run, project, interrup
         FAULTS[1]: "caught",
     }
     assert scores[FAULTS[0]]["seconds"] == 4321  # the finished score is reused
-    assert count_runs(project) == 2  # the correct kernel, and the other fault
+    runs = (project / "runs.txt").read_text().splitlines()
+    assert len(runs) == 2  # the correct kernel, and the other fault
 
 
 def test_unfinished_other_run_is_not_overwritten(run, project, interrupted):

@@ -15,14 +15,12 @@ from markdown_it import MarkdownIt
 from rich.cells import cell_len
 from tests.reporting import gate_reports as gates
 from tests.reporting.conftest import Factory
-from tests.reporting.pages import as_table
+from tests.reporting.pages import as_html, as_table
 
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import for_markdown, one_line
 from attncheck.records.json_reports import load_report
 from attncheck.records.run_reports import GateReport
-from attncheck.reporting.gate_document import gate_page
-from attncheck.reporting.html import html_text
 from attncheck.reporting.rendering import (
     GATE_FORMATS,
     LARGEST_SUMMARY,
@@ -120,10 +118,6 @@ def measurements(text):
 
 PAGES = [(fmt, measurements) for fmt in ("table", "md", "csv")]
 PAGES += [(fmt, gate) for fmt in GATE_FORMATS if fmt != "json"]
-
-
-def as_html(report, scripts=None):
-    return html_text(gate_page(report, scripts))
 
 
 class Tags(HTMLParser):

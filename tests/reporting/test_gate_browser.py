@@ -6,9 +6,7 @@ import shutil
 
 import pytest
 from tests.reporting import gate_reports as gates
-
-from attncheck.reporting.gate_document import gate_page
-from attncheck.reporting.html import html_text
+from tests.reporting.pages import as_html
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SIZES = {"desktop": (1280, 900), "phone": (360, 780)}
@@ -70,9 +68,7 @@ class Visit:
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(
-        html_text(gate_page(gates.sample(), {"pyidwkg7fj": "print(1)\n"})), encoding="utf-8"
-    )
+    path.write_text(as_html(gates.sample(), {"pyidwkg7fj": "print(1)\n"}), encoding="utf-8")
     return path
 
 
@@ -100,9 +96,7 @@ def hostile(tmp_path_factory):
         ),
     )
     path = tmp_path_factory.mktemp("page") / "hostile.html"
-    path.write_text(
-        html_text(gate_page(report, {"abcdefghij": "\n".join(HOSTILE)})), encoding="utf-8"
-    )
+    path.write_text(as_html(report, {"abcdefghij": "\n".join(HOSTILE)}), encoding="utf-8")
     return path
 
 

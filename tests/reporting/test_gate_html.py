@@ -10,17 +10,12 @@ from itertools import pairwise
 import msgspec
 import pytest
 from tests.reporting import gate_reports as gates
+from tests.reporting.pages import as_html
 
 from attncheck.core.errors import UsageError
 from attncheck.reporting.gate_charts import charts, heat_map, level, results_table
-from attncheck.reporting.gate_document import MOST_ON_PAGE, gate_page
-from attncheck.reporting.html import html_text
+from attncheck.reporting.gate_document import MOST_ON_PAGE
 from attncheck.reporting.rendering import write_gate
-
-
-def as_html(report, scripts=None):
-    return html_text(gate_page(report, scripts or {}))
-
 
 MINE = "myfa.py::forward"
 

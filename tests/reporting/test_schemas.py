@@ -3,15 +3,14 @@
 import json
 import re
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
+from tests.reporting import gate_reports
+from tests.reporting.samples import SAMPLES
 
 from attncheck.core.errors import UnknownName
-from attncheck.core.source_files import import_file
 from attncheck.records.json_reports import REPORTS, report_json, report_schema
 
-SAMPLES = import_file(Path(__file__).parent / "samples.py", "samples").SAMPLES
 KINDS = {"null": type(None), "object": dict, "array": list, "string": str, "boolean": bool}
 KINDS |= {"number": int | float, "integer": int}
 
@@ -55,8 +54,7 @@ def subschema(part, name, value):
 
 def report_data(kind, make):
     if kind == "gate":
-        gates = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
-        return json.loads(report_json(gates.sample()))
+        return json.loads(report_json(gate_reports.sample()))
     return json.loads(report_json(SAMPLES.get(kind) or make.sample()))
 
 
