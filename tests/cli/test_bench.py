@@ -132,6 +132,7 @@ def test_run_stopped_by_max_time_reports_finished_cells(attncheck, project):
 
 
 def test_large_problem_is_verified_on_its_last_rows(monkeypatch):
+    """The exact result of every row would take too long on a CPU."""
     from attncheck.bench import measure
     from attncheck.bench.tables import bench_plan
     from attncheck.subjects.torch_kernels import Sdpa
@@ -188,6 +189,7 @@ def test_kernel_that_raises_while_timed_is_dropped():
 
 
 def test_large_problem_gradients_are_verified_on_fewer_heads(monkeypatch):
+    """The exact gradients of every head would take too long on a CPU."""
     from attncheck.bench import measure
     from attncheck.bench.tables import bench_plan
     from attncheck.subjects.torch_kernels import Sdpa

@@ -127,6 +127,7 @@ def wait_until(condition):
     ],
 )
 def test_interrupt_during_imports(tmp_path, module, action):
+    """An import may turn the interrupt into another error, swallow it or abort; the run ends."""
     before = AT_IMPORT.format(module=module, action=action)
     run = start_attncheck(*QUICK, "--kernel", "ideal", cwd=tmp_path, before=before)
     out, err = run.communicate(timeout=TIMEOUT)
@@ -192,6 +193,7 @@ def test_results_before_an_interrupt_are_shown_and_written(tmp_path, terminal):
 
 
 def test_second_interrupt_ends_the_process_at_once(tmp_path):
+    """A kernel that swallows the first interrupt cannot keep the process alive."""
     stubborn = SLOW.replace("pass", "print('deaf', file=sys.stderr, flush=True); time.sleep(600)")
     (tmp_path / "mine.py").write_text(stubborn)
     run = start_attncheck(*QUICK, "--kernel", "mine.py::Deaf", "--in-process", cwd=tmp_path)
@@ -218,6 +220,7 @@ rendering.write_report = interrupted
 
 
 def test_interrupt_while_files_are_written_is_deferred(tmp_path):
+    """No report is left half written."""
     run = start_attncheck(
         *QUICK, "--kernel", "ideal", "--out", "here", cwd=tmp_path, before=INTERRUPTED_WRITING
     )
