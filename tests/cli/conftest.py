@@ -1,4 +1,4 @@
-"""The command line in a process of its own, or in this one."""
+"""Run the command line in a process of its own, or in the process of the test."""
 
 import copy
 import os
@@ -15,28 +15,31 @@ from attncheck.core.errors import AttncheckError
 
 @pytest.fixture(scope="module", autouse=True)
 def forks(forked_workers):
-    """Workers of verbs that run in the process of the test import nothing anew."""
+    """Fork the workers of verbs that run in the test's process: it saves their imports."""
 
 
 @pytest.fixture(scope="session")
 def attncheck(warm_python):
-    """``attncheck(word, …, cwd=…)``, as ``python -m attncheck`` but for what is imported first.
+    """``attncheck(word, …, cwd=…)``: ``python -m attncheck`` in a process with warm imports.
 
-    A file that has its own ``attncheck`` calls it in the process of the test.
+    A file that defines its own ``attncheck`` runs the command in the process of the test.
     """
-    return lambda *words, **how: warm_python.run("attncheck", *words, **how)
+    return lambda *words, **options: warm_python.run("attncheck", *words, **options)
 
 
 @pytest.fixture(scope="session")
-def fresh():
-    """``fresh(word, …, cwd=…)``: in a process that has imported nothing, after ``before``."""
+def run_fresh():
+    """``run_fresh(word, …, cwd=…)``: in a new process without warm imports.
+
+    ``before`` is code that the process executes first; keywords are environment variables.
+    """
 
     def run(*words, cwd, before="", **environment):
         program = f"import sys\n{before}\nfrom attncheck.cli import main\nmain()"
         return subprocess.run(
             [sys.executable, *(("-c", program) if before else ("-m", "attncheck")), *words],
             cwd=cwd,
-            env=os.environ | environment,  # readline sets COLUMNS, but not there
+            env=os.environ | environment,  # explicit, as readline sets COLUMNS only outside of it
             capture_output=True,
             text=True,
         )
@@ -45,8 +48,8 @@ def fresh():
 
 
 @pytest.fixture
-def in_process(monkeypatch, capfd):
-    """``in_process(word, …)``: exit code, standard output and standard error, in this process."""
+def run_in_process(monkeypatch, capfd):
+    """``run_in_process(word, …)``: exit code, stdout and stderr, in the process of the test."""
     handler = signal.getsignal(signal.SIGINT)
 
     def run(*words):
@@ -60,8 +63,8 @@ def in_process(monkeypatch, capfd):
 
 
 @pytest.fixture
-def by_verb(monkeypatch, capsys):
-    """``by_verb(word, …)``: what a verb gives and prints; a probe tries two head dims alone."""
+def run_verb(monkeypatch, capsys):
+    """``run_verb(word, …)``: a verb's return value and stdout; probes try only two head dims."""
     from attncheck.cli import attncheck as group
     from attncheck.verify import capability_detection
 
@@ -79,13 +82,13 @@ def by_verb(monkeypatch, capsys):
 
 @pytest.fixture
 def invoke():
-    """``invoke(verb, word, …)``: what click says of a verb, or the error that would be printed."""
+    """``invoke(verb, word, …)``: click's result of a verb, with the error that would be printed."""
 
     def run(verb, *words):
-        # A copy: click keeps in a command what its help option is called.
-        done = CliRunner().invoke(copy.copy(verb), list(words), standalone_mode=False)
-        if done.exception and not isinstance(done.exception, AttncheckError):
-            raise done.exception
-        return done
+        # A copy, because click stores the help option's name in the command.
+        result = CliRunner().invoke(copy.copy(verb), list(words), standalone_mode=False)
+        if result.exception and not isinstance(result.exception, AttncheckError):
+            raise result.exception
+        return result
 
     return run

@@ -1,4 +1,4 @@
-"""What cannot be asked of any verb: one line that says so, exit code 2, and nothing is written."""
+"""Bad input to any verb: a one-line error, exit code 2, and no file is written."""
 
 import shlex
 from importlib.util import find_spec
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-OWN = Path(__file__).parents[1] / "faults" / "faulty_kernels.py"
+FAULTY_KERNELS = Path(__file__).parents[1] / "faults" / "faulty_kernels.py"
 FILES = {
-    "taken": "{}",  # a file where a folder should be
+    "taken": "{}",  # a file in place of a folder
     "mine.py": """
 from torch.nn.functional import scaled_dot_product_attention
 print("imported")
@@ -69,16 +69,18 @@ def truth(score, b, h, q_idx, kv_idx):
 }
 CHECK = "check mine.py::kernel"
 RMSE = "rmse --kernel ideal --variant causal --shape 1x2x16x8"
-OF_MODS = "rmse --kernel ideal --kernel sdpa-math --shape 1x2x8x8"
+RMSE_MODS = "rmse --kernel ideal --kernel sdpa-math --shape 1x2x8x8"
 ORACLES = "oracles --shape 1x2/1x5x4 --distribution large_logits -q"
 CERTIFY = "oracles --certify --shape 1x2/1x5x4 --distribution normal -q"
 MODS = "mods --shape 1x2x5/6 --device cpu -q"
 BENCH = "bench --shape 2x2x48x8 --variant causal --dtype fp32 -q --rounds 3 --device cpu"
 FAULTS = "faults --device cpu -q"
-OF_FILE = f"{FAULTS} --kernel-file"
+FINGERPRINT = "fingerprint --device cpu -q"
+DTYPES = "from bf16, e4m3, e5m2, fp16, fp32, tf32."
+KERNEL_FILE = f"{FAULTS} --kernel-file"
 FORMAT = "format 'xml' is not known: choose from csv, html, json, md, table"
 
-REFUSED = [
+BAD_INPUT = [
     ("check", "Missing argument 'SPEC'"),
     (
         "check mine.py::two",
@@ -125,26 +127,23 @@ REFUSED = [
     (f"{RMSE} surplus", "surplus"),
     (f"{RMSE} --max-time soon", "--max-time 'soon' must be a time above 0"),
     (
-        f"{OF_MODS} --score mods.py::plus --shape 1x2x9x8",
+        f"{RMSE_MODS} --score mods.py::plus --shape 1x2x9x8",
         "score mod 'mods.py::plus' indexes axis 0 of its tensor of shape (8,) with 8 at",
     ),
-    (f"{OF_MODS} --mask bad.py::decides", "cannot be traced: it decides on a tensor's value at"),
-    (f"{OF_MODS} --mask bad.py::whole", "cannot be traced: it gives dtype int64"),
-    (f"{OF_MODS} --mask mods.py::raises", "planted"),
+    (f"{RMSE_MODS} --mask bad.py::decides", "cannot be traced: it decides on a tensor's value at"),
+    (f"{RMSE_MODS} --mask bad.py::whole", "cannot be traced: it gives dtype int64"),
+    (f"{RMSE_MODS} --mask mods.py::raises", "planted"),
+    (f"{RMSE_MODS} --mask mods.py::plus", "cannot be traced: it must take (b, h, q_idx, kv_idx)"),
+    (f"{RMSE_MODS} --mask mods.py::five", "is int: it must be a callable"),
+    (f"{RMSE_MODS} --mask mods.py::nope", "mods.py has no 'nope'"),
+    (f"{RMSE_MODS} --mask absent.py::even", "there is no file absent.py"),
+    (f"{RMSE_MODS} --mask broken.py::even", "importing broken.py raised ModuleNotFoundError"),
+    (f"{RMSE_MODS} --mask casual", "mask 'casual' is not known: did you mean 'causal'? Choose"),
+    (f"{RMSE_MODS} --mask=", "mask '' is not known"),
+    (f"{RMSE_MODS} --mask sliding_window", "mask 'sliding_window' needs numbers or parts"),
+    (f"{RMSE_MODS} --score causal", "score mod 'causal' is not known"),
     (
-        f"{OF_MODS} --mask mods.py::plus",
-        "cannot be traced: it must take (b, h, q_idx, kv_idx)",
-    ),
-    (f"{OF_MODS} --mask mods.py::five", "is int: it must be a callable"),
-    (f"{OF_MODS} --mask mods.py::nope", "mods.py has no 'nope'"),
-    (f"{OF_MODS} --mask absent.py::even", "there is no file absent.py"),
-    (f"{OF_MODS} --mask broken.py::even", "importing broken.py raised ModuleNotFoundError"),
-    (f"{OF_MODS} --mask casual", "mask 'casual' is not known: did you mean 'causal'? Choose"),
-    (f"{OF_MODS} --mask=", "mask '' is not known"),
-    (f"{OF_MODS} --mask sliding_window", "mask 'sliding_window' needs numbers or parts"),
-    (f"{OF_MODS} --score causal", "score mod 'causal' is not known"),
-    (
-        f"{OF_MODS} --mask mods.py::even --variant causal",
+        f"{RMSE_MODS} --mask mods.py::even --variant causal",
         "--mask or --score already says what to compute: leave out --variant.",
     ),
     *(
@@ -190,7 +189,7 @@ REFUSED = [
     (f"{ORACLES} --digits 16", "16 is not in the range 17<=x<=1000"),
     (f"{ORACLES} --digits 1001", "1001 is not in the range 17<=x<=1000"),
     (f"{ORACLES} --variant softmax --dtype e4m3", "softmax has no dtype 'e4m3'"),
-    # Whatever else is asked for: nothing would be measured of it.
+    # Refused even beside a valid variant: this one would measure nothing.
     (f"{ORACLES} --variant full --variant softmax --dtype e4m3", "softmax has no dtype 'e4m3'"),
     (f"{ORACLES} --variant full --variant softmax --dtype nonsense", "dtype 'nonsense'"),
     (f"{ORACLES} --out taken/reports", "taken/reports"),
@@ -208,10 +207,7 @@ REFUSED = [
         f"{MODS} bad.py::outside",
         "bad.py:16: outside: mask 'outside' indexes axis 0 of its tensor of shape (4,)",
     ),
-    (
-        f"{MODS} bad.py::unknown",
-        "bad.py:19: unknown: score mod 'unknown' cannot be traced: ",
-    ),
+    (f"{MODS} bad.py::unknown", "bad.py:19: unknown: score mod 'unknown' cannot be traced: "),
     (
         f"{MODS} bad.py::truth",
         "bad.py:22: truth: score mod 'truth' cannot be traced: it gives dtype bool",
@@ -237,6 +233,37 @@ REFUSED = [
     (f"{MODS} mods.py --format xml", FORMAT),
     (f"{MODS} mods.py --device cuda", "device 'cuda' is not here"),
     ("mods", "FILE.py"),
+    ("blocks casual", "mask 'casual' is not known: did you mean 'causal'? Choose from and, causal"),
+    ("blocks prefix_lm", 'needs numbers or parts: write it as JSON, {"name": "prefix_lm", …}'),
+    ("blocks and", "needs numbers or parts"),
+    ("blocks sliding_window", "needs numbers or parts"),
+    ("""blocks '{"name": "and"'""", "is no JSON: Expecting"),
+    ("""blocks '{"name": "and"}'""", "and has 0 parts: it takes at least one part."),
+    ("""blocks '{"name": "casual"}'""", "mask 'casual' is not known"),
+    ("""blocks '{"window": 3}'""", "a mod is an object with a name"),
+    ("""blocks '{"name": "padding", "lengths": [3]}' --batch 2""", "one for each of the batch=2"),
+    ("blocks mods.py::gone", "mods.py has no 'gone'"),
+    ("blocks bad.py::decides", "cannot be traced"),
+    ("blocks mods.py::five", "it must be a callable"),
+    ("blocks bad.py::outside", "allowed is −4 … 3"),
+    ("blocks gone.py::mask", "there is no file gone.py"),
+    ("blocks mods.py", "is not FILE.py::NAME"),
+    ("blocks causal --query 0", "0"),
+    ("blocks causal --block 128", "block '128' is not ROWSxKEYS, such as 128x64."),
+    ("blocks causal --block 0x64", "is not ROWSxKEYS"),
+    ("blocks causal --block 64x64x64", "is not ROWSxKEYS"),
+    ("probe mine.py::two --device cpu", "takes (q, k): a kernel's first three"),
+    ("probe mine.py::gone --device cpu", "kernel 'mine.py::gone': mine.py has no 'gone'."),
+    ("probe nosuch --device cpu", "kernel 'nosuch' is not known: choose from"),
+    ("probe mine.py::kernel --convention ours --device cpu", "convention 'ours' is not known"),
+    ("probe sdpa-cudnn --device cpu", "cannot run on cpu: needs a CUDA GPU"),
+    (
+        f"{FINGERPRINT} ideal --dtype half",
+        f"dtype 'half' is not known: did you mean 'fp16'? Choose {DTYPES}",
+    ),
+    (f"{FINGERPRINT} ideal --dtype fp64", f"dtype 'fp64' is not known: choose {DTYPES}"),
+    (f"{FINGERPRINT} nobody", "nobody"),
+    (f"{FINGERPRINT} sdpa-cudnn", "needs a CUDA GPU"),
     (f"{BENCH} --kernel triton-flash2", "is interpreted on a CPU, where its time means nothing"),
     (f"{BENCH} --table main", "--shape stands in place of --table"),
     (f"{BENCH} --variant softmax", "bench times attention"),
@@ -253,17 +280,17 @@ REFUSED = [
         "none of the faults is of category gqa",
     ),
     (f"{FAULTS} --max-time soon", "--max-time 'soon' must be a time above 0"),
-    (f"{OF_FILE} gone.py", "there is no file"),
-    (f"{OF_FILE} .", "is a folder"),
-    (f"{OF_FILE} raising.py", "ValueError: planted at raising.py"),
-    (f"{OF_FILE} empty.py", "has no kernel: give it public functions"),
-    (f"{OF_FILE} a_list.py", "FAULTS is list: it must be a dict"),
-    (f"{OF_FILE} a_number.py", "fault 'x' is int: it must be a function"),
+    (f"{KERNEL_FILE} gone.py", "there is no file"),
+    (f"{KERNEL_FILE} .", "is a folder"),
+    (f"{KERNEL_FILE} raising.py", "ValueError: planted at raising.py"),
+    (f"{KERNEL_FILE} empty.py", "has no kernel: give it public functions"),
+    (f"{KERNEL_FILE} a_list.py", "FAULTS is list: it must be a dict"),
+    (f"{KERNEL_FILE} a_number.py", "fault 'x' is int: it must be a function"),
     (
-        f"{OF_FILE} {OWN} --fault nope",
+        f"{KERNEL_FILE} {FAULTY_KERNELS} --fault nope",
         "fault of faulty_kernels.py 'nope' is not known: choose from exit, next key, none",
     ),
-    (f"{OF_FILE} {OWN} --host ideal", "leave --host, --category and"),
+    (f"{KERNEL_FILE} {FAULTY_KERNELS} --host ideal", "leave --host, --category and"),
     (f"{FAULTS} --pytest tests", "--pytest needs --replace package.module:name"),
     (f"{FAULTS} --replace a:b", "say what --pytest tests: give it too"),
     ("faults mine.py::f", "give it too"),
@@ -273,11 +300,7 @@ REFUSED = [
     ("faults --mutants mine.py::f --tool nobody", "tool 'nobody' is not known"),
     ("faults --mutants mine.py::f --device cuda", "on a cpu alone"),
 ]
-NEEDS = {
-    "--certify": "flint",
-    "--plot taken": "matplotlib",
-    "model ": "transformers",
-}
+NEEDS = {"--certify": "flint", "--plot taken": "matplotlib", "model ": "transformers"}
 
 
 @pytest.fixture
@@ -289,28 +312,28 @@ def folder(tmp_path, monkeypatch, library_as_before):
 
 
 def tree(folder):
-    """Files, but for what Python keeps of those that it imports."""
+    """All files and folders, except Python's caches."""
     return sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts)
 
 
-@pytest.mark.parametrize(("words", "says"), REFUSED, ids=[words for words, _ in REFUSED])
-def test_it_is_one_line_and_nothing_is_written(in_process, folder, words, says):
+@pytest.mark.parametrize(("words", "message"), BAD_INPUT, ids=[words for words, _ in BAD_INPUT])
+def test_bad_input_is_one_line_and_writes_nothing(run_in_process, folder, words, message):
     for part, needed in NEEDS.items():
         if part in words and find_spec(needed) is None:
             pytest.skip(f"{needed} is an optional extra")
-    if "--device cuda" in words and torch.cuda.is_available() and "here" in says:
-        pytest.skip("there is a GPU: asking for it is no mistake")
+    if "--device cuda" in words and torch.cuda.is_available() and "here" in message:
+        pytest.skip("there is a GPU, so --device cuda is valid")
     before = tree(folder)
-    code, out, err = in_process(*shlex.split(words))
+    code, out, err = run_in_process(*shlex.split(words))
     (line,) = (each for each in err.splitlines() if each != "imported")
     assert (code, out) == (2, "")
     assert line.startswith("attncheck: ")
-    assert says in line
+    assert message in line
     assert tree(folder) == before
 
 
-def test_every_mod_that_cannot_be_has_its_line(in_process, folder):
-    code, out, err = in_process(*MODS.split(), "bad.py")
+def test_each_bad_mod_has_its_own_line(run_in_process, folder):
+    code, out, err = run_in_process(*MODS.split(), "bad.py")
     assert (code, out) == (2, "")
     names = ["decides", "whole", "two", "outside", "unknown", "truth"]
     assert [line.split(": ")[2] for line in err.splitlines()] == names

@@ -1,4 +1,4 @@
-"""``attncheck baseline``: a file is made, compared with, and changed with a reason."""
+"""``attncheck baseline``: a baseline is written, compared with, and updated with a reason."""
 
 import json
 from pathlib import Path
@@ -23,8 +23,8 @@ CASES = tuple(Case(problem=Problem(query=query)) for query in (16, 32))
 
 def record(number: int, relative: float = 1.0, **changes: Any) -> Record:
     case = CASES[number]
-    one = Accuracy(rmse=relative / 1000, relative=relative, freedom=1e4, ensemble=(0.99, 1.01))
-    found = Record(
+    accuracy = Accuracy(rmse=relative / 1000, relative=relative, freedom=1e4, ensemble=(0.99, 1.01))
+    base = Record(
         case_id=case.id,
         case=case.to_json(),
         kernel="mine.py::fwd",
@@ -34,13 +34,13 @@ def record(number: int, relative: float = 1.0, **changes: Any) -> Record:
         judgement=Judgement(status="pass"),
         environment="here",
         digest=f"{round(relative * 1000):032x}",
-        accuracy={"out": one},
+        accuracy={"out": accuracy},
     )
-    return replace(found, **changes)
+    return replace(base, **changes)
 
 
 def gate(path: Path, *records: Record, **changes: Any) -> str:
-    answers = tuple(Answer(unit="unit", stage="baseline", record=one) for one in records)
+    answers = tuple(Answer(unit="unit", stage="baseline", record=each) for each in records)
     report = GateReport(
         command="attncheck gate mine.py::fwd",
         tier="smoke",
@@ -61,7 +61,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def call(*words: str) -> Result:
-    """The verb in this process; what it raises is what the command line says in one line."""
+    """Run the verb in this process; what it raises is the line that the command would print."""
     runner = CliRunner()
     return runner.invoke(attncheck, ["baseline", *words], standalone_mode=False)
 
@@ -74,21 +74,21 @@ def code(*words: str) -> int:
 
 
 @pytest.fixture
-def kept(folder):
+def baseline_file(folder):
     assert code("write", gate(folder / "gate.json", record(0), record(1))) == 0
     return folder / BASELINE_FILE
 
 
-def test_write_makes_the_file_and_replaces_none(kept, folder):
-    baseline = read_baseline(kept)
+def test_write_creates_the_file_and_overwrites_only_with_force(baseline_file, folder):
+    baseline = read_baseline(baseline_file)
     assert [entry.case for entry in baseline.entries] == sorted(case.id for case in CASES)
     with pytest.raises(UsageError, match=r"attncheck-baseline\.json is there"):
         code("write", str(folder / "gate.json"))
     assert code("write", str(folder / "gate.json"), "--force") == 0
-    assert read_baseline(kept) == baseline
+    assert read_baseline(baseline_file) == baseline
 
 
-def test_write_goes_beside_the_configuration(folder, monkeypatch):
+def test_write_puts_the_file_beside_the_configuration(folder, monkeypatch):
     (folder / "attncheck.toml").write_text("")
     (folder / "below").mkdir()
     monkeypatch.chdir(folder / "below")
@@ -97,7 +97,7 @@ def test_write_goes_beside_the_configuration(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("status", ["fail", "error", "crash", "timeout", "oom", "flaky"])
-def test_a_wrong_answer_cannot_be_kept(folder, status):
+def test_write_rejects_wrong_answers(folder, status):
     wrong = record(1, status=status, judgement=None)
     result = call("write", gate(folder / "gate.json", record(0), wrong))
     assert result.return_value == 1
@@ -105,7 +105,7 @@ def test_a_wrong_answer_cannot_be_kept(folder, status):
     assert not (folder / BASELINE_FILE).exists()
 
 
-def test_nor_of_a_kernel_that_fails_elsewhere(folder):
+def test_write_rejects_kernels_that_fail_another_stage(folder):
     path = folder / "gate.json"
     gate(path, record(0), record(1, status="fail"))
     data = json.loads(path.read_text())
@@ -114,15 +114,15 @@ def test_nor_of_a_kernel_that_fails_elsewhere(folder):
     assert call("write", str(path)).return_value == 1
 
 
-def test_nor_can_it_be_accepted(kept, folder):
-    before = kept.read_bytes()
+def test_accept_rejects_wrong_answers(baseline_file, folder):
+    before = baseline_file.read_bytes()
     wrong = gate(folder / "now.json", record(0), record(1, status="fail"))
     result = call("accept", wrong, "--reason", "it is faster")
     assert result.return_value == 1
-    assert kept.read_bytes() == before
+    assert baseline_file.read_bytes() == before
 
 
-def test_diff_says_what_has_become_of_it(kept, folder, monkeypatch):
+def test_diff_reports_identical_worse_and_better_cases(baseline_file, folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")  # pytest-xdist sets another in its processes
     same = call("diff", str(folder / "gate.json"))
     assert same.return_value == 0
@@ -140,51 +140,53 @@ def test_diff_says_what_has_become_of_it(kept, folder, monkeypatch):
     assert code("diff", str(folder / "now.json"), "--case", CASES[0].id) == 0
 
 
-def test_what_is_worse_is_accepted_with_a_reason_that_stays(kept, folder):
+def test_accept_records_the_reason_of_a_regression(baseline_file, folder):
     now = gate(folder / "now.json", record(0, 1.5), record(1, 1.005))
     with pytest.raises(UsageError, match="say why"):
         code("accept", now)
     assert code("accept", now, "--reason", "twice as fast") == 0
     first, second = (
-        next(e for e in read_baseline(kept).entries if e.case == case.id) for case in CASES
+        next(e for e in read_baseline(baseline_file).entries if e.case == case.id) for case in CASES
     )
     assert first.reason == "twice as fast"
     assert first.tensors["out"].relative == 1.5
-    # Within rounding nothing is taken over, so that it does not creep.
+    # Within rounding the old value stays, so that the baseline does not creep.
     assert second.tensors["out"].relative == 1.0
     assert second.reason == ""
     assert code("diff", now) == 0
 
 
-def test_only_what_is_named_is_accepted(kept, folder):
+def test_accept_can_be_limited_to_a_case(baseline_file, folder):
     now = gate(folder / "now.json", record(0, 0.5), record(1, 0.5))
     assert code("accept", now, "--case", CASES[1].id) == 0
-    held = {entry.case: entry.tensors["out"].relative for entry in read_baseline(kept).entries}
-    assert held == {CASES[0].id: 1.0, CASES[1].id: 0.5}
+    relative = {
+        entry.case: entry.tensors["out"].relative for entry in read_baseline(baseline_file).entries
+    }
+    assert relative == {CASES[0].id: 1.0, CASES[1].id: 0.5}
 
 
-def test_what_is_gone_is_forgotten_where_all_was_asked(kept, folder):
+def test_accept_drops_missing_cases_only_after_a_complete_run(baseline_file, folder):
     part = gate(folder / "now.json", record(0), unfinished=1)
     assert code("accept", part) == 0
-    assert len(read_baseline(kept).entries) == 2
+    assert len(read_baseline(baseline_file).entries) == 2
     assert code("accept", gate(folder / "now.json", record(0))) == 0
-    assert len(read_baseline(kept).entries) == 1
+    assert len(read_baseline(baseline_file).entries) == 1
 
 
-def test_a_damaged_baseline_is_never_no_regression(kept, folder):
-    kept.write_text(kept.read_text().replace("0.001", "0.009"))
+def test_damaged_baseline_is_rejected(baseline_file, folder):
+    baseline_file.write_text(baseline_file.read_text().replace("0.001", "0.009"))
     for verb in ("diff", "accept"):
         with pytest.raises(UsageError, match=r"^baseline invalid: "):
             code(verb, str(folder / "gate.json"))
 
 
-def test_names_that_there_are_not(kept, folder):
+def test_diff_rejects_unknown_names(baseline_file, folder):
     for option in ("--kernel", "--case", "--format"):
         with pytest.raises(UsageError, match="nowhere"):
             code("diff", str(folder / "gate.json"), option, "nowhere")
 
 
-def test_a_source_without_accuracies_is_refused(folder):
+def test_write_rejects_reports_without_accuracies(folder):
     import msgspec
 
     without = gate(folder / "gate.json", record(0, accuracy=msgspec.UNSET))

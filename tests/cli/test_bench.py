@@ -1,4 +1,4 @@
-"""``attncheck bench`` on a CPU, at tiny sizes: what is timed, what is wrong, what is left."""
+"""``attncheck bench`` on a CPU at tiny sizes: timing, verification, and incomplete runs."""
 
 import csv
 import json
@@ -16,7 +16,7 @@ WAIT = 0.0
 
 
 def right(q, k, v, is_causal=False, scale=None):
-    time.sleep(WAIT if q.shape[2] == 48 else 0)  # not while it is tried
+    time.sleep(WAIT if q.shape[2] == 48 else 0)  # not while its capabilities are tried
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
 
 
@@ -30,7 +30,7 @@ TORCH = ("--kernel", "sdpa-math", "--kernel", "sdpa-flash")
 
 
 @pytest.fixture
-def mine(tmp_path):
+def project(tmp_path):
     (tmp_path / "mine.py").write_text(KERNELS)
     return tmp_path
 
@@ -40,16 +40,16 @@ def report(folder):
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory, fresh):
+def quick(tmp_path_factory, run_fresh):
     folder = tmp_path_factory.mktemp("quick")
-    return fresh("bench", *TORCH, *QUICK, "--plot", "bench.svg", cwd=folder), folder
+    return run_fresh("bench", *TORCH, *QUICK, "--plot", "bench.svg", cwd=folder), folder
 
 
-def test_kernels_are_timed_and_judged_forward_and_backward(quick):
+def test_kernels_are_timed_and_verified_forward_and_backward(quick):
     run, folder = quick
     assert (run.returncode, run.stderr) == (0, "")
-    found = report(folder)
-    (cell,) = found["cells"]
+    results = report(folder)
+    (cell,) = results["cells"]
     pairs = 2 * 2 * 48 * 49 // 2
     assert (cell["work"]["pairs"], cell["work"]["forward_flops"]) == (pairs, 4.0 * pairs * 8)
     assert cell["work"]["backward_flops"] == 2.5 * cell["work"]["forward_flops"]
@@ -58,12 +58,12 @@ def test_kernels_are_timed_and_judged_forward_and_backward(quick):
         assert row["verified"] == "sequence 0 of 2"
         assert [len(row[name]["seconds"]) for name in ("forward", "both")] == [3, 3]
         assert row["forward"]["clock"] == "cpu"
-    assert found["matmul"]["fp32"] > 0
-    assert found["copy"] > 0
-    assert found["baseline"] == "sdpa-flash"
+    assert results["matmul"]["fp32"] > 0
+    assert results["copy"] > 0
+    assert results["baseline"] == "sdpa-flash"
 
 
-def test_every_file_tells_the_same(quick):
+def test_every_output_file_has_the_results(quick):
     run, folder = quick
     assert "interpreted" in run.stdout
     assert "÷matmul" in run.stdout
@@ -76,62 +76,63 @@ def test_every_file_tells_the_same(quick):
     assert "mathdefault" not in image
 
 
-def test_the_report_is_shown_again(attncheck, quick):
+def test_report_verb_shows_the_same_table(attncheck, quick):
     run, folder = quick
     again = attncheck("report", "reports/bench.json", cwd=folder)
     assert (again.returncode, again.stdout) == (0, run.stdout)
 
 
-def test_a_fast_wrong_kernel_is_wrong(attncheck, mine):
+def test_fast_wrong_kernel_fails(attncheck, project):
     words = ("--kernel", "mine.py::fast", "--kernel", "sdpa-flash", "--forward")
-    run = attncheck("bench", *QUICK, *words, cwd=mine)
+    run = attncheck("bench", *QUICK, *words, cwd=project)
     assert run.returncode == 1, run.stderr
-    (cell,) = report(mine)["cells"]
+    (cell,) = report(project)["cells"]
     statuses = {row["record"]["kernel"]: row["record"]["status"] for row in cell["rows"]}
     assert statuses == {"mine.py::fast": "fail", "sdpa-flash": "pass"}
     assert cell["rows"][0]["forward"] is not None
     assert "fail ¹" in run.stdout
 
 
-def test_another_commit_of_a_kernel_takes_turns_with_this_one(attncheck, mine):
+def test_against_compares_with_another_commit(attncheck, project):
     for words in ("init -q", "add mine.py", "commit -qm first"):
-        who = ("-c", "user.name=x", "-c", "user.email=x@x")
-        subprocess.run(["git", *who, *words.split()], cwd=mine, check=True)
-    (mine / "mine.py").write_text(KERNELS.replace("WAIT = 0.0", "WAIT = 0.005"))
+        identity = ("-c", "user.name=x", "-c", "user.email=x@x")
+        subprocess.run(["git", *identity, *words.split()], cwd=project, check=True)
+    (project / "mine.py").write_text(KERNELS.replace("WAIT = 0.0", "WAIT = 0.005"))
     words = ("--kernel", "mine.py::right", "--against", "HEAD", "--forward", "--rounds", "12")
-    run = attncheck("bench", *QUICK, *words, cwd=mine)
+    run = attncheck("bench", *QUICK, *words, cwd=project)
     assert run.returncode == 1, run.stderr
-    found = report(mine)
-    (change,) = found["changes"]
+    results = report(project)
+    (change,) = results["changes"]
     assert (change["kernel"], change["finding"]) == ("mine.py::right", "slower")
     assert change["ratio"] > 2
-    names = [row["record"]["kernel"] for row in found["cells"][0]["rows"]]
+    names = [row["record"]["kernel"] for row in results["cells"][0]["rows"]]
     assert names == ["mine.py::right", "mine.py::right @HEAD"]
     assert "The chance that any of these is wrong is at most 1%" in run.stdout
 
 
-def test_a_gate_times_its_kernels_in_the_end(attncheck, mine):
+def test_gate_can_end_with_a_bench(attncheck, project):
     words = ("mine.py::right", "--stage", "probes", "--dtype", "fp32", "--out", "reports", "-q")
-    run = attncheck("gate", *words, "--tier", "smoke", "--bench", "--device", "cpu", cwd=mine)
+    run = attncheck("gate", *words, "--tier", "smoke", "--bench", "--device", "cpu", cwd=project)
     assert run.returncode == 0, run.stderr
     assert "attncheck: bench: 4 cells in 20 rounds: 4 pass." in run.stderr
-    assert {row["record"]["kernel"] for cell in report(mine)["cells"] for row in cell["rows"]} == {
-        "mine.py::right"
-    }
+    assert {
+        row["record"]["kernel"] for cell in report(project)["cells"] for row in cell["rows"]
+    } == {"mine.py::right"}
 
 
-def test_a_run_that_is_stopped_has_what_it_has(attncheck, mine):
+def test_run_stopped_by_max_time_reports_finished_cells(attncheck, project):
     words = ("--kernel", "mine.py::right", "--variant", "full", "--forward", "--max-time", "4s")
-    (mine / "mine.py").write_text(KERNELS.replace("WAIT = 0.0", "WAIT = 0.3"))
-    run = attncheck("bench", *QUICK, *words, "--variant", "alibi", "--rounds", "7", cwd=mine)
-    found = report(mine)
-    assert found["incomplete"].startswith("stopped by --max-time 4s after ")
-    assert len(found["cells"]) < 3
-    assert run.returncode == (3 if found["cells"] else 5)
+    (project / "mine.py").write_text(KERNELS.replace("WAIT = 0.0", "WAIT = 0.3"))
+    run = attncheck("bench", *QUICK, *words, "--variant", "alibi", "--rounds", "7", cwd=project)
+    results = report(project)
+    assert results["incomplete"].startswith("stopped by --max-time 4s after ")
+    assert len(results["cells"]) < 3
+    assert run.returncode == (3 if results["cells"] else 5)
     assert "Incomplete" in run.stdout
 
 
-def test_only_rows_at_the_end_are_compared_where_all_take_too_long(monkeypatch):
+def test_large_problem_is_verified_on_its_last_rows(monkeypatch):
+    """The exact result of every row would take too long on a CPU."""
     from attncheck.bench import measure
     from attncheck.bench.tables import bench_plan
     from attncheck.subjects.torch_kernels import Sdpa
@@ -146,9 +147,9 @@ def test_only_rows_at_the_end_are_compared_where_all_take_too_long(monkeypatch):
             call = super().prepare(inputs)
 
             def wrong():
-                given = call()
-                given.out[:, :, -1] = 0
-                return given
+                outputs = call()
+                outputs.out[:, :, -1] = 0
+                return outputs
 
             return wrong
 
@@ -160,7 +161,7 @@ def test_only_rows_at_the_end_are_compared_where_all_take_too_long(monkeypatch):
     assert right.verified.endswith("63: no gradients")
 
 
-def test_a_kernel_that_fails_in_its_turn_is_no_longer_timed():
+def test_kernel_that_raises_while_timed_is_dropped():
     from attncheck.bench.measure import time_cells
     from attncheck.bench.tables import bench_plan
     from attncheck.subjects.torch_kernels import Sdpa
@@ -169,10 +170,10 @@ def test_a_kernel_that_fails_in_its_turn_is_no_longer_timed():
         name = "tires"
 
         def prepare(self, inputs):
-            call, left = super().prepare(inputs), iter(range(3))
+            call, calls_left = super().prepare(inputs), iter(range(3))
 
             def tired():
-                if next(left, None) is None:
+                if next(calls_left, None) is None:
                     raise RuntimeError("tired")
                 return call()
 
@@ -187,7 +188,8 @@ def test_a_kernel_that_fails_in_its_turn_is_no_longer_timed():
     assert len(other.forward.seconds) == 5
 
 
-def test_gradients_of_fewer_heads_are_compared_where_all_take_too_long(monkeypatch):
+def test_large_problem_gradients_are_verified_on_fewer_heads(monkeypatch):
+    """The exact gradients of every head would take too long on a CPU."""
     from attncheck.bench import measure
     from attncheck.bench.tables import bench_plan
     from attncheck.subjects.torch_kernels import Sdpa
@@ -202,10 +204,10 @@ def test_gradients_of_fewer_heads_are_compared_where_all_take_too_long(monkeypat
             call = super().prepare(inputs)
 
             def wrong():
-                given = call()
-                if given.dk is not None:
-                    given.dk[:, 0] *= 1.01
-                return given
+                outputs = call()
+                if outputs.dk is not None:
+                    outputs.dk[:, 0] *= 1.01
+                return outputs
 
             return wrong
 

@@ -1,4 +1,4 @@
-"""``attncheck check``: from a function to a verdict."""
+"""``attncheck check``: verdicts, causes, ``--last-failed``, ``--watch`` and kernel output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attncheck.reporting.check_document import check_summary
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_kernel.py"
 QUICK = ("--question", "decode-causal", "--question", "causal-tall")
-MINE = """
+KERNELS = """
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 print("imported")
@@ -32,7 +32,7 @@ def kernel(q, k, v, is_causal=False):
 def picky(q, k, v):
     raise ValueError("head_dim must be 256")
 """
-ODD = """
+ODD_KERNEL = """
 from torch.nn.functional import scaled_dot_product_attention
 def odd(q, k, v):
     out = scaled_dot_product_attention(q, k, v)
@@ -40,34 +40,24 @@ def odd(q, k, v):
 """
 
 
-def without_columns():
-    return {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-
-
-def fresh(*arguments, cwd):
-    """In a process that has imported nothing."""
-    return subprocess.run(
-        [sys.executable, "-m", "attncheck", "check", *arguments],
-        cwd=cwd,
-        env=without_columns(),
-        capture_output=True,
-        text=True,
-    )
+@pytest.fixture(autouse=True)
+def without_columns(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it in its processes
 
 
 @pytest.fixture(scope="module")
 def check(attncheck):
-    return lambda *words, cwd: attncheck("check", *words, cwd=cwd, env=without_columns())
+    return lambda *words, cwd: attncheck("check", *words, cwd=cwd)
 
 
 @pytest.fixture
-def mine(tmp_path):
-    (tmp_path / "mine.py").write_text(MINE)
+def project(tmp_path):
+    (tmp_path / "mine.py").write_text(KERNELS)
     return tmp_path
 
 
-def test_a_right_kernel(tmp_path):
-    run = fresh(f"{EXAMPLE}::attention", *QUICK, cwd=tmp_path)
+def test_correct_kernel_passes_and_writes_reports(run_fresh, tmp_path):
+    run = run_fresh("check", f"{EXAMPLE}::attention", *QUICK, cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
     lines = run.stdout.splitlines()
     assert lines[0] == "PASS my_kernel.py::attention: 2 questions"
@@ -78,21 +68,21 @@ def test_a_right_kernel(tmp_path):
     assert str(EXAMPLE.parent) not in (tmp_path / "reports" / "check.md").read_text()
 
 
-def test_a_wrong_kernel(check, tmp_path):
+def test_wrong_kernel_fails_with_a_reproducing_command(check, tmp_path):
     spec = f"{EXAMPLE}::sees_the_next_key"
     run = check(spec, *QUICK, "--out", "here", cwd=tmp_path)
     assert (run.returncode, run.stderr) == (1, "")
     assert "structure: batch 0, head 0, row 0: key 1 is too many" in run.stdout
     assert "FAIL my_kernel.py::sees_the_next_key: 2 of 2 questions failed" in run.stdout
-    again = next(line for line in run.stdout.splitlines() if line.startswith("Reproduce: "))
-    again = again.removeprefix("Reproduce: attncheck check ").split()
-    assert again[0] == spec  # as typed: it is run here
-    once_more = check(*again, cwd=tmp_path)
-    assert once_more.returncode == 1
-    assert "key 1 is too many" in once_more.stdout
+    line = next(line for line in run.stdout.splitlines() if line.startswith("Reproduce: "))
+    words = line.removeprefix("Reproduce: attncheck check ").split()
+    assert words[0] == spec  # with its folder, as typed
+    rerun = check(*words, cwd=tmp_path)
+    assert rerun.returncode == 1
+    assert "key 1 is too many" in rerun.stdout
 
 
-FAULTY = """
+FAULTY_KERNELS = """
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 def no_mask(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
@@ -105,29 +95,29 @@ def two_faults(q, k, v, is_causal=False, scale=None):
 
 @pytest.fixture(scope="module")
 def no_mask(attncheck, tmp_path_factory):
-    """A folder with the report of a kernel that ignores masks, and what was said of it at 80."""
+    """A folder with the report of a kernel that ignores masks, and the run at 80 columns."""
     folder = tmp_path_factory.mktemp("no_mask")
-    (folder / "faulty.py").write_text(FAULTY)
-    how = {"cwd": folder, "env": os.environ | {"COLUMNS": "80"}}
-    return folder, attncheck("check", "faulty.py::no_mask", **how)
+    (folder / "faulty.py").write_text(FAULTY_KERNELS)
+    env = os.environ | {"COLUMNS": "80"}
+    return folder, attncheck("check", "faulty.py::no_mask", cwd=folder, env=env)
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_first_screen_has_verdict_cause_problem_and_how_to_reproduce_it(
-    no_mask, width, monkeypatch
-):
-    """Of one run, whose report is shown as it was, by terminals of other widths."""
+def test_first_screen_has_verdict_cause_problem_and_reproduction(no_mask, width, monkeypatch):
+    """The report of one run is shown again at each width."""
     folder, run = no_mask
     assert run.returncode == 1
     monkeypatch.setenv("COLUMNS", str(width))
     report = load_report((folder / "reports" / "check.json").read_text(), Report)
     command = "attncheck check faulty.py::no_mask"
     page = partial(check_summary, command=command, quiet=False, verbose=False)
-    shown = io.StringIO()
-    rendering.show(report, stream=shown, document=page)
-    assert shown.getvalue() == run.stdout or width != 80
-    screen = shown.getvalue().splitlines()
-    assert screen.index("bf16") <= 12  # a screen has 24 lines, and what matters half of them
+    stream = io.StringIO()
+    rendering.show(report, stream=stream, document=page)
+    assert stream.getvalue() == run.stdout or width != 80
+    screen = stream.getvalue().splitlines()
+    assert (
+        screen.index("bf16") <= 12
+    )  # a screen has 24 lines; what matters must fit in half of them
     assert len(screen) <= 24 or width < 80
     assert screen[0].startswith("FAIL faulty.py::no_mask: 14 of ")
     assert screen[2] == "1 cause explains 14 of 14 failures"
@@ -135,22 +125,22 @@ def test_the_first_screen_has_verdict_cause_problem_and_how_to_reproduce_it(
     problem = next(line for line in screen if line.startswith("  problem    "))
     assert "-causal" in problem
     assert "· bf16 causal B1" in problem
-    again = f"Reproduce: {command} --question {problem.split()[1]}"
-    assert again in screen
-    assert all(len(line) <= width for line in screen if line != again)
+    reproduce = f"Reproduce: {command} --question {problem.split()[1]}"
+    assert reproduce in screen
+    assert all(len(line) <= width for line in screen if line != reproduce)
     page = (folder / "reports" / "check.md").read_text()
     assert page.index("# FAIL") < page.index("cause: the mask is ignored") < page.index("Reproduce")
     assert page.index("Reproduce") < page.index("| ones-ragged | pass |")
 
 
-def test_each_cause_has_its_problem(check, tmp_path):
-    (tmp_path / "faulty.py").write_text(FAULTY)
+def test_each_cause_is_shown_with_its_own_problem(check, tmp_path):
+    (tmp_path / "faulty.py").write_text(FAULTY_KERNELS)
     names = [word for name in ("plain", "causal", "sink") for word in ("--question", name)]
     run = check("faulty.py::two_faults", *names, "-q", cwd=tmp_path)
     lines = run.stdout.splitlines()
     assert lines[0] == "FAIL faulty.py::two_faults: 3 of 3 questions failed"
     assert lines[2] == "1 cause explains 1 of 3 failures"
-    # Of a fault with a size its kind is told, and no name.
+    # A fault that has a size, such as a factor, is described by its family without a name.
     (likely,) = (line for line in lines if line.startswith("  likely"))
     assert likely.split()[1:3] == ["a", "factor:"]
     assert sorted(line.split()[1:] for line in lines if line.startswith("  failures")) == [
@@ -158,10 +148,10 @@ def test_each_cause_has_its_problem(check, tmp_path):
         ["2", "of", "3"],
     ]
     assert sum(line.startswith("Reproduce: ") for line in lines) == 2
-    assert lines[-1].startswith("Reproduce: ")  # no rows, no notes: this was all
+    assert lines[-1].startswith("Reproduce: ")  # with -q nothing follows
 
 
-def test_verbose_shows_every_question_and_the_worst_in_full(check, tmp_path):
+def test_verbose_shows_every_question_and_the_worst_element(check, tmp_path):
     run = check(f"{EXAMPLE}::sees_the_next_key", *QUICK, "--question", "plain", "-v", cwd=tmp_path)
     lines = run.stdout.splitlines()
     assert lines[0] == "FAIL my_kernel.py::sees_the_next_key: 2 of 3 questions failed"
@@ -169,48 +159,50 @@ def test_verbose_shows_every_question_and_the_worst_in_full(check, tmp_path):
     assert any(line.startswith("what is allowed there") for line in lines)
 
 
-def test_what_failed_is_asked_alone_and_then_all_again(check, tmp_path):
+def test_last_failed_reruns_only_failed_questions(check, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(EXAMPLE.read_text())
-    spec, all_of = "mine.py::sees_the_next_key", ("--question", "plain", *QUICK)
-    run = check(spec, *all_of, "--last-failed", "-q", cwd=tmp_path)
+    spec, questions = "mine.py::sees_the_next_key", ("--question", "plain", *QUICK)
+    run = check(spec, *questions, "--last-failed", "-q", cwd=tmp_path)
     assert f"there is no report of {spec} in 'reports': every question is asked" in run.stderr
     assert run.stdout.startswith(f"FAIL {spec}: 2 of 3 questions failed")
-    run = check(spec, *all_of, "--last-failed", "-q", cwd=tmp_path)
+    run = check(spec, *questions, "--last-failed", "-q", cwd=tmp_path)
     assert run.stderr == ""
     assert run.stdout.startswith(f"FAIL {spec}: 2 of 2 questions failed")
-    assert "--last-failed" not in run.stdout  # what reproduces it does not depend on the last run
+    assert (
+        "--last-failed" not in run.stdout
+    )  # the reproducing command must not depend on the last run
     path.write_text(EXAMPLE.read_text().replace("first_hidden = 2", "first_hidden = 1"))
     assert check(spec, "--last-failed", "-q", cwd=tmp_path).stdout == f"PASS {spec}: 2 questions\n"
-    run = check(spec, *all_of, "--last-failed", "-q", cwd=tmp_path)
+    run = check(spec, *questions, "--last-failed", "-q", cwd=tmp_path)
     assert f"nothing of {spec} failed last time: every question is asked" in run.stderr
     assert run.stdout == f"PASS {spec}: 3 questions\n"
 
 
-def test_what_failed_and_is_no_question_any_more_brings_all(check, tmp_path):
+def test_last_failed_reruns_all_when_a_failed_question_is_gone(check, tmp_path):
     file, spec, report = tmp_path / "odd.py", "odd.py::odd", tmp_path / "reports" / "check.json"
-    file.write_text(ODD)
+    file.write_text(ODD_KERNEL)
     assert check(spec, "--question", "head_dims-40", "-q", cwd=tmp_path).returncode == 1
-    file.write_text(ODD.replace("out / 2", "out"))
+    file.write_text(ODD_KERNEL.replace("out / 2", "out"))
     run = check(spec, "--last-failed", "-q", cwd=tmp_path)
-    # What it was wrong at beyond its claims counts as any other, once it is right.
+    # A question beyond the claims counts like any other once it passes.
     assert run.stdout == f"PASS {spec}: 1 question\n"
     whole = json.loads(report.read_text())
     whole["records"][0] |= {"variant": "crossed-99", "status": "crash", "judgement": None}
     report.write_text(json.dumps(whole))
     run = check(spec, "--last-failed", "-q", cwd=tmp_path)
-    gone = f"attncheck: {spec} has no question 'crossed-99' any more: every question is asked.\n"
-    assert (run.returncode, run.stderr) == (0, gone)
+    note = f"attncheck: {spec} has no question 'crossed-99' any more: every question is asked.\n"
+    assert (run.returncode, run.stderr) == (0, note)
     assert len(load_report(report.read_text(), Report).records) > 1
 
 
-def test_a_changed_file_is_asked_again_and_an_interrupt_is_one_line(tmp_path):
+def test_watch_reruns_on_change_and_ends_on_interrupt(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(EXAMPLE.read_text())
     words = [sys.executable, "-m", "attncheck", "check", "mine.py::sees_the_next_key", "--watch"]
-    how = {"cwd": tmp_path, "env": without_columns(), "text": True}
+    options = {"cwd": tmp_path, "env": os.environ, "text": True}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    watching = subprocess.Popen([*words, *QUICK[:2], "-q"], **how, **pipes)
+    watching = subprocess.Popen([*words, *QUICK[:2], "-q"], **options, **pipes)
     try:
         assert "watching ./*.py" in watching.stderr.readline()
         path.write_text(EXAMPLE.read_text().replace("first_hidden = 2", "first_hidden = 1"))
@@ -222,26 +214,28 @@ def test_a_changed_file_is_asked_again_and_an_interrupt_is_one_line(tmp_path):
     assert errors == "attncheck: no longer watching mine.py::sees_the_next_key.\n"
     verdicts = [line for line in out.splitlines() if line.startswith(("PASS", "FAIL"))]
     name = "mine.py::sees_the_next_key"
-    # What failed first, and then all.
+    # After the change, first the failed questions run, then all.
     assert verdicts == [f"FAIL {name}: 1 of 1 question failed", *[f"PASS {name}: 1 question"] * 2]
 
 
 @pytest.mark.parametrize("spec", ["mine.py::kernel", "mine:kernel"])
-def test_standard_output_is_the_report_alone(check, mine, spec):
-    run = check(spec, "--question", "plain", "--dtype", "fp32", "--format", "json", "-q", cwd=mine)
+def test_stdout_is_only_the_report(check, project, spec):
+    run = check(
+        spec, "--question", "plain", "--dtype", "fp32", "--format", "json", "-q", cwd=project
+    )
     assert run.returncode == 0, run.stderr
-    # Of a pass only the number.
-    said = r"attncheck: the kernel printed \d+ lines in all its calls: -v shows them\.\n"
-    assert re.fullmatch(said, run.stderr)
+    # A passing kernel's output is only counted.
+    note = r"attncheck: the kernel printed \d+ lines in all its calls: -v shows them\.\n"
+    assert re.fullmatch(note, run.stderr)
     report = json.loads(run.stdout)
-    assert report == json.loads((mine / "reports" / "check.json").read_text())
+    assert report == json.loads((project / "reports" / "check.json").read_text())
     (record,) = report["records"]
     assert (record["kernel"], record["status"], record["variant"]) == (spec, "pass", "plain")
     assert record["case"]["problem"]["dtype"] == "fp32"
     assert record["judgement"]["blind_spot"]["zeros"]
 
 
-PRINTS = """
+PRINTING_KERNEL = """
 import os, subprocess, sys
 from torch.nn.functional import scaled_dot_product_attention
 def kernel(q, k, v):
@@ -253,18 +247,18 @@ def kernel(q, k, v):
 """
 
 
-def test_standard_output_is_the_report_whoever_writes_to_its_descriptor(tmp_path):
-    (tmp_path / "prints.py").write_text(PRINTS)
+def test_stdout_is_only_the_report_even_for_writes_to_descriptor_1(run_fresh, tmp_path):
+    (tmp_path / "prints.py").write_text(PRINTING_KERNEL)
     arguments = ("--question", "plain", "--format", "json", "-q", "-v")
-    run = fresh("prints.py::kernel", *arguments, cwd=tmp_path)
+    run = run_fresh("check", "prints.py::kernel", *arguments, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["records"][0]["status"] == "pass"
-    # Once for each call: those that find what it takes, and the question.
+    # Once per call: the calls that probe capabilities, and the question.
     line = "first second third"
     assert re.fullmatch(rf"({line}\n{line} \(\d+ times more\)\n)+", run.stderr)
 
 
-def test_progress_names_what_it_counts(monkeypatch, capsys):
+def test_progress_names_its_unit(monkeypatch, capsys):
     monkeypatch.setattr(long_runs, "_SECONDS_BETWEEN_LINES", 0.0)
     for unit in ("question", long_runs.TRIALS):
         with long_runs.progress(unit, 2, quiet=False) as advance:
@@ -282,8 +276,8 @@ def test_progress_names_what_it_counts(monkeypatch, capsys):
         ("import ctypes; ctypes.string_at(0)", 1),
     ],
 )
-def test_the_last_lines_of_a_kernel_that_fails_are_shown_and_of_a_pass_their_number(
-    tmp_path, end, code
+def test_output_of_failing_kernel_is_shown_and_of_passing_kernel_counted(
+    run_fresh, tmp_path, end, code
 ):
     (tmp_path / "prints.py").write_text(
         "from torch.nn.functional import scaled_dot_product_attention\n"
@@ -292,21 +286,20 @@ def test_the_last_lines_of_a_kernel_that_fails_are_shown_and_of_a_pass_their_num
         "        print(f'line {i}', flush=True)\n"
         f"    {end}\n"
     )
-    run = fresh("prints.py::kernel", "--question", "plain", "-q", cwd=tmp_path)
+    run = run_fresh("check", "prints.py::kernel", "--question", "plain", "-q", cwd=tmp_path)
     assert run.returncode == code, run.stderr
     first, *rest = run.stderr.splitlines()
-    shown = "(?:them|the first 64 KiB of them)"
+    them = "(?:them|the first 64 KiB of them)"
     count = r"the kernel printed [\d,]+ lines in all its calls"
     if code == 0:
-        assert re.fullmatch(rf"attncheck: {count}: -v shows {shown}\.", first)
+        assert re.fullmatch(rf"attncheck: {count}: -v shows {them}\.", first)
         assert not rest
     else:
-        said = rf"attncheck: {count} \(-v shows {shown}\), and last:"
-        assert re.fullmatch(said, first)
+        assert re.fullmatch(rf"attncheck: {count} \(-v shows {them}\), and last:", first)
         assert rest == [f"line {i}" for i in range(30, 50)]
 
 
-def test_whatever_a_kernel_raises_is_its_record(check, tmp_path):
+def test_kernel_raising_a_base_exception_is_recorded_as_error(check, tmp_path):
     body = "class E(BaseException):\n    def __str__(self): raise RuntimeError('planted')\n"
     (tmp_path / "raises.py").write_text(f"{body}def kernel(q, k, v): raise E\n")
     run = check("raises.py::kernel", "--question", "plain", cwd=tmp_path)
@@ -314,27 +307,27 @@ def test_whatever_a_kernel_raises_is_its_record(check, tmp_path):
     assert "error: E" in run.stdout
 
 
-def test_several_dtypes_and_head_dims(check, mine):
+def test_dtypes_and_head_dim_options_are_combined(check, project):
     dtypes = ("--dtype", "fp32", "--dtype", "fp16", "--head-dim", "32")
-    run = check("mine.py::kernel", "--question", "scale", "--question", "gqa", *dtypes, cwd=mine)
-    assert run.returncode == 5  # it takes neither
+    run = check("mine.py::kernel", "--question", "scale", "--question", "gqa", *dtypes, cwd=project)
+    assert run.returncode == 5  # it supports neither
     for keyword in ("scale", "enable_gqa"):
         line = f"mine.py::kernel does not support 2 questions: takes no {keyword}"
         assert run.stdout.count(line) == 1
     assert run.stdout.startswith("NOTHING TESTED mine.py::kernel")
-    report = load_report((mine / "reports" / "check.json").read_text(), Report)
+    report = load_report((project / "reports" / "check.json").read_text(), Report)
     problems = [record.case["problem"] for record in report.records]
     assert [problem["dtype"] for problem in problems] == ["fp32", "fp32", "fp16", "fp16"]
     assert {problem["head_dim"] for problem in problems} == {32}
 
 
-def test_a_kernel_that_refuses_everything_was_not_tested(check, mine):
-    run = check("mine.py::picky", "--question", "plain", cwd=mine)
+def test_kernel_that_refuses_everything_exits_5(check, project):
+    run = check("mine.py::picky", "--question", "plain", cwd=project)
     assert run.returncode == 5
     assert "ValueError: head_dim must be 256" in run.stdout
 
 
-def test_a_kernel_of_attnchecks_own(check, tmp_path):
+def test_built_in_kernel_can_be_checked(check, tmp_path):
     run = check("sdpa-math", "--question", "decode-window", "--format", "md", "-q", cwd=tmp_path)
     assert run.returncode == 0
     assert run.stdout == (tmp_path / "reports" / "check.md").read_text()
@@ -342,7 +335,7 @@ def test_a_kernel_of_attnchecks_own(check, tmp_path):
 
 
 TUTORIAL = Path(__file__).parents[1] / "data" / "tutorial_kernels.py"
-_TAKES = "takes fp16; head_dim 16, 32, 64, 128, 256; values as wide as keys; as many queries as"
+_CLAIMS = "takes fp16; head_dim 16, 32, 64, 128, 256; values as wide as keys; as many queries as"
 
 
 @pytest.mark.parametrize(
@@ -363,19 +356,19 @@ _TAKES = "takes fp16; head_dim 16, 32, 64, 128, 256; values as wide as keys; as 
         ),
     ],
 )
-def test_a_kernel_of_a_tutorial_is_asked_within_what_it_takes(
+def test_tutorial_kernel_is_checked_within_its_claims(
     check, tmp_path, kernel, code, verdict, cause
 ):
     run = check(f"{TUTORIAL}::{kernel}", cwd=tmp_path)
     assert run.returncode == code
-    said = " ".join(run.stdout.split())
-    assert verdict in said
-    assert cause in said
-    # What it cannot take is one line, and no question fails for it.
-    assert said.count("InterpreterError") == 1
+    page = " ".join(run.stdout.split())
+    assert verdict in page
+    assert cause in page
+    # What it cannot take is mentioned once, and fails no question.
+    assert page.count("InterpreterError") == 1
     report = load_report((tmp_path / "reports" / "check.json").read_text(), Report)
     (lines,) = report.claims.values()
-    assert lines[0].startswith(_TAKES if kernel != "whole_tiles_of_128" else _TAKES[:60])
+    assert lines[0].startswith(_CLAIMS if kernel != "whole_tiles_of_128" else _CLAIMS[:60])
     failed = [one for one in report.records if one.status in FAILED_STATUSES]
     assert all(one.status == "fail" for one in failed)
     if kernel == "sees_the_next_key":
@@ -398,8 +391,8 @@ def kernel(q, k, v, is_causal=False):
 """
 
 
-def test_what_is_wrong_beyond_its_claims_hides_no_cause_within_them(check, tmp_path):
+def test_failure_beyond_claims_does_not_hide_the_cause_within_them(check, tmp_path):
     (tmp_path / "mine.py").write_text(TWO_FAULTS)
     questions = ("--question", "decode-causal-even", "--question", "lengths-77")
-    done = check("mine.py::kernel", *questions, "--dtype", "fp32", "-q", cwd=tmp_path)
-    assert "  cause      the causal mask is one key too wide: row i sees key i + 1" in done.stdout
+    run = check("mine.py::kernel", *questions, "--dtype", "fp32", "-q", cwd=tmp_path)
+    assert "  cause      the causal mask is one key too wide: row i sees key i + 1" in run.stdout

@@ -1,4 +1,4 @@
-"""``attncheck config``: every mistake of a file that names kernels, and nothing heavy imported."""
+"""``attncheck config`` lists every mistake in a configuration file, importing nothing heavy."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from attncheck.subjects.capabilities.configuration import CONVENTION_NAMES, find_mistakes
 
 KERNELS = "def attention(query, key, value): ...\n\ndef gradients(dout): ...\n"
-RIGHT = """
+VALID = """
 [kernels.mine]
 entry = "kernels.py::attention"
 convention = "sdpa"
@@ -26,8 +26,8 @@ entry = "math:sin"
 
 
 @pytest.fixture
-def written(tmp_path, monkeypatch):
-    """``written(text)``: an attncheck.toml of that text beside kernels.py."""
+def write_config(tmp_path, monkeypatch):
+    """``write_config(text)``: write attncheck.toml with that text beside kernels.py."""
     monkeypatch.chdir(tmp_path)
     Path("kernels.py").write_text(KERNELS)
 
@@ -38,12 +38,12 @@ def written(tmp_path, monkeypatch):
     return write
 
 
-def test_a_right_file_has_no_mistakes(written):
-    assert find_mistakes(written(RIGHT)) == (4, [])
+def test_valid_file_has_no_mistakes(write_config):
+    assert find_mistakes(write_config(VALID)) == (4, [])
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ('entry = "gone.py::attention"', "entry: there is no file gone.py."),
         ('entry = "kernels.py::gone"', "entry: kernels.py has no 'gone'."),
@@ -64,44 +64,44 @@ def test_a_right_file_has_no_mistakes(written):
         ("masks = 1", "masks: expected list, got whole number."),
     ],
 )
-def test_each_mistake_is_a_line(written, line, says):
+def test_each_mistake_is_one_line(write_config, line, message):
     Path("broken.py").write_text("f(\n")
     entry = "" if line.startswith("entry") else 'entry = "kernels.py::attention"\n'
-    count, found = find_mistakes(written(f"[kernels.mine]\n{entry}{line}\n"))
+    count, mistakes = find_mistakes(write_config(f"[kernels.mine]\n{entry}{line}\n"))
     assert count == 1
-    assert len(found) == 1
-    assert found[0].startswith(f"attncheck.toml: kernels.mine: {says}")
-    assert "\n" not in found[0]
+    assert len(mistakes) == 1
+    assert mistakes[0].startswith(f"attncheck.toml: kernels.mine: {message}")
+    assert "\n" not in mistakes[0]
 
 
-def test_all_mistakes_are_said_and_not_the_first_alone(written):
-    _, found = find_mistakes(
-        written(
+def test_all_mistakes_are_reported(write_config):
+    _, mistakes = find_mistakes(
+        write_config(
             '[kernels.one]\ndtypes = ["bf17"]\nmasks = ["gone"]\n'
             '[[kernels.one.override]]\nwhen = { dtype = "bf16" }\n'
             '[[kernels.one.override]]\nwhen = { dtyp = "bf16" }\n'
             '[kernels.two]\nentry = "gone.py::f"\nconvention = "gone"\n'
         )
     )
-    assert [line.split(": ")[1] for line in found] == ["kernels.one"] * 4 + ["kernels.two"] * 2
+    assert [line.split(": ")[1] for line in mistakes] == ["kernels.one"] * 4 + ["kernels.two"] * 2
     for what in ("entry", "bf17", "'gone'", "override[1].when.dtyp", "convention", "gone.py"):
-        assert any(what in line for line in found), what
+        assert any(what in line for line in mistakes), what
 
 
-def test_what_is_no_table_is_a_line(written):
+def test_malformed_tables_are_one_line(write_config):
     for text in ("[kernels", "kernels = 1", "gone = 1", "[kernels]\nmine = 1"):
-        assert len(find_mistakes(written(text))[1]) == 1
+        assert len(find_mistakes(write_config(text))[1]) == 1
 
 
-def test_conventions_are_those_that_there_are():
+def test_known_conventions_match_the_implemented_ones():
     from attncheck.subjects.conventions import declarations
 
     assert sorted(CONVENTION_NAMES) == sorted(declarations.CONVENTIONS)
 
 
-def test_nothing_of_the_project_is_imported(written):
+def test_project_files_are_not_imported(write_config):
     Path("kernels.py").write_text(f"raise RuntimeError\n{KERNELS}")
-    assert find_mistakes(written(RIGHT))[1] == []
+    assert find_mistakes(write_config(VALID))[1] == []
 
 
 HEAVY = """
@@ -111,26 +111,26 @@ atexit.register(lambda: print("heavy:", *sorted(heavy & set(sys.modules)), file=
 """
 
 
-def test_the_verb_is_light_and_ends_with_2(written, tmp_path, fresh):
-    written(RIGHT)
-    right = fresh("config", cwd=tmp_path, before=HEAVY)
+def test_verb_imports_nothing_heavy_and_exits_2_on_mistakes(write_config, tmp_path, run_fresh):
+    write_config(VALID)
+    right = run_fresh("config", cwd=tmp_path, before=HEAVY)
     assert (right.returncode, right.stdout) == (0, "attncheck.toml: 4 kernels\n")
     assert right.stderr == "heavy:\n"
-    written('[kernels.mine]\nentry = "gone.py::f"\n[kernels.two]\n')
-    wrong = fresh("config", "attncheck.toml", cwd=tmp_path, before=HEAVY)
+    write_config('[kernels.mine]\nentry = "gone.py::f"\n[kernels.two]\n')
+    wrong = run_fresh("config", "attncheck.toml", cwd=tmp_path, before=HEAVY)
     assert (wrong.returncode, wrong.stdout) == (2, "")
     *lines, heavy = wrong.stderr.splitlines()
     assert (len(lines), heavy) == (2, "heavy:")
     assert all(line.startswith("attncheck: attncheck.toml: kernels.") for line in lines)
 
 
-def test_the_verb_needs_a_file(tmp_path, monkeypatch, in_process):
+def test_verb_requires_a_readable_file(tmp_path, monkeypatch, run_in_process):
     monkeypatch.chdir(tmp_path)
-    code, _, said = in_process("config")
+    code, _, err = run_in_process("config")
     assert code == 2
-    assert "`attncheck init SPEC` writes a table" in said
-    code, _, said = in_process("config", "gone.toml")
+    assert "`attncheck init SPEC` writes a table" in err
+    code, _, err = run_in_process("config", "gone.toml")
     assert code == 2
-    assert "gone.toml cannot be read" in said
+    assert "gone.toml cannot be read" in err
     Path("pyproject.toml").write_text('[project]\nname = "other"\n')
-    assert in_process("config", "pyproject.toml") == (0, "pyproject.toml: 0 kernels\n", "")
+    assert run_in_process("config", "pyproject.toml") == (0, "pyproject.toml: 0 kernels\n", "")

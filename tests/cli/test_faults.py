@@ -1,4 +1,4 @@
-"""``attncheck faults``: scores, exit codes, what it refuses, and a run that goes on."""
+"""``attncheck faults``: scores, exit codes, refusals, and resumed runs."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from attncheck.records.fault_scores import FaultScore
 from attncheck.workers.journal import Journal
 from attncheck.workers.units import Done
 
-OWN = Path(__file__).parents[1] / "faults" / "faulty_kernels.py"
+FAULTY_KERNELS = Path(__file__).parents[1] / "faults" / "faulty_kernels.py"
 
 
 @pytest.fixture
@@ -34,78 +34,79 @@ def outcomes(folder):
     return {score["fault"]: score["outcome"] for score in report["scores"]}
 
 
-def test_a_file_of_faults_is_scored(run, tmp_path):
-    """One is caught; one is no fault."""
-    words = ["--kernel-file", str(OWN), "--fault", "next key", "--fault", "none"]
-    done = run(*words, "--device", "cpu", "--json", "r.json", "--md", "r.md", "-q")
-    assert done.returncode == 1, done.stderr
+def test_kernel_file_is_scored(run, tmp_path):
+    words = ["--kernel-file", str(FAULTY_KERNELS), "--fault", "next key", "--fault", "none"]
+    result = run(*words, "--device", "cpu", "--json", "r.json", "--md", "r.md", "-q")
+    assert result.returncode == 1, result.stderr
     assert outcomes(tmp_path) == {"next key": "caught", "none": "missed"}
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["command"].startswith("attncheck faults --kernel-file faulty_kernels.py")
     assert "| next key |" in (tmp_path / "r.md").read_text()
-    assert "1 of 2 faults caught." in done.stdout
+    assert "1 of 2 faults caught." in result.stdout
 
 
-def test_a_kernel_that_ends_its_process_is_asked_in_one_of_its_own(run, tmp_path):
-    words = ["--kernel-file", str(OWN), "--fault", "exit", "--jobs", "1"]
-    done = run(*words, "--device", "cpu", "--json", "r.json", "-q")
-    assert done.returncode == 0, done.stderr
+def test_kernel_that_exits_its_process_is_caught_as_crash(run, tmp_path):
+    words = ["--kernel-file", str(FAULTY_KERNELS), "--fault", "exit", "--jobs", "1"]
+    result = run(*words, "--device", "cpu", "--json", "r.json", "-q")
+    assert result.returncode == 0, result.stderr
     (score,) = json.loads((tmp_path / "r.json").read_text())["scores"]
     assert score["caught"]["first"]["status"] == "crash"
 
 
-def test_a_run_goes_on_where_it_was(run, tmp_path, monkeypatch):
+def test_interrupted_run_resumes(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    these = select_from_file(OWN, names=["next key", "exit"], device="cpu", tier="smoke")
-    head = planted_header(these, device="cpu", tier="smoke", file=OWN)
+    selection = select_from_file(
+        FAULTY_KERNELS, names=["next key", "exit"], device="cpu", tier="smoke"
+    )
+    head = planted_header(selection, device="cpu", tier="smoke", file=FAULTY_KERNELS)
     first = FaultScore(fault="exit", category="own", host="file", outcome="caught", problems=4321)
     with Journal.open(Path("reports/faults/results.jsonl"), head, resume=False) as journal:
-        journal.queued(these.units)
-        unit = these.units[1]
+        journal.queued(selection.units)
+        unit = selection.units[1]
         journal.begun(unit)
         facts = {"score": msgspec.to_builtins(first), "kind": "fault"}
         journal.done(Done(unit=unit.id, facts=facts))
         journal.end("interrupted")
-    words = ["--kernel-file", str(OWN), "--fault", "next key", "--fault", "exit"]
-    done = run(*words, "--device", "cpu", "--json", "r.json", "-q")
-    assert done.returncode == 0, done.stderr
-    assert "goes on with reports/faults/results.jsonl, 1 of 2 done" in done.stderr
+    words = ["--kernel-file", str(FAULTY_KERNELS), "--fault", "next key", "--fault", "exit"]
+    result = run(*words, "--device", "cpu", "--json", "r.json", "-q")
+    assert result.returncode == 0, result.stderr
+    assert "goes on with reports/faults/results.jsonl, 1 of 2 done" in result.stderr
     assert outcomes(tmp_path) == {"next key": "caught", "exit": "caught"}
     report = json.loads((tmp_path / "r.json").read_text())
-    assert report["scores"][-1]["problems"] == 4321  # what was done is not done again
+    assert report["scores"][-1]["problems"] == 4321  # the finished score is reused
 
 
-def test_another_run_that_is_not_finished_is_left_alone(run, tmp_path, monkeypatch):
+def test_unfinished_other_run_is_not_overwritten(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    these = select_from_file(OWN, names=["exit"], device="cpu", tier="smoke")
-    head = planted_header(these, device="cpu", tier="smoke", file=OWN)
+    selection = select_from_file(FAULTY_KERNELS, names=["exit"], device="cpu", tier="smoke")
+    head = planted_header(selection, device="cpu", tier="smoke", file=FAULTY_KERNELS)
     with Journal.open(Path("reports/faults/results.jsonl"), head, resume=False) as journal:
-        journal.queued(these.units)
+        journal.queued(selection.units)
         journal.end("interrupted")
-    done = run("--kernel-file", str(OWN), "--fault", "none", "--device", "cpu", "-q")
-    assert done.returncode == 3
-    assert "holds another run" in done.stderr
-    assert "--fresh" in done.stderr
+    result = run("--kernel-file", str(FAULTY_KERNELS), "--fault", "none", "--device", "cpu", "-q")
+    assert result.returncode == 3
+    assert "holds another run" in result.stderr
+    assert "--fresh" in result.stderr
 
 
-def test_time_that_is_up_leaves_the_rest_unscored(run):
-    words = ["--kernel-file", str(OWN), "--fault", "none", "--device", "cpu", "-q"]
-    done = run(*words, "--max-time", "0.001")
-    assert done.returncode == 3
-    assert "time is up at 0 of 1: the same command goes on" in done.stderr
-    assert "1 have no score: time is up." in " ".join(done.stdout.split())
+def test_max_time_leaves_the_rest_unscored(run):
+    words = ["--kernel-file", str(FAULTY_KERNELS), "--fault", "none", "--device", "cpu", "-q"]
+    result = run(*words, "--max-time", "0.001")
+    assert result.returncode == 3
+    assert "time is up at 0 of 1: the same command goes on" in result.stderr
+    assert "1 have no score: time is up." in " ".join(result.stdout.split())
 
 
-def test_the_list_says_where_each_is_planted(run):
-    done = run("--list", "--host", "ideal", "--device", "cpu")
-    assert done.returncode == 0, done.stderr
+def test_list_names_the_hosts_of_each_fault(run):
+    result = run("--list", "--host", "ideal", "--device", "cpu")
+    assert result.returncode == 0, result.stderr
     (line,) = [
-        each for each in done.stdout.splitlines() if each.startswith("missing-alpha-on-acc ")
+        each for each in result.stdout.splitlines() if each.startswith("missing-alpha-on-acc ")
     ]
     assert line.startswith("missing-alpha-on-acc (online softmax; ideal and triton): the output so")
 
 
-STRANGER = """
+KERNEL = """
 def attention(query, key, value, is_causal=False):
     import torch.nn.functional
 
@@ -115,17 +116,17 @@ def attention(query, key, value, is_causal=False):
 """
 
 
-def test_mutants_of_a_file_are_scored(run, tmp_path):
-    (tmp_path / "mine.py").write_text(STRANGER)
+def test_mutants_of_a_kernel_are_scored(run, tmp_path):
+    (tmp_path / "mine.py").write_text(KERNEL)
     mutants = ["--mutants", "mine.py::attention"]
     listed = run(*mutants, "--list").stdout.splitlines()
     assert "mine:drop-term:6:20" in listed
-    asked = ["--fault", "mine:drop-term:6:20", "--json", "r.json", "--jobs", "1", "-q"]
-    done = run(*mutants, *asked)
-    assert done.returncode == 0, done.stderr
+    options = ["--fault", "mine:drop-term:6:20", "--json", "r.json", "--jobs", "1", "-q"]
+    result = run(*mutants, *options)
+    assert result.returncode == 0, result.stderr
     (score,) = json.loads((tmp_path / "r.json").read_text())["scores"]
     assert (score["outcome"], score["tool"]) == ("caught", "check")
-    assert "1 of 1 mutants caught, 0 of 1 named." in done.stdout
+    assert "1 of 1 mutants caught, 0 of 1 named." in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -139,9 +140,7 @@ def test_mutants_of_a_file_are_scored(run, tmp_path):
         (2, 1, 80, 2),
     ],
 )
-def test_workers_of_a_gpu_are_as_many_as_there_are_cores_and_memory_for(
-    cores, gpus, memory, count, monkeypatch
-):
+def test_gpu_worker_count_is_limited_by_cores_and_memory(cores, gpus, memory, count, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

@@ -1,4 +1,4 @@
-"""``attncheck faults --pytest``: somebody's own tests, and a run of them that goes on."""
+"""``attncheck faults --pytest`` scores a user's own tests and resumes interrupted runs."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 def attention(q, k, v):
     return torch.softmax((q @ k.mT) * q.shape[-1] ** -0.5, -1) @ v
 """
-# Each run of pytest leaves a line behind.
+# Each run of pytest appends a line to runs.txt.
 TESTS = """
 import torch, mine
 
@@ -50,58 +50,55 @@ def project(tmp_path, monkeypatch):
 @pytest.fixture
 def run(attncheck, project):
     def run(*words):
-        done = attncheck("faults", *(words or WORDS), cwd=project)
+        result = attncheck("faults", *(words or WORDS), cwd=project)
         report = project / "r.json"
-        return done, json.loads(report.read_text()) if report.exists() else None
+        return result, json.loads(report.read_text()) if report.exists() else None
 
     return run
 
 
 @pytest.fixture
 def interrupted(project):
-    """A run that was interrupted when the first of two faults had its score."""
+    """The journal of a run that was interrupted after the first of two faults was scored."""
     suite = UserSuite(command="test_mine.py", replace="mine:attention")
-    these = select_faults(
+    selection = select_faults(
         hosts=("ideal",), names=FAULTS, categories=(), controls=False, device="cuda", tier=""
     )
     first = OwnTestsScore(
         fault=FAULTS[0], category="x", host="ideal", status="missed", seconds=4321
     )
     path = Path("reports/faults/results.jsonl")
-    with Journal.open(path, own_tests_header(suite, these), resume=False) as journal:
-        journal.queued(these.units)
-        (unit,) = (each for each in these.units if each.kernel.startswith(FAULTS[0]))
+    with Journal.open(path, own_tests_header(suite, selection), resume=False) as journal:
+        journal.queued(selection.units)
+        (unit,) = (each for each in selection.units if each.kernel.startswith(FAULTS[0]))
         journal.begun(unit)
         journal.done(Done(unit=unit.id, facts={"score": msgspec.to_builtins(first)}))
         journal.end("interrupted")
 
 
-def runs(project):
-    return len((project / "runs.txt").read_text().splitlines())
-
-
-def test_a_run_goes_on_where_it_was_and_asks_no_fault_again(run, project, interrupted):
-    done, report = run()
-    assert done.returncode == 1, done.stderr
-    assert "goes on with reports/faults/results.jsonl, 1 of 2 done" in done.stderr
+def test_interrupted_run_resumes_without_repeating_faults(run, project, interrupted):
+    result, report = run()
+    assert result.returncode == 1, result.stderr
+    assert "goes on with reports/faults/results.jsonl, 1 of 2 done" in result.stderr
     scores = {score["fault"]: score for score in report["scores"]}
     assert {name: score["status"] for name, score in scores.items()} == {
         FAULTS[0]: "missed",
         FAULTS[1]: "caught",
     }
-    assert scores[FAULTS[0]]["seconds"] == 4321  # what was done is not done again
-    assert runs(project) == 2  # the right kernel, and the other fault
+    assert scores[FAULTS[0]]["seconds"] == 4321  # the finished score is reused
+    runs = (project / "runs.txt").read_text().splitlines()
+    assert len(runs) == 2  # the correct kernel, and the other fault
 
 
-def test_another_run_that_is_not_finished_is_left_alone(run, project, interrupted):
+def test_unfinished_other_run_is_not_overwritten(run, project, interrupted):
     other = [word.replace("scale-inverted", "scale-hardcoded") for word in WORDS]
-    done, report = run(*other)
-    assert (done.returncode, report) == (3, None)
-    assert "holds another run" in done.stderr
+    result, report = run(*other)
+    assert (result.returncode, report) == (3, None)
+    assert "holds another run" in result.stderr
     assert not (project / "runs.txt").exists()
 
 
-def test_a_run_is_of_the_tests_as_they_are(project):
+def test_changed_tests_make_a_different_run(project):
     def sources():
         suite = UserSuite(command="test_mine.py", replace="mine:attention")
         return own_tests_header(suite, FaultSelection(units=()))["sources"]

@@ -1,4 +1,4 @@
-"""What somebody's kernels and mods do to the process that runs them: exit, print, warn."""
+"""User kernels and mods that exit, print, warn or change the state of their process."""
 
 from __future__ import annotations
 
@@ -29,38 +29,43 @@ from torch.nn.functional import scaled_dot_product_attention
 _KEPT = []
 def kernel(q, k, v, is_causal=False):
     out = scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-    {does}
+    {effect}
     return out
 """
 HANGS = "it did not answer with outputs in 2 s"
-# What the kernel does, the first answer, what is said of it, and the exit code.
-DEEDS = {
-    "leaves": ("os._exit(0)", "crash", "its process ended with exit code 0", 1),
-    "dies": ("os.kill(os.getpid(), signal.SIGKILL)", "crash", "its process died of SIGKILL", 1),
-    "reads nowhere": ("ctypes.string_at(0)", "crash", "its process died of SIGSEGV", 1),
-    "sleeps": ("time.sleep(1000)", "timeout", HANGS, 1),
-    "holds the GIL": ("ctypes.PyDLL(None).pause()", "timeout", HANGS, 1),
-    "exits": ("raise SystemExit(0)", "error", "SystemExit: 0", 1),
-    "forks": ("os.fork()", "pass", "", 0),
-    "patches": ("torch.equal = torch.allclose = torch.Tensor.double = None", "pass", "", 0),
+# Effect of the kernel, status of the first record, part of its reason, and exit code.
+EFFECTS = {
+    "os._exit": ("os._exit(0)", "crash", "its process ended with exit code 0", 1),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "crash", "its process died of SIGKILL", 1),
+    "SIGSEGV": ("ctypes.string_at(0)", "crash", "its process died of SIGSEGV", 1),
+    "hangs": ("time.sleep(1000)", "timeout", HANGS, 1),
+    "hangs holding the GIL": ("ctypes.PyDLL(None).pause()", "timeout", HANGS, 1),
+    "SystemExit": ("raise SystemExit(0)", "error", "SystemExit: 0", 1),
+    "fork": ("os.fork()", "pass", "", 0),
+    "patches torch": ("torch.equal = torch.allclose = torch.Tensor.double = None", "pass", "", 0),
     "prints": ("[os.write(1, b'\\x1b[2JPASS' * 9999 + b'\\n') for _ in range(99)]", "pass", "", 0),
-    "goes": ("os.chdir('/')", "fail", "changed the working directory", 1),
-    "dtype": ("torch.set_default_dtype(torch.float64)", "fail", "changed the default dtype", 1),
-    "device": ("torch.set_default_device('meta')", "fail", "changed the default device", 1),
-    "grad": ("torch.set_grad_enabled(False)", "fail", "changed grad mode", 1),
-    "stays": (
+    "chdir": ("os.chdir('/')", "fail", "changed the working directory", 1),
+    "default dtype": (
+        "torch.set_default_dtype(torch.float64)",
+        "fail",
+        "changed the default dtype",
+        1,
+    ),
+    "default device": ("torch.set_default_device('meta')", "fail", "changed the default device", 1),
+    "grad mode": ("torch.set_grad_enabled(False)", "fail", "changed grad mode", 1),
+    "inference mode": (
         "_KEPT.append(torch.inference_mode()) or _KEPT[-1].__enter__()",
         "fail",
         "changed inference mode",
         1,
     ),
-    "draws": ("torch.rand(3)", "fail", "changed torch's random generator", 1),
+    "random generator": ("torch.rand(3)", "fail", "changed torch's random generator", 1),
     "threads": ("torch.set_num_threads(3)", "fail", "changed the number of torch's threads", 1),
     "tf32": ("torch.backends.cuda.matmul.allow_tf32 = True", "fail", "cuda.matmul.allow_tf32", 1),
 }
-LOADS = {
-    "leaves": ("os._exit(0)", "its process ended with exit code 0"),
-    "dies": ("ctypes.string_at(0)", "its process died of SIGSEGV"),
+LOAD_EFFECTS = {
+    "os._exit": ("os._exit(0)", "its process ended with exit code 0"),
+    "SIGSEGV": ("ctypes.string_at(0)", "its process died of SIGSEGV"),
 }
 
 MODS = ("--shape", "1x1x3", "--kernel", "ideal", "-q", "--device", "cpu")
@@ -97,7 +102,7 @@ class Mine(Ideal):
 
 @pytest.fixture
 def attncheck(tmp_path, monkeypatch, capsys):
-    """The command line in this process: exit code, standard output, standard error."""
+    """Run the command line in this process: exit code, stdout and stderr."""
     handler, options = signal.getsignal(signal.SIGINT), sys.warnoptions
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "warnoptions", [])
@@ -108,8 +113,7 @@ def attncheck(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as end:
             main()
         assert (sys.stdout, sys.stderr) == streams
-        said = capsys.readouterr()
-        return end.value.code, said.out, said.err
+        return end.value.code, *capsys.readouterr()
 
     yield run
     signal.signal(signal.SIGINT, handler)
@@ -119,7 +123,7 @@ def attncheck(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def foreign(monkeypatch):
-    """A verb of whatever a test plants."""
+    """``foreign(callback)``: add a verb ``foreign`` that calls ``callback``."""
 
     def plant(callback):
         verb = standard_output.Verb("foreign", callback=callback)
@@ -131,7 +135,7 @@ def foreign(monkeypatch):
 @pytest.mark.parametrize(
     "end", [SystemExit(), SystemExit(0), SystemExit(7), click.exceptions.Exit(0)]
 )
-def test_foreign_code_that_ends_the_process_is_no_success(attncheck, foreign, end):
+def test_foreign_code_that_exits_is_an_error(attncheck, foreign, end):
     def ends():
         raise end
 
@@ -143,20 +147,13 @@ def test_foreign_code_that_ends_the_process_is_no_success(attncheck, foreign, en
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("given", "code"), [(None, 0), (0, 0), (5, 5)])
-def test_the_exit_code_is_what_a_verb_returns(attncheck, foreign, given, code):
-    foreign(lambda: given)
+@pytest.mark.parametrize(("value", "code"), [(None, 0), (0, 0), (5, 5)])
+def test_exit_code_is_the_verbs_return_value(attncheck, foreign, value, code):
+    foreign(lambda: value)
     assert attncheck("foreign") == (code, "", "")
 
 
-def test_help_of_a_verb_is_exit_code_0(attncheck):
-    code, out, err = attncheck("mods", "--help")
-    assert (code, err) == (0, "")
-    assert out.startswith("Usage: attncheck mods")
-    assert "Exit code 1 when a backend differs, raises, or is unknown somewhere" in out
-
-
-def test_what_a_mod_prints_stands_beside_the_json(attncheck, tmp_path):
+def test_mod_output_goes_to_stderr(attncheck, tmp_path):
     talks = CAUSAL.replace("return", "print('called')\n    return")
     (tmp_path / "mine.py").write_text("print('imported')\n" + talks)
     code, out, err = attncheck("mods", "mine.py", *MODS, "--format", "json")
@@ -166,7 +163,7 @@ def test_what_a_mod_prints_stands_beside_the_json(attncheck, tmp_path):
 
 
 @pytest.mark.parametrize("fmt", ["json", "csv", "table"])
-def test_what_a_kernel_prints_and_warns_stands_beside_the_report(attncheck, tmp_path, fmt):
+def test_kernel_output_goes_to_stderr_without_warnings(attncheck, tmp_path, fmt):
     (tmp_path / "mine.py").write_text(KERNEL)
     code, out, err = attncheck("rmse", "--kernel", "mine.py::Mine", *RMSE, "--format", fmt)
     assert code == 0
@@ -179,86 +176,91 @@ def test_what_a_kernel_prints_and_warns_stands_beside_the_report(attncheck, tmp_
     assert lines == {"imported", "made", "prepared", "called"}
 
 
-@pytest.mark.parametrize(("does", "status", "says", "exits"), DEEDS.values(), ids=DEEDS)
-def test_what_a_kernel_does_to_its_process_is_said_and_stays_there(
-    attncheck, tmp_path, does, status, says, exits
+@pytest.mark.parametrize(("effect", "status", "reason", "exit_code"), EFFECTS.values(), ids=EFFECTS)
+def test_effects_on_the_kernels_process_are_reported_and_contained(
+    attncheck, tmp_path, effect, status, reason, exit_code
 ):
     before = process_state(torch.device("cpu"))
-    (tmp_path / "hostile.py").write_text(HOSTILE.format(does=does))
-    how = ["--question", "state", "--question", "plain", "--device", "cpu", "--format", "json"]
-    how += ["--timeout", "2s"] if status == "timeout" else []
+    (tmp_path / "hostile.py").write_text(HOSTILE.format(effect=effect))
+    options = ["--question", "state", "--question", "plain", "--device", "cpu", "--format", "json"]
+    options += ["--timeout", "2s"] if status == "timeout" else []
     start = time.monotonic()
-    code, out, err = attncheck("check", "hostile.py::kernel", *how, "-q")
-    assert code == exits, err
+    code, out, err = attncheck("check", "hostile.py::kernel", *options, "-q")
+    assert code == exit_code, err
     first, *others = json.loads(out)["records"]
     judgement = first.get("judgement") or {}
     assert first["status"] == status
-    assert says in (first.get("reason") or judgement.get("reason", ""))
+    assert reason in (first.get("reason") or judgement.get("reason", ""))
     assert status != "fail" or judgement["rule"] == "state"
-    # Of its numbers nothing is wrong, whatever it does besides.
-    right = {"fail": "pass"}.get(status, status)
-    assert {each["status"] for each in others} <= {right}
+    # The kernel's numbers are correct, so the plain question must not fail.
+    expected = {"fail": "pass"}.get(status, status)
+    assert {each["status"] for each in others} <= {expected}
     assert json.loads((tmp_path / "reports" / "check.json").read_text()) == json.loads(out)
     changed = changed_parts(before, process_state(torch.device("cpu")))
-    assert [part for part in changed if part in says] == []
+    assert [part for part in changed if part in reason] == []
     assert len(err) < 1 << 17
     assert "\x1b" not in err
     assert "attncheck_file_hostile" not in sys.modules
-    left = 2 - len(json.loads(out)["records"])
-    assert json.loads(out).get("incomplete", "") == (f"{left} more were not asked" if left else "")
-    assert left == (status == "timeout")
-    if status == "timeout":  # a second or so of it is another process's import of torch
+    missing = 2 - len(json.loads(out)["records"])
+    note = f"{missing} more were not asked" if missing else ""
+    assert json.loads(out).get("incomplete", "") == note
+    assert missing == (status == "timeout")
+    if status == "timeout":  # about a second of it is the import of torch in another process
         assert time.monotonic() - start < 8
 
 
 @pytest.mark.parametrize(
-    ("does", "processes", "warns"),
+    ("effect", "processes", "warns"),
     [
         ("pass", 1, False),
         ("_KEPT or _KEPT.append(torch.set_default_dtype(torch.float64))", 2, True),
     ],
 )
-def test_a_second_process_is_for_who_changed_the_first(attncheck, tmp_path, does, processes, warns):
-    kernel = HOSTILE.format(does=does)
+def test_only_a_kernel_that_changed_its_process_is_run_in_another(
+    attncheck, tmp_path, effect, processes, warns
+):
+    kernel = HOSTILE.format(effect=effect)
     (tmp_path / "mine.py").write_text(f"open('loaded', 'a').write('x')\n{kernel}")
-    how = ["--question", "state", "--device", "cpu", "--format", "json", "-q"]
-    code, out, err = attncheck("check", "mine.py::kernel", *how)
+    options = ["--question", "state", "--device", "cpu", "--format", "json", "-q"]
+    code, out, err = attncheck("check", "mine.py::kernel", *options)
     assert code == 0, err
     assert (tmp_path / "loaded").read_text() == processes * "x"
     (record,) = json.loads(out)["records"]
-    said = "its first call changed the default dtype, and a further one did not"
-    assert [*record["judgement"].get("warnings", ())] == [said] * warns
+    warning = "its first call changed the default dtype, and a further one did not"
+    assert [*record["judgement"].get("warnings", ())] == [warning] * warns
 
 
-@pytest.mark.parametrize(("does", "says"), LOADS.values(), ids=LOADS)
-def test_a_file_that_ends_its_process_has_a_verdict(attncheck, tmp_path, does, says):
-    (tmp_path / "mine.py").write_text(f"import ctypes, os\n{does}\n{CAUSAL}")
+@pytest.mark.parametrize(("effect", "reason"), LOAD_EFFECTS.values(), ids=LOAD_EFFECTS)
+def test_file_that_ends_its_process_on_import_fails(attncheck, tmp_path, effect, reason):
+    (tmp_path / "mine.py").write_text(f"import ctypes, os\n{effect}\n{CAUSAL}")
     code, out, err = attncheck("check", "mine.py::f", "--device", "cpu")
     assert code == 1, err
-    assert f"crash: as it was loaded, {says}" in out
+    assert f"crash: as it was loaded, {reason}" in out
     assert "FAIL mine.py::f: 1 of 1 question failed" in out
 
 
-REPRODUCED = {name: DEEDS[name] for name in ("leaves", "sleeps", "patches", "exits")}
+REPRODUCED = {name: EFFECTS[name] for name in ("os._exit", "hangs", "patches torch", "SystemExit")}
 
 
-@pytest.mark.parametrize(("does", "status", "says", "exits"), REPRODUCED.values(), ids=REPRODUCED)
-def test_what_failed_is_asked_again_in_a_process_of_its_own(
-    attncheck, tmp_path, does, status, says, exits
+@pytest.mark.parametrize(
+    ("effect", "status", "reason", "exit_code"), REPRODUCED.values(), ids=REPRODUCED
+)
+def test_repro_runs_the_kernel_in_another_process(
+    attncheck, tmp_path, effect, status, reason, exit_code
 ):
-    (tmp_path / "hostile.py").write_text(HOSTILE.format(does=does))
+    (tmp_path / "hostile.py").write_text(HOSTILE.format(effect=effect))
     case = Case(problem=Problem(query=64, kv=64, head_dim=64, heads=8, dtype="bf16"))
     (tmp_path / "case.json").write_text(json.dumps(case.to_json()))
-    how = ("--kernel", "hostile.py::kernel", "--device", "cpu", "--timeout", "2s")
-    code, out, err = attncheck("repro", "case.json", *how, "--script", "again.py")
-    assert code == exits, err
-    assert says.partition(";")[0] in out
+    options = ("--kernel", "hostile.py::kernel", "--device", "cpu", "--timeout", "2s")
+    code, out, err = attncheck("repro", "case.json", *options, "--script", "again.py")
+    assert code == exit_code, err
+    assert reason.partition(";")[0] in out
     assert "attncheck_file_hostile" not in sys.modules
-    # A script calls the kernel: it is written of one that dies as well.
+    # The script is written even for a kernel that dies.
     assert "def call_" in (tmp_path / "again.py").read_text()
 
 
-def test_a_file_that_ends_its_process_as_it_is_asked_again_has_a_verdict(attncheck, tmp_path):
+def test_repro_of_file_that_ends_its_process_on_import_fails(attncheck, tmp_path):
     (tmp_path / "mine.py").write_text(f"import os\nos._exit(0)\n{CAUSAL}")
     (tmp_path / "case.json").write_text(json.dumps(Case(problem=Problem(query=4)).to_json()))
     code, out, err = attncheck("repro", "case.json", "--kernel", "mine.py::f", "--device", "cpu")
@@ -266,7 +268,7 @@ def test_a_file_that_ends_its_process_as_it_is_asked_again_has_a_verdict(attnche
     assert "its process ended with exit code 0 before it answered" in out
 
 
-WRITES = """
+OUT_OF_BOUNDS_WRITE = """
 import ctypes, torch
 from torch.nn.functional import scaled_dot_product_attention
 def kernel(q, k, v, is_causal=False):
@@ -276,8 +278,8 @@ def kernel(q, k, v, is_causal=False):
 """
 
 
-def test_what_writes_beside_its_tensors_is_asked_no_more_than_twice(attncheck, tmp_path):
-    (tmp_path / "mine.py").write_text(WRITES)
+def test_kernel_with_out_of_bounds_writes_is_stopped_after_two_questions(attncheck, tmp_path):
+    (tmp_path / "mine.py").write_text(OUT_OF_BOUNDS_WRITE)
     code, out, err = attncheck(
         "check", "mine.py::kernel", "--device", "cpu", "--format", "json", "-q"
     )
@@ -288,17 +290,17 @@ def test_what_writes_beside_its_tensors_is_asked_no_more_than_twice(attncheck, t
         assert record["judgement"]["reason"].startswith("out-of-bounds write: ")
 
 
-def test_a_debugger_can_have_the_kernel_in_this_process(attncheck, tmp_path):
-    (tmp_path / "mine.py").write_text(HOSTILE.format(does=f"assert os.getpid() == {os.getpid()}"))
-    how = ("--question", "plain", "--device", "cpu", "--in-process")
-    assert attncheck("check", "mine.py::kernel", *how)[0] == 0
-    assert attncheck("check", "mine.py::kernel", *how[:-1])[0] == 5
+def test_in_process_runs_the_kernel_in_this_process(attncheck, tmp_path):
+    (tmp_path / "mine.py").write_text(HOSTILE.format(effect=f"assert os.getpid() == {os.getpid()}"))
+    options = ("--question", "plain", "--device", "cpu", "--in-process")
+    assert attncheck("check", "mine.py::kernel", *options)[0] == 0
+    assert attncheck("check", "mine.py::kernel", *options[:-1])[0] == 5
 
 
 @pytest.mark.parametrize(
     ("when", "stream"), [("import", "stdout"), ("import", "stderr"), ("call", "stdout")]
 )
-def test_closing_a_stream_closes_none_of_ours(attncheck, tmp_path, when, stream):
+def test_foreign_code_cannot_close_our_streams(attncheck, tmp_path, when, stream):
     close = f"sys.{stream}.close()\n"
     closes = close + CAUSAL if when == "import" else CAUSAL.replace("return", f"{close}    return")
     (tmp_path / "mine.py").write_text("import sys\n" + closes)
@@ -307,7 +309,7 @@ def test_closing_a_stream_closes_none_of_ours(attncheck, tmp_path, when, stream)
     assert "1 mod: 2 equal." in out
 
 
-def test_warnings_of_mods_are_not_shown_unless_asked_for(attncheck, foreign, monkeypatch):
+def test_warnings_are_hidden_unless_python_shows_them(attncheck, foreign, monkeypatch):
     def warns():
         warnings.warn("planted", stacklevel=1)
 
@@ -319,7 +321,7 @@ def test_warnings_of_mods_are_not_shown_unless_asked_for(attncheck, foreign, mon
         main()
 
 
-def test_a_coroutine_is_refused_without_a_warning(attncheck, tmp_path):
+def test_coroutine_mod_is_rejected_without_a_warning(attncheck, tmp_path):
     (tmp_path / "mine.py").write_text("async " + CAUSAL)
     with warnings.catch_warnings():
         code, out, err = attncheck("mods", "mine.py", *MODS)
@@ -328,7 +330,7 @@ def test_a_coroutine_is_refused_without_a_warning(attncheck, tmp_path):
     assert "never awaited" not in err
 
 
-def test_defaults_that_a_file_sets_do_not_reach_the_kernels(attncheck, tmp_path):
+def test_torch_defaults_set_by_a_file_do_not_reach_kernels(attncheck, tmp_path):
     sets = "import torch\ntorch.set_default_dtype(torch.float64)\n"
     score = "def s(score, b, h, q_idx, kv_idx):\n    return score + q_idx / 3\n"
     (tmp_path / "mine.py").write_text(sets + "torch.set_default_device('meta')\n" + score)
@@ -338,7 +340,7 @@ def test_defaults_that_a_file_sets_do_not_reach_the_kernels(attncheck, tmp_path)
 
 
 @pytest.mark.parametrize("verb", [("rmse", *RMSE), ("mods", "mine.py", "--device", "cpu")])
-def test_two_kernels_of_one_name_are_a_mistake_of_every_verb(attncheck, tmp_path, verb):
+def test_duplicate_kernel_names_are_rejected(attncheck, tmp_path, verb):
     for name in ("mine.py", "other.py"):
         (tmp_path / name).write_text(KERNEL + CAUSAL)
     kernels = ("--kernel", "mine.py::Mine", "--kernel", "other.py::Mine")
@@ -347,10 +349,13 @@ def test_two_kernels_of_one_name_are_a_mistake_of_every_verb(attncheck, tmp_path
     assert "kernel 'other.py::Mine': another one is called 'mine' too." in err
 
 
-def test_unknown_is_exit_code_1_as_its_help_says(attncheck, tmp_path):
+def test_unknown_mod_result_exits_1_as_help_says(attncheck, tmp_path):
     undefined = "def s(score, b, h, q_idx, kv_idx):\n    return score / (q_idx - q_idx)\n"
     (tmp_path / "mine.py").write_text(undefined)
     code, out, _ = attncheck("mods", "mine.py", *MODS)
     assert "unknown" in out
     assert "different" not in out
     assert code == 1
+    code, out, err = attncheck("mods", "--help")
+    assert (code, err) == (0, "")
+    assert "Exit code 1 when a backend differs, raises, or is unknown somewhere" in out

@@ -1,4 +1,4 @@
-"""SIGINT at every stage: exit code 130, one line, and the line is true."""
+"""SIGINT at every stage: exit code 130 and one line that truly says whether files were written."""
 
 import fcntl
 import json
@@ -15,10 +15,10 @@ import pytest
 
 RMSE = ("rmse", "--shape", "1x2x16x8", "--device", "cpu", "-q")
 QUICK = (*RMSE, "--variant", "causal")
-NOTHING = "attncheck: interrupted; nothing was written.\n"
-PATIENCE = 120.0
+NOTHING_WRITTEN = "attncheck: interrupted; nothing was written.\n"
+TIMEOUT = 120.0
 
-# Python's own SIGINT handler, as in an interactive shell, whatever started this pytest.
+# Python's own SIGINT handler, as in an interactive shell, however this pytest was started.
 PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,13 +28,13 @@ sys.argv[0] = "attncheck"
 main()
 """
 
-# Raises the signal the moment that a module is looked for, and once more may swallow what comes.
+# Raises the signal when a module is imported; the action may swallow the KeyboardInterrupt.
 AT_IMPORT = """
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
             sys.meta_path.remove(self)
-            {what}
+            {action}
 sys.meta_path.insert(0, Finder())
 """
 INTERRUPTED = "signal.raise_signal(signal.SIGINT)"
@@ -54,7 +54,7 @@ ABORTED = f"""
             try:
                 {INTERRUPTED}
             except KeyboardInterrupt:
-                __import__("os").abort()  # as C++ does, which calls Python here and there
+                __import__("os").abort()  # as C++ code that calls Python may do
 """
 SLOW = """
 import sys, time
@@ -95,27 +95,26 @@ class Pauses(Ideal):
 """
 
 
-def started(*arguments, cwd, before="", **streams):
+def start_attncheck(*arguments, cwd, before="", **streams):
     command = [sys.executable, "-c", PROGRAM.format(before=before), *arguments]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
     return subprocess.Popen(command, cwd=cwd, text=True, **streams)
 
 
-def descendants(pid):
-    """The children of a process."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in found.split()]
+def children(pid):
+    """The process ids of the children of a process."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def until(holds):
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
+def wait_until(condition):
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
-    ("module", "what"),
+    ("module", "action"),
     [
         ("click", INTERRUPTED),
         ("attncheck.cli.repro", AS_ANOTHER_ERROR),
@@ -127,100 +126,105 @@ def until(holds):
         ("rich", SWALLOWED),
     ],
 )
-def test_an_interrupt_while_something_is_imported(tmp_path, module, what):
-    before = AT_IMPORT.format(module=module, what=what)
-    run = started(*QUICK, "--kernel", "ideal", cwd=tmp_path, before=before)
-    out, err = run.communicate(timeout=PATIENCE)
-    assert (run.returncode, err, out) == (130, NOTHING, "")
+def test_interrupt_during_imports(tmp_path, module, action):
+    """An import may turn the interrupt into another error, swallow it or abort; the run ends."""
+    before = AT_IMPORT.format(module=module, action=action)
+    run = start_attncheck(*QUICK, "--kernel", "ideal", cwd=tmp_path, before=before)
+    out, err = run.communicate(timeout=TIMEOUT)
+    assert (run.returncode, err, out) == (130, NOTHING_WRITTEN, "")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupt_while_the_kernel_is_loaded(tmp_path):
+def test_interrupt_while_the_kernel_is_imported(tmp_path):
     (tmp_path / "mine.py").write_text("import os, time\nos.write(2, b'loaded\\n')\ntime.sleep(600)")
-    run = started("check", "mine.py::kernel", "-v", cwd=tmp_path)
+    run = start_attncheck("check", "mine.py::kernel", "-v", cwd=tmp_path)
     assert run.stderr.readline() == "loaded\n"
-    family = descendants(run.pid)
-    assert len(family) == 1
+    processes = children(run.pid)
+    assert len(processes) == 1
     run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=PATIENCE)
-    assert (run.returncode, err, out) == (130, NOTHING, "")
-    assert [pid for pid in family if Path(f"/proc/{pid}").exists()] == []
+    out, err = run.communicate(timeout=TIMEOUT)
+    assert (run.returncode, err, out) == (130, NOTHING_WRITTEN, "")
+    assert [pid for pid in processes if Path(f"/proc/{pid}").exists()] == []
 
 
-@pytest.mark.parametrize("how", [(), ("--in-process",)], ids=["own process", "in-process"])
+@pytest.mark.parametrize("options", [(), ("--in-process",)], ids=["own process", "in-process"])
 @pytest.mark.parametrize("kernel", ["Slow", "Deaf"])
-def test_an_interrupt_while_a_kernel_runs(tmp_path, kernel, how):
+def test_interrupt_while_a_kernel_runs(tmp_path, kernel, options):
     (tmp_path / "mine.py").write_text(SLOW)
-    run = started(*QUICK, "--kernel", f"mine.py::{kernel}", *how, cwd=tmp_path)
+    run = start_attncheck(*QUICK, "--kernel", f"mine.py::{kernel}", *options, cwd=tmp_path)
     assert run.stderr.readline() == "measuring\n"
-    family = descendants(run.pid)
-    assert len(family) == (not how)
+    processes = children(run.pid)
+    assert len(processes) == (not options)
     run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=PATIENCE)
-    assert (run.returncode, err, out) == (130, NOTHING, "")
-    assert [pid for pid in family if Path(f"/proc/{pid}").exists()] == []
+    out, err = run.communicate(timeout=TIMEOUT)
+    assert (run.returncode, err, out) == (130, NOTHING_WRITTEN, "")
+    assert [pid for pid in processes if Path(f"/proc/{pid}").exists()] == []
     assert not (tmp_path / "reports").exists()
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_what_was_measured_before_an_interrupt_is_shown_and_written(tmp_path, terminal):
-    """On a terminal the row is there before the run is stopped."""
+def test_results_before_an_interrupt_are_shown_and_written(tmp_path, terminal):
+    """On a terminal the row is shown before the run is stopped."""
     (tmp_path / "mine.py").write_text(PAUSES)
-    ours, theirs = pty.openpty() if terminal else os.pipe()
-    run = started(*QUICK, "--kernel", "mine.py::Pauses", cwd=tmp_path, stdout=theirs)
-    os.close(theirs)
+    terminal_end, program_end = pty.openpty() if terminal else os.pipe()
+    run = start_attncheck(*QUICK, "--kernel", "mine.py::Pauses", cwd=tmp_path, stdout=program_end)
+    os.close(program_end)
     assert run.stderr.readline() == "measuring\n"
-    shown = os.read(ours, 2**16).decode() if terminal else ""
-    assert not terminal or "pass" in shown
+    output = os.read(terminal_end, 2**16).decode() if terminal else ""
+    assert not terminal or "pass" in output
     run.send_signal(signal.SIGINT)
     while True:
         try:
-            more = os.read(ours, 2**16)
-        except OSError:  # as a terminal says that nobody writes to it any more
+            more = os.read(terminal_end, 2**16)
+        except OSError:  # a terminal raises when its last writer has closed it
             break
         if not more:
             break
-        shown += more.decode()
-    os.close(ours)
-    _, err = run.communicate(timeout=PATIENCE)
-    how_far = "interrupted after 1 of 2 cells"
-    says = f"attncheck: interrupted; the report is written, {how_far}, in 'reports'.\n"
-    assert (run.returncode, err) == (130, says)
-    assert f"Incomplete: {how_far}." in shown
+        output += more.decode()
+    os.close(terminal_end)
+    _, err = run.communicate(timeout=TIMEOUT)
+    progress = "interrupted after 1 of 2 cells"
+    message = f"attncheck: interrupted; the report is written, {progress}, in 'reports'.\n"
+    assert (run.returncode, err) == (130, message)
+    assert f"Incomplete: {progress}." in output
     report = json.loads((tmp_path / "reports" / "rmse.json").read_text())
-    assert (report["incomplete"], len(report["records"])) == (how_far, 1)
-    assert f"Incomplete: {how_far}." in (tmp_path / "reports" / "rmse.md").read_text()
+    assert (report["incomplete"], len(report["records"])) == (progress, 1)
+    assert f"Incomplete: {progress}." in (tmp_path / "reports" / "rmse.md").read_text()
 
 
-def test_a_second_interrupt_ends_the_process_at_once(tmp_path):
+def test_second_interrupt_ends_the_process_at_once(tmp_path):
+    """A kernel that swallows the first interrupt cannot keep the process alive."""
     stubborn = SLOW.replace("pass", "print('deaf', file=sys.stderr, flush=True); time.sleep(600)")
     (tmp_path / "mine.py").write_text(stubborn)
-    run = started(*QUICK, "--kernel", "mine.py::Deaf", "--in-process", cwd=tmp_path)
+    run = start_attncheck(*QUICK, "--kernel", "mine.py::Deaf", "--in-process", cwd=tmp_path)
     try:
-        for said in ("measuring\n", "deaf\n"):
-            assert run.stderr.readline() == said
+        for line in ("measuring\n", "deaf\n"):
+            assert run.stderr.readline() == line
             run.send_signal(signal.SIGINT)
     finally:
         timer = threading.Timer(10.0, run.kill)
         timer.start()
-        _, err = run.communicate(timeout=PATIENCE)
+        _, err = run.communicate(timeout=TIMEOUT)
         timer.cancel()
     assert (run.returncode, err) == (-signal.SIGINT, "")
 
 
-HELD = """
+INTERRUPTED_WRITING = """
 from attncheck.reporting import rendering
 write = rendering.write_report
-def interrupted(*what, **how):
+def interrupted(*arguments, **options):
     signal.raise_signal(signal.SIGINT)
-    return write(*what, **how)
+    return write(*arguments, **options)
 rendering.write_report = interrupted
 """
 
 
-def test_an_interrupt_while_files_are_written_comes_after_them(tmp_path):
-    run = started(*QUICK, "--kernel", "ideal", "--out", "here", cwd=tmp_path, before=HELD)
-    _, err = run.communicate(timeout=PATIENCE)
+def test_interrupt_while_files_are_written_is_deferred(tmp_path):
+    """No report is left half written."""
+    run = start_attncheck(
+        *QUICK, "--kernel", "ideal", "--out", "here", cwd=tmp_path, before=INTERRUPTED_WRITING
+    )
+    _, err = run.communicate(timeout=TIMEOUT)
     assert (run.returncode, err) == (
         130,
         "attncheck: interrupted; the report is written, in 'here'.\n",
@@ -229,24 +233,26 @@ def test_an_interrupt_while_files_are_written_comes_after_them(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="pipes are made small on Linux only")
-def test_an_interrupt_while_nobody_reads_says_that_the_report_is_written(tmp_path):
+def test_interrupt_while_stdout_is_blocked_reports_written_files(tmp_path):
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)  # far less than the report
-    run = started(*RMSE, "--kernel", "ideal", "--format", "json", cwd=tmp_path, stdout=writer)
-    os.close(writer)
-    until((tmp_path / "reports" / "rmse.csv").exists)
-    time.sleep(0.2)  # most likely it now waits for the reader; it is right either way
-    run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=PATIENCE)
-    os.close(reader)
-    says = "attncheck: interrupted; the report is written, in 'reports'.\n"
-    assert (run.returncode, err) == (130, says)
-
-
-def test_an_ignored_interrupt_stays_ignored(tmp_path):
-    before = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + AT_IMPORT.format(
-        module="torch", what=INTERRUPTED
+    run = start_attncheck(
+        *RMSE, "--kernel", "ideal", "--format", "json", cwd=tmp_path, stdout=writer
     )
-    run = started(*QUICK, "--kernel", "ideal", cwd=tmp_path, before=before)
-    _, err = run.communicate(timeout=PATIENCE)
+    os.close(writer)
+    wait_until((tmp_path / "reports" / "rmse.csv").exists)
+    time.sleep(0.2)  # most likely it now waits for the reader; the assertions hold either way
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=TIMEOUT)
+    os.close(reader)
+    message = "attncheck: interrupted; the report is written, in 'reports'.\n"
+    assert (run.returncode, err) == (130, message)
+
+
+def test_ignored_sigint_stays_ignored(tmp_path):
+    before = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + AT_IMPORT.format(
+        module="torch", action=INTERRUPTED
+    )
+    run = start_attncheck(*QUICK, "--kernel", "ideal", cwd=tmp_path, before=before)
+    _, err = run.communicate(timeout=TIMEOUT)
     assert (run.returncode, err) == (0, "")

@@ -1,4 +1,4 @@
-"""What the command line imports before a verb runs: nothing heavy."""
+"""Help, lists and shell completion import nothing heavy, so that they are fast."""
 
 import os
 import subprocess
@@ -24,19 +24,19 @@ for verb in sys.argv[2:]:
 """
 
 
-def test_the_help_of_no_verb_imports_anything_heavy(tmp_path):
+def test_help_imports_nothing_heavy(tmp_path):
     verbs = ["", *attncheck.commands, "baseline write", "baseline diff", "baseline accept"]
     words = [sys.executable, "-c", PROGRAM, " ".join(HEAVY), *verbs]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-    assert done.stderr.splitlines() == [f"{verb} 0" for verb in verbs]
-    assert done.stdout.count("Usage: attncheck") == len(verbs)
+    run = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert run.stderr.splitlines() == [f"{verb} 0" for verb in verbs]
+    assert run.stdout.count("Usage: attncheck") == len(verbs)
 
 
-# The table asks torch, whose dispatcher says which calls PyTorch's own kernels take.
+# The support table needs torch, whose dispatcher knows which calls PyTorch's kernels take.
 @pytest.mark.parametrize(
     ("options", "absent"), [((), HEAVY), (("--support", "--device", "cpu"), {"attncheck.verify"})]
 )
-def test_list_imports_nothing_heavy_that_it_needs_not(tmp_path, options, absent):
+def test_list_imports_nothing_heavy_without_need(tmp_path, options, absent):
     program = """
 import sys
 from attncheck.cli import attncheck
@@ -45,12 +45,12 @@ attncheck(sys.argv[1:], standalone_mode=False)
 print(*sys.modules)
 """
     words = [sys.executable, "-c", program, "list", *options]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert not absent & set(done.stdout.splitlines()[-1].split())
-    assert ("what supports what on cpu" in done.stdout) is bool(options)
+    run = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert not absent & set(run.stdout.splitlines()[-1].split())
+    assert ("what supports what on cpu" in run.stdout) is bool(options)
 
 
-def test_gradients_of_a_function_import_no_symbolic_shapes():
+def test_gradients_do_not_import_symbolic_shapes():
     program = """
 import sys
 from torch.nn.functional import scaled_dot_product_attention
@@ -66,19 +66,18 @@ print(run_case(kernel, Case(problem=problem), device="cpu").status)
 print("torch.fx.experimental.symbolic_shapes" in sys.modules)
 """
     words = [sys.executable, "-c", program]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["pass", "False"]
+    run = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["pass", "False"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_gets_its_script(shell):
-    words = [sys.executable, "-m", "attncheck", "completion", shell]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert "_ATTNCHECK_COMPLETE" in done.stdout
-    assert done.stderr == ""
+def test_completion_script_for_each_shell(run_fresh, tmp_path, shell):
+    run = run_fresh("completion", shell, cwd=tmp_path)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "_ATTNCHECK_COMPLETE" in run.stdout
 
 
-COMPLETES = """
+COMPLETION_PROGRAM = """
 import os, sys
 from attncheck.cli import main
 
@@ -90,7 +89,7 @@ except SystemExit:
 
 
 @pytest.mark.parametrize(
-    ("words", "offers"),
+    ("words", "completions"),
     [
         ("che", {"check"}),
         ("check ide", {"ideal"}),
@@ -104,19 +103,19 @@ except SystemExit:
         ("check x --las", {"--last-failed"}),
     ],
 )
-def test_a_word_is_completed_without_anything_heavy(tmp_path, words, offers):
+def test_completion_imports_nothing_heavy(tmp_path, words, completions):
     (tmp_path / "my_kernel.py").write_text("")
-    typed = f"attncheck {words}"
-    variables = {"_ATTNCHECK_COMPLETE": "bash_complete", "COMP_WORDS": typed}
-    variables["COMP_CWORD"] = str(len(typed.split()) - 1)
-    program = [sys.executable, "-c", COMPLETES]
+    command = f"attncheck {words}"
+    variables = {"_ATTNCHECK_COMPLETE": "bash_complete", "COMP_WORDS": command}
+    variables["COMP_CWORD"] = str(len(command.split()) - 1)
+    program = [sys.executable, "-c", COMPLETION_PROGRAM]
     environment = os.environ | variables
-    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert {line.partition(",")[2] for line in done.stdout.splitlines()} == offers
-    assert not HEAVY & set(done.stderr.split())
+    run = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert {line.partition(",")[2] for line in run.stdout.splitlines()} == completions
+    assert not HEAVY & set(run.stderr.split())
 
 
-def test_what_is_offered_is_known():
+def test_completion_lists_match_the_implementation():
     from attncheck.cases.check_cases import check_cases
     from attncheck.cli.completion import _CONVENTIONS, _FORMATS, _questions
     from attncheck.reporting.rendering import FORMATS

@@ -1,4 +1,4 @@
-"""``attncheck model``, and what takes the call that it keeps."""
+"""``attncheck model`` records a wrong call, which repro, check and rmse accept as input."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def window(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1)):
 SIZE = ("--layers", "2", "--length", "24", "--batch", "1", "--steps", "1", "--right", "2", "-q")
 
 
-def test_a_wrong_call_is_kept_and_asked_again(attncheck, tmp_path):
+def test_wrong_call_is_recorded_and_reproduced_by_every_verb(attncheck, tmp_path):
     (tmp_path / "mine.py").write_text(KERNEL)
     words = ("mistral", "llama", "--kernel", "mine.py::window", *SIZE, "--plot", "m.svg")
     run = attncheck("model", *words, cwd=tmp_path)
@@ -36,8 +36,8 @@ def test_a_wrong_call_is_kept_and_asked_again(attncheck, tmp_path):
     assert "FAIL mine.py::window in mistral: layer 0 (model.layers.0.self_attn)" in run.stdout
     failures = tmp_path / "reports" / "failures"
     (recording,) = failures.glob("*.safetensors")
-    (kept,) = failures.glob("*.json")
-    assert f"attncheck repro {kept.stem}" in run.stdout
+    (failure,) = failures.glob("*.json")
+    assert f"attncheck repro {failure.stem}" in run.stdout
     assert {path.suffix for path in (tmp_path / "reports").glob("model.*")} == {
         ".json",
         ".md",
@@ -46,7 +46,7 @@ def test_a_wrong_call_is_kept_and_asked_again(attncheck, tmp_path):
     assert "llama · decode" in (tmp_path / "m.svg").read_text()
     shown = attncheck("report", "reports/model.json", "--format", "md", cwd=tmp_path)
     assert shown.stdout == (tmp_path / "reports" / "model.md").read_text()
-    again = attncheck("repro", kept.stem, cwd=tmp_path)
+    again = attncheck("repro", failure.stem, cwd=tmp_path)
     assert again.returncode == 1
     assert "one key too narrow" in again.stdout
     words = ("--inputs", str(recording), "-q")

@@ -1,3 +1,5 @@
+"""``attncheck mods`` compares what backends make of the masks and score mods of a file."""
+
 import json
 import os
 
@@ -23,8 +25,8 @@ def softcap(score, b, h, q_idx, kv_idx):
     return 2.0 * torch.tanh(score / 2.0)
 """
 
-# The tracer calls it with one element, everybody else with many.
-FICKLE = """
+# The tracer calls it with one element, other backends with many.
+TRACED_DIFFERENTLY = """
 def fickle(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx if q_idx.numel() == 1 else q_idx > kv_idx
 """
@@ -65,13 +67,13 @@ def mods(attncheck):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mods")
     (folder / "good.py").write_text(GOOD)
-    (folder / "fickle.py").write_text(GOOD + FICKLE)
+    (folder / "fickle.py").write_text(GOOD + TRACED_DIFFERENTLY)
     (folder / "kernels.py").write_text(KERNELS)
     return folder
 
 
-def test_all_worlds_say_the_same_of_good_mods(folder, fresh):
-    run = fresh("mods", "good.py", *FAST, "--format", "json", cwd=folder, **NO_GPU)
+def test_all_backends_agree_on_correct_mods(folder, run_fresh):
+    run = run_fresh("mods", "good.py", *FAST, "--format", "json", cwd=folder, **NO_GPU)
     assert (run.returncode, run.stderr) == (0, "")
     report = load_report(run.stdout, ModReport)
     assert report.command == f"attncheck mods good.py {' '.join(FAST)} --format json"
@@ -89,7 +91,7 @@ def test_all_worlds_say_the_same_of_good_mods(folder, fresh):
     assert report.records[0].expression == "q_idx >= kv_idx"
 
 
-def test_a_mod_that_the_tracer_reads_otherwise_is_exit_code_1(mods, folder):
+def test_mod_that_traces_differently_exits_1(mods, folder):
     run = mods("fickle.py::fickle", *FAST, "--kernel", "ideal", cwd=folder)
     assert (run.returncode, run.stderr) == (1, "")
     place = "first (b, h, q_idx, kv_idx) = (0, 0, 0, 0): 0.0, but should be 1.0"
@@ -97,23 +99,23 @@ def test_a_mod_that_the_tracer_reads_otherwise_is_exit_code_1(mods, folder):
     assert "1 mod: 2 different." in run.stdout
 
 
-def test_a_kernel_with_a_planted_fault_differs(mods, folder):
+def test_kernels_with_planted_faults_differ(mods, folder):
     kernels = [f"--kernel=kernels.py::{name}" for name in ("Blind", "Deaf", "Silent")]
     run = mods("good.py", *FAST, *kernels, "--format", "json", cwd=folder)
     assert run.returncode == 1
     answers = {record["name"]: record["answers"] for record in json.loads(run.stdout)["records"]}
     different = {"blind": "different", "deaf": "different", "silent": "unsupported"}
     equal = dict.fromkeys(different, "equal") | {"mpmath": "equal"}
-    wanted = {
+    expected = {
         "causal": equal | {"blind": "different"},
         "limited": equal | {"blind": "different"},
         "softcap": equal | different,
     }
-    for name, statuses in wanted.items():
+    for name, statuses in expected.items():
         assert {k: answer["status"] for k, answer in answers[name].items()} == statuses
 
 
-def test_the_command_of_a_report_holds_no_folder(mods, folder, tmp_path):
+def test_reported_command_contains_no_folder(mods, folder, tmp_path):
     run = mods(
         f"{folder}/good.py::causal",
         *FAST,
@@ -124,7 +126,7 @@ def test_the_command_of_a_report_holds_no_folder(mods, folder, tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert str(folder) not in run.stdout
-    given = " ".join(FAST)
+    options = " ".join(FAST)
     kernels = "--kernel kernels.py::Silent --kernel=kernels.py::Deaf"
-    said = " ".join(run.stdout.split())  # a narrow terminal breaks the line
-    assert said.startswith(f"attncheck mods good.py::causal {given} {kernels} cpu ")
+    page = " ".join(run.stdout.split())  # a narrow terminal breaks the line
+    assert page.startswith(f"attncheck mods good.py::causal {options} {kernels} cpu ")

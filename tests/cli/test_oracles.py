@@ -1,3 +1,5 @@
+"""``attncheck oracles``: float64 oracles against each other and many-digit recurrences."""
+
 import json
 import math
 
@@ -10,18 +12,18 @@ from attncheck.records.survey_reports import OracleReport
 from attncheck.reporting.rendering import render
 from attncheck.surveys.oracle_survey import survey_oracles
 
-PROMISED = 1e-13 * 2.0**53  # units; what the manual says of ordinary inputs
+PROMISED = 1e-13 * 2.0**53  # units; the manual's promise for ordinary inputs
 TINY = ("--shape", "1x2/1x5x4", "--distribution", "large_logits", "-q")
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory, fresh):
+def tiny(tmp_path_factory, run_fresh):
     folder = tmp_path_factory.mktemp("tiny")
     words = ("oracles", *TINY, "--format", "json", "--out", "here/too")
-    return fresh(*words, cwd=folder), folder
+    return run_fresh(*words, cwd=folder), folder
 
 
-def test_standard_output_is_the_report_alone(tiny):
+def test_stdout_is_only_the_report(tiny):
     run, folder = tiny
     assert (run.returncode, run.stderr) == (0, "")
     report = load_report(run.stdout, OracleReport)
@@ -35,10 +37,10 @@ def test_standard_output_is_the_report_alone(tiny):
 def test_every_oracle_is_measured_on_every_variant(tiny):
     report = load_report(tiny[0].stdout, OracleReport)
     attention = ["naive", "safe", "online", "flash1", "flash2", "split", "streaming"]
-    asked = {}
+    measured = {}
     for record in report.records:
-        asked.setdefault(record.variant, []).append(record.oracle)
-    assert asked == {
+        measured.setdefault(record.variant, []).append(record.oracle)
+    assert measured == {
         "full": attention,
         "causal": attention,
         "sharp": attention,
@@ -50,7 +52,7 @@ def test_every_oracle_is_measured_on_every_variant(tiny):
     assert (report.mpmath, report.backend) != ("", "")
 
 
-def test_all_oracles_are_near_and_agree_to_forty_digits(tiny):
+def test_all_oracles_are_accurate_and_agree_to_forty_digits(tiny):
     report = load_report(tiny[0].stdout, OracleReport)
     for record in report.records:
         if record.oracle != "naive":
@@ -59,7 +61,7 @@ def test_all_oracles_are_near_and_agree_to_forty_digits(tiny):
     assert all(agreement.holds(40) for agreement in report.agreements)
 
 
-def test_where_the_naive_softmax_overflows_is_shown(tiny):
+def test_overflow_of_naive_softmax_is_counted(tiny):
     report = load_report(tiny[0].stdout, OracleReport)
     (naive,) = [r for r in report.records if (r.variant, r.oracle) == ("sharp", "naive")]
     rows = naive.rows
@@ -71,12 +73,12 @@ def test_where_the_naive_softmax_overflows_is_shown(tiny):
 
 
 @pytest.fixture
-def attncheck(in_process, monkeypatch, tmp_path):
+def attncheck(run_in_process, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    return lambda *words: in_process("oracles", *words)
+    return lambda *words: run_in_process("oracles", *words)
 
 
-def test_more_digits_agree_to_more(attncheck, tmp_path):
+def test_agreement_grows_with_digits(attncheck, tmp_path):
     exponents = []
     for digits in ("17", "400"):
         code, out, err = attncheck(
@@ -90,10 +92,10 @@ def test_more_digits_agree_to_more(attncheck, tmp_path):
 
 
 def planted(function, change):
-    """An oracle, or a recurrence, whose result is changed."""
+    """An oracle or recurrence whose result ``change`` modifies."""
 
-    def wrong(*asked):
-        result = function(*asked)
+    def wrong(*arguments):
+        result = function(*arguments)
         change(result)
         return result
 
@@ -101,7 +103,7 @@ def planted(function, change):
 
 
 def put(tensor, at, value):
-    """``put("out", (0, 1, 2, 3), nan)``: a change of one number; of a function of what it was."""
+    """A change of one number: to ``value``, or to ``value(number)`` where it is a function."""
 
     def change(result):
         numbers = getattr(result, tensor)
@@ -111,7 +113,7 @@ def put(tensor, at, value):
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "says"),
+    ("change", "code", "message"),
     [
         (put("out", (0, 1, 2, 3), lambda x: x + 1e-9), 0, ""),
         (put("out", (0, 1, 2, 3), math.nan), 1, "flash2 is not finite in 1 of 10 rows"),
@@ -119,15 +121,17 @@ def put(tensor, at, value):
         (put("lse", (0, 0, 4), -math.inf), 1, "flash2 is 0/0 in 1 of 10 rows"),
     ],
 )
-def test_a_planted_fault_shows(attncheck, monkeypatch, tmp_path, change, code, says):
+def test_fault_planted_in_an_oracle_is_reported(
+    attncheck, monkeypatch, tmp_path, change, code, message
+):
     wrong = planted(oracles.ORACLES["flash2"], change)
     monkeypatch.setitem(oracles.ORACLES, "flash2", wrong)
-    ended, out, err = attncheck(*TINY, "--variant", "full", "--out", "here")
-    assert (ended, err) == (code, "")
-    assert says in out
+    exit_code, out, err = attncheck(*TINY, "--variant", "full", "--out", "here")
+    assert (exit_code, err) == (code, "")
+    assert message in out
     report = load_report((tmp_path / "here" / "oracles.json").read_text(), OracleReport)
     units = {record.oracle: record.out.units for record in report.records}
-    if not code:  # a billionth is millions of units, and nothing else moves
+    if not code:  # 1e-9 is millions of units, and no other oracle moves
         assert units["flash2"] > PROMISED
     assert all(value < PROMISED for name, value in units.items() if name != "flash2")
 
@@ -136,17 +140,18 @@ WINDOWED = ("--shape", "1x2/1x5/3x4", "--variant", "sliding_window", "--distribu
 FAR = "1 number is infinitely far from safe's: {}'s"
 
 
-def off(digits):
+def relative_error(digits):
+    """A change by 10^-digits of the number."""
     return lambda x: x * (1 + x.context.mpf(10) ** -digits)
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "says"),
+    ("name", "change", "message"),
     [
-        ("flash2", put("out", (0, 1, 2, 3), off(42)), ""),
+        ("flash2", put("out", (0, 1, 2, 3), relative_error(42)), ""),
         (
             "flash2",
-            put("out", (0, 1, 2, 3), off(30)),
+            put("out", (0, 1, 2, 3), relative_error(30)),
             "in 50 digits flash2 and safe agree to fewer than 40",
         ),
         ("flash2", put("out", (0, 1, 2, 3), lambda x: x.context.nan), FAR.format("flash2")),
@@ -162,31 +167,33 @@ def off(digits):
         ("safe", put("lse", (0, 0, 4, 0), lambda x: x.context.one), "5 numbers are infinitely far"),
     ],
 )
-def test_a_fault_planted_in_many_digits_shows(attncheck, monkeypatch, tmp_path, name, change, says):
+def test_fault_planted_in_a_recurrence_is_reported(
+    attncheck, monkeypatch, tmp_path, name, change, message
+):
     monkeypatch.setitem(oracles.RECURRENCES, name, planted(oracles.RECURRENCES[name], change))
     code, out, err = attncheck(*WINDOWED, "-q", "--out", "here")
-    assert (code, err) == (bool(says), "")
-    assert says in out
+    assert (code, err) == (bool(message), "")
+    assert message in out
     report = load_report((tmp_path / "here" / "oracles.json").read_text(), OracleReport)
-    assert [a.holds(report.must_agree) for a in report.agreements] == [not says]
+    assert [a.holds(report.must_agree) for a in report.agreements] == [not message]
 
 
-def test_by_default_what_does_not_exist_is_left_out(attncheck):
-    given = ("--dtype", "e4m3", "--shape", "1x1x2x2", "--distribution", "normal", "-q")
-    code, out, err = attncheck(*given, "--format", "json")
+def test_default_variants_skip_those_without_the_dtype(attncheck):
+    options = ("--dtype", "e4m3", "--shape", "1x1x2x2", "--distribution", "normal", "-q")
+    code, out, err = attncheck(*options, "--format", "json")
     assert (code, err) == (0, "")
     report = load_report(out, OracleReport)
     assert {record.variant for record in report.records} == {"full", "causal", "sharp"}
 
 
-def test_no_problem_is_no_report():
+def test_empty_survey_is_rejected():
     with pytest.raises(UsageError, match="nothing can be measured"):
         survey_oracles([], digits=50, command="")
 
 
-def test_a_score_mod_is_evaluated_in_many_digits(attncheck):
-    given = (*TINY, "--variant", "softcap", "--dtype", "fp16", "--format", "json")
-    code, out, err = attncheck(*given)
+def test_score_mod_is_evaluated_accurately(attncheck):
+    options = ("--variant", "softcap", "--dtype", "fp16", "--format", "json")
+    code, out, err = attncheck(*TINY, *options)
     assert (code, err) == (0, "")
     report = load_report(out, OracleReport)
     assert all(record.out.units < PROMISED for record in report.records)

@@ -1,4 +1,4 @@
-"""``attncheck report``: what was found is shown again, and nobody's code is run."""
+"""``attncheck report`` shows a stored report again without running any kernel."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 
 import msgspec
 import pytest
-from tests.reporting import gate_reports as made
+from tests.reporting import gate_reports as gates
 
 from attncheck.records.json_reports import load_report
 from attncheck.records.record import Report
@@ -16,11 +16,11 @@ from attncheck.reporting.rendering import GATE_FORMATS, render, write_gate
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where the lines of kernels are looked up
+    monkeypatch.chdir(tmp_path)  # where kernels' definitions are looked up
     monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it in its processes
     (tmp_path / "evil.py").write_text("open('imported', 'w')\ndef forward(q, k, v): pass\n")
-    answers = [made.answer(made.wrong("evil.py::forward")), made.answer(made.measured("k"))]
-    report = made.report(*answers)
+    answers = [gates.answer(gates.wrong("evil.py::forward")), gates.answer(gates.measured("k"))]
+    report = gates.report(*answers)
     write_gate(report, tmp_path / "gate", {answers[0].failure: "print('asked')\n"})
     records = tuple(answer.record for answer in report.answers)
     rmse = Report(
@@ -35,12 +35,12 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(in_process, folder):
-    """``run(word, …)``: standard output, of a refusal the one line on standard error."""
+def run(run_in_process, folder):
+    """``run(word, …)``: stdout, or for a nonzero ``code`` the one line on stderr."""
 
     def run(*words, code=0):
-        found, out, err = in_process("report", *words)
-        assert (found, err.count("\n")) == (code, bool(code)), err
+        exit_code, out, err = run_in_process("report", *words)
+        assert (exit_code, err.count("\n")) == (code, bool(code)), err
         assert not (code and out)
         assert not (folder / "imported").exists()
         return err or out
@@ -49,13 +49,12 @@ def run(in_process, folder):
 
 
 @pytest.mark.parametrize("fmt", GATE_FORMATS)
-def test_a_gate_is_shown_in_every_format(run, folder, fmt):
-    shown = run("gate/gate.json", "--format", fmt)
+def test_gate_is_shown_in_every_format(run, folder, fmt):
     report = load_report(folder / "gate" / "gate.json", GateReport)
-    assert shown == render(report, fmt)
+    assert run("gate/gate.json", "--format", fmt) == render(report, fmt)
 
 
-def test_its_files_are_written_with_the_scripts_beside_it(run, folder):
+def test_out_writes_the_same_files_and_scripts(run, folder):
     run("gate/gate.json", "--out", "again")
     old, new = (
         {p.relative_to(folder / name): p.read_bytes() for p in (folder / name).rglob("*.*")}
@@ -67,11 +66,11 @@ def test_its_files_are_written_with_the_scripts_beside_it(run, folder):
 
 
 @pytest.mark.parametrize("fmt", ["table", "json", "csv", "md"])
-def test_another_report_is_shown_as_it_was(run, fmt):
+def test_measurement_report_is_shown(run, fmt):
     assert "evil.py::forward" in run("rmse.json", "--format", fmt)
 
 
-def test_a_format_that_it_has_not_names_those_it_has(run):
+def test_unsupported_format_error_lists_formats(run):
     assert "csv, html, json, md, table" in run("rmse.json", "--format", "junit", code=2)
     assert "junit" in run("gate/gate.json", "--format", "yaml", code=2)
 
@@ -88,23 +87,23 @@ def test_a_format_that_it_has_not_names_those_it_has(run):
         ("a.jsonl", b"no journal", "line 1"),
     ],
 )
-def test_a_file_that_is_no_report_is_refused_in_one_line(run, folder, name, content, fact):
+def test_invalid_report_is_a_one_line_error(run, folder, name, content, fact):
     if content is not None:
         (folder / name).write_bytes(content)
     assert fact in run(name, code=2)
 
 
-def test_nothing_is_shown_where_nothing_can_be_written(run, folder):
+def test_unwritable_out_shows_nothing(run, folder):
     (folder / "file").write_text("")
     assert "cannot be written" in run("gate/gate.json", "--out", "file/below", code=2)
 
 
-def test_formats_for_machines_are_alone_on_standard_output(run):
+def test_machine_formats_are_alone_on_stdout(run):
     json.loads(run("gate/gate.json", "--format", "sarif"))
     ET.fromstring(run("gate/gate.json", "--format", "junit"))  # noqa: S314  # our own
 
 
-def test_a_journal_is_read(run, folder):
+def test_journal_is_shown_as_report(run, folder):
     from attncheck.workers.journal import Journal
     from attncheck.workers.units import Done, Unit
 
@@ -113,16 +112,15 @@ def test_a_journal_is_read(run, folder):
     units = [
         Unit(kind=kind, stage="bounds", kernel="k", device="cpu") for kind in ("describe", "ask")
     ]
-    record = made.record("k", environment=made.GPU.id)
-    answer = made.answer(record, unit=units[1].id)
-    facts = {"name": "k", "summary": "s", "environment": msgspec.to_builtins(made.GPU)}
+    record = gates.record("k", environment=gates.GPU.id)
+    answer = gates.answer(record, unit=units[1].id)
+    facts = {"name": "k", "summary": "s", "environment": msgspec.to_builtins(gates.GPU)}
     with Journal.open(folder / "results.jsonl", head, resume=False) as journal:
         journal.queued(units)
-        for unit, told in zip(units, ({"facts": facts}, {"answers": (answer,)}), strict=True):
+        for unit, result in zip(units, ({"facts": facts}, {"answers": (answer,)}), strict=True):
             journal.begun(unit)
-            journal.done(Done(unit=unit.id, **told))
-    shown = run("results.jsonl", "--format", "json")
-    found = load_report(shown, GateReport)
-    assert found.answers == (answer,)
-    assert found.kernels == {"k": "s"}
-    assert found.unfinished == 0
+            journal.done(Done(unit=unit.id, **result))
+    report = load_report(run("results.jsonl", "--format", "json"), GateReport)
+    assert report.answers == (answer,)
+    assert report.kernels == {"k": "s"}
+    assert report.unfinished == 0

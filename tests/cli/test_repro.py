@@ -1,4 +1,4 @@
-"""``attncheck repro``: a failure, asked again."""
+"""``attncheck repro`` runs a stored failure, case or problem again."""
 
 import json
 from pathlib import Path
@@ -38,63 +38,63 @@ def repro(tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
-def kept(tmp_path):
+def stored(tmp_path):
     record = run_again(load_subject(WRONG), CASE, device="cpu")
-    one = new_failure(record, kernel=WRONG, device="cpu", test="test_causal.py::test_it")
-    keep_failure(one, tmp_path / "reports" / "failures")
-    return one
+    failure = new_failure(record, kernel=WRONG, device="cpu", test="test_causal.py::test_it")
+    keep_failure(failure, tmp_path / "reports" / "failures")
+    return failure
 
 
-def written(data, name="given.json"):
-    Path(name).write_text(data if isinstance(data, str) else json.dumps(data))
-    return name
+def write_file(data):
+    Path("input.json").write_text(data if isinstance(data, str) else json.dumps(data))
+    return "input.json"
 
 
-def test_a_failure_is_asked_again(repro, kept):
-    code, said = repro(kept.id)
+def test_failure_is_reproduced(repro, stored):
+    code, out = repro(stored.id)
     assert code == 1
-    assert f"{said}Reproduce: attncheck repro {kept.id}" == kept_failure_text(kept)
-    assert said.startswith("FAIL bound compare: out[")
-    assert "  test       test_causal.py::test_it\n" in said
+    assert f"{out}Reproduce: attncheck repro {stored.id}" == kept_failure_text(stored)
+    assert out.startswith("FAIL bound compare: out[")
+    assert "  test       test_causal.py::test_it\n" in out
 
 
-def test_another_kernel_is_asked_the_same(repro, kept):
-    code, said = repro(kept.id, "--kernel", "ideal")
+def test_failure_can_be_run_on_another_kernel(repro, stored):
+    code, out = repro(stored.id, "--kernel", "ideal")
     assert code == 0
-    assert said.startswith("PASS compare\n  kernel     ideal on cpu\n")
-    assert "when it was kept" not in said
+    assert out.startswith("PASS compare\n  kernel     ideal on cpu\n")
+    assert "when it was kept" not in out
 
 
-def test_what_holds_now_failed_when_it_was_kept(repro, kept):
-    mended = new_failure(kept.record, kernel="ideal", device="cpu", test="test_causal.py::test_it")
-    keep_failure(mended)
-    code, said = repro(mended.id)
+def test_passing_failure_is_reported_as_fixed(repro, stored):
+    fixed = new_failure(stored.record, kernel="ideal", device="cpu", test="test_causal.py::test_it")
+    keep_failure(fixed)
+    code, out = repro(fixed.id)
     assert code == 0
-    assert "It failed when it was kept: the kernel has been mended since" in said
+    assert "It failed when it was kept: the kernel has been mended since" in out
 
 
-def test_two_kernels_have_two_ids(kept):
-    other = new_failure(kept.record, kernel="ideal", device="cpu")
-    third = new_failure(kept.record, kernel=WRONG, device="cpu", convention="sdpa")
-    assert len({kept.id, other.id, third.id}) == 3
-    assert new_failure(kept.record, kernel=WRONG, device="cpu").id == kept.id
+def test_failure_id_depends_on_kernel_and_convention(stored):
+    other = new_failure(stored.record, kernel="ideal", device="cpu")
+    third = new_failure(stored.record, kernel=WRONG, device="cpu", convention="sdpa")
+    assert len({stored.id, other.id, third.id}) == 3
+    assert new_failure(stored.record, kernel=WRONG, device="cpu").id == stored.id
 
 
-def test_a_case_and_a_problem_are_files(repro):
+def test_case_and_problem_files_are_accepted(repro):
     for data in (CASE.to_json(), CASE.problem.to_json()):
-        assert repro(written(data), "--kernel", WRONG)[0] == 1
+        assert repro(write_file(data), "--kernel", WRONG)[0] == 1
 
 
-def test_what_is_not_taken_has_its_own_code(repro):
+def test_unsupported_problem_exits_5_without_a_script(repro):
     problem = CASE.problem.replace(score=Spec.of("softcap", cap=2.0)).to_json()
-    code, said = repro(written(problem), "--kernel", "sdpa-math", "--script", "script.py")
+    code, out = repro(write_file(problem), "--kernel", "sdpa-math", "--script", "script.py")
     assert code == 5
-    assert said.startswith("NOT SUPPORTED compare: SDPA takes no score mod")
+    assert out.startswith("NOT SUPPORTED compare: SDPA takes no score mod")
     assert not Path("script.py").exists()
 
 
-def test_a_script_is_written(repro, kept):
-    code, _ = repro(kept.id, "--script", "folder/script.py")
+def test_script_option_writes_a_standalone_script(repro, stored):
+    code, _ = repro(stored.id, "--script", "folder/script.py")
     assert code == 1
     text = Path("folder/script.py").read_text()
     assert "import attncheck" not in text
@@ -103,10 +103,10 @@ def test_a_script_is_written(repro, kept):
 
 
 @pytest.mark.parametrize(
-    ("data", "words", "says"),
+    ("data", "words", "message"),
     [
-        ({"query": 3}, (), "given.json names no kernel: add --kernel SPEC."),
-        ({"query": 0}, ("--kernel", "ideal"), "given.json: query=0 must be a whole number"),
+        ({"query": 3}, (), "input.json names no kernel: add --kernel SPEC."),
+        ({"query": 0}, ("--kernel", "ideal"), "input.json: query=0 must be a whole number"),
         ({"query": 3, "mask": {"name": "no"}}, ("--kernel", "ideal"), "mask 'no' is not known"),
         ({"problem": {"query": 3}, "question": "no"}, (), "question 'no' is not known"),
         ({"problem": {"query": 3}, "generator": 0}, (), "the case was drawn by generator 0"),
@@ -126,8 +126,8 @@ def test_a_script_is_written(repro, kept):
             "GiB for inputs and outputs in float64; this machine has ",
         ),
         ({"query": 3}, ("--kernel", "gone.py::f"), "there is no file gone.py."),
-        ({"query": 3}, ("--kernel", "ideal", "--script", "given.json/s.py"), "the script cannot"),
-        ('{"query"', (), "given.json is no failure, case or problem of attncheck"),
+        ({"query": 3}, ("--kernel", "ideal", "--script", "input.json/s.py"), "the script cannot"),
+        ('{"query"', (), "input.json is no failure, case or problem of attncheck"),
     ],
     ids=[
         "no kernel",
@@ -143,41 +143,35 @@ def test_a_script_is_written(repro, kept):
         "truncated",
     ],
 )
-def test_what_cannot_be_is_a_line(repro, data, words, says):
-    Path("given.json").write_text(data if isinstance(data, str) else json.dumps(data))
-    with one_line(UsageError, says):
-        repro("given.json", *words)
+def test_bad_input_is_a_one_line_error(repro, data, words, message):
+    with one_line(UsageError, message):
+        repro(write_file(data), *words)
 
 
-def test_a_kernel_that_is_gone_is_a_line(repro, kept):
-    gone = new_failure(kept.record, kernel="gone.py::f", device="cpu")
-    keep_failure(gone, "reports/failures")
+def test_missing_kernel_file_is_an_error(repro, stored):
+    missing = new_failure(stored.record, kernel="gone.py::f", device="cpu")
+    keep_failure(missing, "reports/failures")
     with pytest.raises(UsageError, match=r"there is no file gone\.py; if it is elsewhere now"):
-        repro(gone.id)
+        repro(missing.id)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
-def test_a_device_that_is_not_here_is_a_line(repro, kept):
-    on_a_gpu = new_failure(kept.record, kernel=WRONG, device="cpu")
+def test_missing_device_error_suggests_cpu(repro, stored):
+    on_a_gpu = new_failure(stored.record, kernel=WRONG, device="cpu")
     keep_failure(replace(on_a_gpu, id="gpugpugpug", device="cuda"), "reports/failures")
     with pytest.raises(UsageError, match=r"it was asked on 'cuda': .*; add --device cpu\.$"):
         repro("gpugpugpug", device=None)
     assert repro("gpugpugpug")[0] == 1
 
 
-def test_an_unknown_id_is_a_line(repro):
-    with pytest.raises(UsageError, match="nothing is known of 'zzzzzzzzzz'"):
-        repro("zzzzzzzzzz")
-
-
-def test_another_folder_of_reports(repro, kept):
+def test_reports_option_names_another_folder(repro, stored):
     Path("reports").rename("elsewhere")
-    assert repro(kept.id, "--reports", "elsewhere")[0] == 1
+    assert repro(stored.id, "--reports", "elsewhere")[0] == 1
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_scores_that_nobody_holds_are_no_reason_to_refuse(device):
-    """A fused kernel and the oracle hold a tile: 64 GiB of scores in each head are only work."""
+def test_size_check_ignores_scores_that_are_never_stored(device):
+    """A fused kernel and the oracle hold one tile, so 64 GiB of scores per head cost only time."""
     long = Problem(query=131072, kv=131072, head_dim=128, dtype="bf16")
     check_size(long, device)
     with pytest.raises(ProblemError, match="whose exact result would take"):

@@ -1,3 +1,5 @@
+"""``attncheck rmse``, ``list`` and ``doctor``: files, exit codes and faulty kernels."""
+
 import csv
 import json
 
@@ -7,12 +9,12 @@ QUICK = ("--kernel", "ideal", "--variant", "causal", "--shape", "1x2x16x8")
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory, fresh):
+def quick(tmp_path_factory, run_fresh):
     folder = tmp_path_factory.mktemp("quick")
-    return fresh("rmse", *QUICK, "--dtype", "fp16", "--format", "json", cwd=folder), folder
+    return run_fresh("rmse", *QUICK, "--dtype", "fp16", "--format", "json", cwd=folder), folder
 
 
-def test_standard_output_is_the_report_alone(quick):
+def test_stdout_is_only_the_report(quick):
     run, folder = quick
     assert (run.returncode, run.stderr) == (0, "")
     report = json.loads(run.stdout)
@@ -21,7 +23,7 @@ def test_standard_output_is_the_report_alone(quick):
     assert report["command"] == f"attncheck rmse {' '.join(QUICK)} --dtype fp16 --format json"
 
 
-def test_every_file_tells_the_same(quick):
+def test_every_output_file_is_written(quick):
     _, folder = quick
     reports = folder / "reports"
     assert sorted(p.name for p in reports.iterdir()) == ["rmse.csv", "rmse.json", "rmse.md"]
@@ -31,14 +33,14 @@ def test_every_file_tells_the_same(quick):
     assert "ideal" in (reports / "rmse.md").read_text()
 
 
-def test_nothing_measured_is_exit_code_5(attncheck, tmp_path):
+def test_nothing_measured_exits_5(attncheck, tmp_path):
     words = ("--kernel", "sdpa-flash", "--variant", "softcap", "--shape", "1x2x16x8", "-q")
     run = attncheck("rmse", *words, cwd=tmp_path)
     assert run.returncode == 5
     assert "unsupported" in run.stdout
 
 
-def test_a_kernel_that_raises_in_one_cell_leaves_the_rest(warm_python, tmp_path):
+def test_kernel_raising_in_one_cell_does_not_affect_others(warm_python, tmp_path):
     program = """
 import sys
 from attncheck.cli import main
@@ -60,8 +62,8 @@ main()
     assert sorted(r["status"] for r in records) == ["error", "pass", "pass", "pass"]
 
 
-def test_the_help_lists_the_exit_codes_one_below_the_other(attncheck, fresh, tmp_path):
-    run = fresh("--help", cwd=tmp_path)
+def test_help_lists_exit_codes_one_per_line(attncheck, run_fresh, tmp_path):
+    run = run_fresh("--help", cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
     assert "\\b" not in run.stdout
     assert "\b" not in run.stdout
@@ -72,7 +74,7 @@ def test_the_help_lists_the_exit_codes_one_below_the_other(attncheck, fresh, tmp
 
 
 @pytest.mark.parametrize("form", ["{option} {value}", "{option}={value}"])
-def test_the_command_of_a_report_holds_no_folder(attncheck, tmp_path, form):
+def test_reported_command_contains_no_folder(attncheck, tmp_path, form):
     folder = tmp_path / "some where"
     folder.mkdir()
     (folder / "mine.py").write_text(
@@ -80,11 +82,11 @@ def test_the_command_of_a_report_holds_no_folder(attncheck, tmp_path, form):
         "class Mine(Ideal):\n    name, summary = 'mine', 'one of mine'\n"
     )
     options = {"--kernel": f"{folder}/mine.py::Mine", "--out": str(tmp_path / "out")}
-    given = []
+    words = []
     for option, value in options.items():
-        given += form.format(option=option, value="\0").split(" ")
-        given[-1] = given[-1].replace("\0", value)
-    run = attncheck("rmse", *QUICK[2:], *given, "-q", cwd=tmp_path)
+        words += form.format(option=option, value="\0").split(" ")
+        words[-1] = words[-1].replace("\0", value)
+    run = attncheck("rmse", *QUICK[2:], *words, "-q", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     command = json.loads((tmp_path / "out" / "rmse.json").read_text())["command"]
     kernel = form.format(option="--kernel", value="mine.py::Mine")
@@ -94,19 +96,19 @@ def test_the_command_of_a_report_holds_no_folder(attncheck, tmp_path, form):
 
 
 @pytest.mark.parametrize("command", [("doctor", "--json"), ("list", "--json", "--support")])
-def test_json_is_json_alone(fresh, tmp_path, command):
-    run = fresh(*command, cwd=tmp_path)
+def test_json_is_alone_on_stdout(run_fresh, tmp_path, command):
+    run = run_fresh(*command, cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
     assert isinstance(json.loads(run.stdout), dict)
 
 
-def test_the_doctor_finds_every_kernel_well(attncheck, tmp_path):
+def test_doctor_self_tests_pass(attncheck, tmp_path):
     tests = json.loads(attncheck("doctor", "--json", cwd=tmp_path).stdout)["self_tests"]
     assert [t for t in tests if not t["ok"]] == []
     assert {"triton", "triton-flash2", "ideal", "flex"} <= {t["name"] for t in tests}
 
 
-def test_the_list_says_what_supports_what(attncheck, tmp_path):
+def test_list_shows_the_support_table(attncheck, tmp_path):
     run = attncheck("list", "--support", cwd=tmp_path)
     assert run.returncode == 0
     for word in ("triton-flash2", "sliding_window", "bf16", "one_hot", "document", "softcap"):
@@ -115,25 +117,25 @@ def test_the_list_says_what_supports_what(attncheck, tmp_path):
     assert "ideal                   bf16: all" in table
 
 
-@pytest.mark.parametrize("question", ["absent", "unsupported", "tiling", "prepare"])
-def test_a_kernel_that_raises_when_asked_costs_its_own_cells_only(attncheck, tmp_path, question):
+@pytest.mark.parametrize("method", ["absent", "unsupported", "tiling", "prepare"])
+def test_kernel_with_raising_method_fails_only_its_own_cells(attncheck, tmp_path, method):
     (tmp_path / "moody.py").write_text(
         "from attncheck.subjects.ideal import Ideal\n"
         "class Moody(Ideal):\n"
         "    name, summary = 'moody', 'raises'\n"
-        f"    def {question}(self, *_):\n"
+        f"    def {method}(self, *_):\n"
         "        raise ValueError('planted')\n"
     )
     kernels = ("--kernel", "moody.py::Moody", "--kernel", "sdpa-math")
-    asked = ("--variant", "causal", "--shape", "1x1x16x8", "--quiet")
-    run = attncheck("rmse", *kernels, *asked, cwd=tmp_path)
+    options = ("--variant", "causal", "--shape", "1x1x16x8", "--quiet")
+    run = attncheck("rmse", *kernels, *options, cwd=tmp_path)
     assert (run.returncode, run.stderr) == (1, "")
     assert "ValueError: planted" in run.stdout
     records = json.loads((tmp_path / "reports" / "rmse.json").read_text())["records"]
     assert [r["status"] for r in records] == ["error", "pass"]
 
 
-def test_a_run_without_time_is_incomplete(attncheck, tmp_path):
+def test_run_without_time_is_incomplete(attncheck, tmp_path):
     words = ("rmse", *QUICK, "--variant", "full", "--max-time", "0.001s", "-q")
     run = attncheck(*words, cwd=tmp_path)
     assert run.returncode == 3
@@ -148,8 +150,8 @@ def test_a_run_without_time_is_incomplete(attncheck, tmp_path):
 @pytest.mark.parametrize(
     ("words", "code"), [(("--format", "typo"), 2), (("-q",), 0)], ids=["refused", "measured"]
 )
-def test_compilers_that_no_gpu_needs_end(words, code, warm_python, tmp_path):
-    """Before anything is measured beside them."""
+def test_compile_processes_end_before_measuring_without_a_gpu(words, code, warm_python, tmp_path):
+    """They must not compete with the measurements for the cores."""
     program = f"""
 import sys
 from attncheck.cli import main

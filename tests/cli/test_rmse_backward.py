@@ -1,4 +1,4 @@
-"""``attncheck rmse --backward``: gradients measured, judged and shown."""
+"""``attncheck rmse --backward`` measures, judges and shows gradients."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.subjects.load import load_subject
 
-MINE = """
+KERNELS = """
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.ideal import Ideal
 
@@ -20,34 +20,34 @@ class Unscaled(Ideal):
     def prepare(self, inputs):
         call = super().prepare(inputs)
 
-        def spoiled():
-            given = call()
-            given.dk.div_(inputs.problem.scale)
-            return given
+        def unscaled():
+            outputs = call()
+            outputs.dk.div_(inputs.problem.scale)
+            return outputs
 
-        return spoiled
+        return unscaled
 
 class Forward(Ideal):
     name, summary, backward = "forward", "gives no gradients", False
     concerns = Subject.concerns
 """
-ASKED = ("--backward", "--variant", "causal", "--shape", "1x2/2x24x8", "-q")
+OPTIONS = ("--backward", "--variant", "causal", "--shape", "1x2/2x24x8", "-q")
 LEARNED = ("relative_bias", "pass")
 RECORDING = Path(__file__).parents[1] / "data" / "trained.safetensors"
 
 
 @pytest.fixture
-def attncheck(tmp_path, monkeypatch, in_process):
-    (tmp_path / "mine.py").write_text(MINE)
+def attncheck(tmp_path, monkeypatch, run_in_process):
+    (tmp_path / "mine.py").write_text(KERNELS)
     monkeypatch.chdir(tmp_path)
-    return lambda *words, asked=ASKED: in_process("rmse", *asked, *words)
+    return lambda *words, options=OPTIONS: run_in_process("rmse", *options, *words)
 
 
 def records(folder):
     return json.loads((folder / "reports" / "rmse.json").read_text())["records"]
 
 
-def test_right_kernels_pass_with_gradients_in_every_file(attncheck, tmp_path):
+def test_correct_kernels_pass_with_gradients_in_every_file(attncheck, tmp_path):
     kernels = [part for name in ("ideal", "sdpa-math") for part in ("--kernel", name)]
     code, out, err = attncheck(*kernels, "--dtype", "fp16", "--dtype", "fp32")
     assert (code, err) == (0, "")
@@ -62,7 +62,7 @@ def test_right_kernels_pass_with_gradients_in_every_file(attncheck, tmp_path):
     assert "| dK ×ideal |" in (tmp_path / "reports" / "rmse.md").read_text()
 
 
-def test_the_gradient_of_a_learned_bias_has_columns(attncheck, tmp_path, monkeypatch):
+def test_gradient_of_a_learned_bias_has_columns(attncheck, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     kernels = [part for name in ("ideal", "sdpa-math") for part in ("--kernel", name)]
     code, out, err = attncheck(*kernels, "--variant", "relative_bias")
@@ -70,13 +70,13 @@ def test_the_gradient_of_a_learned_bias_has_columns(attncheck, tmp_path, monkeyp
     heads = next(line for line in out.splitlines() if line.startswith("  kernel "))
     assert "dcaptured RMSE" in heads
     assert "¹ unsupported: it gives no gradients of the tensors that a score mod reads\n" in out
-    (found,) = [r for r in records(tmp_path) if (r["variant"], r["status"]) == LEARNED]
-    assert set(found["gradients"]) == {"dq", "dk", "dv", "dcaptured"}
-    assert found["judgement"]["gradients_over_bound"]["dcaptured"] <= 1
+    (record,) = [r for r in records(tmp_path) if (r["variant"], r["status"]) == LEARNED]
+    assert set(record["gradients"]) == {"dq", "dk", "dv", "dcaptured"}
+    assert record["judgement"]["gradients_over_bound"]["dcaptured"] <= 1
     assert "dcaptured_over_bound" in (tmp_path / "reports" / "rmse.csv").read_text()
 
 
-def test_a_planted_fault_fails_with_the_share_of_its_gradient(attncheck, tmp_path, monkeypatch):
+def test_planted_gradient_fault_fails_with_its_share(attncheck, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     code, out, err = attncheck("--kernel", "mine.py::Unscaled", "--kernel", "ideal")
     assert (code, err) == (1, "")
@@ -92,7 +92,7 @@ def test_a_planted_fault_fails_with_the_share_of_its_gradient(attncheck, tmp_pat
     assert {n for n in shares if wrong["gradients"][n] != right["gradients"][n]} == {"dk"}
 
 
-def test_one_cell_is_explained_with_its_gradients(attncheck):
+def test_explain_shows_gradients(attncheck):
     code, out, _ = attncheck("--kernel", "mine.py::Unscaled", "--explain", "unscaled")
     assert code == 1
     assert out.splitlines()[0].endswith(" · backward")
@@ -100,14 +100,14 @@ def test_one_cell_is_explained_with_its_gradients(attncheck):
     assert "\ngradients\n" in out
 
 
-def test_a_kernel_without_gradients_is_refused_by_name(attncheck, tmp_path):
+def test_named_kernel_without_gradients_is_rejected(attncheck, tmp_path):
     code, out, err = attncheck("--kernel", "mine.py::Forward")
     assert (code, out) == (2, "")
     assert err == "attncheck: kernel 'forward' gives no gradients: see attncheck list.\n"
-    assert attncheck("--kernel", "mine.py::Forward", asked=ASKED[1:])[0] == 0
+    assert attncheck("--kernel", "mine.py::Forward", options=OPTIONS[1:])[0] == 0
 
 
-def test_built_in_kernels_without_gradients_are_named_in_one_line(attncheck, monkeypatch):
+def test_built_in_kernels_without_gradients_are_skipped_with_a_note(attncheck, monkeypatch):
     known = ("ideal", "triton-flash1", "triton-decode", "triton-paged", "torch-softmax")
     monkeypatch.setattr(named_kernels, "builtin_names", lambda: known)
     code, out, err = attncheck()
@@ -117,25 +117,26 @@ def test_built_in_kernels_without_gradients_are_named_in_one_line(attncheck, mon
     )
     assert "1 cell: 1 pass.\n" in out
     assert "triton-flash1" not in out
-    asked = Problem(query=24, head_dim=8, backward=True)
-    assert [name for name in known if load_subject(name).concerns(asked)] == ["ideal"]
+    problem = Problem(query=24, head_dim=8, backward=True)
+    assert [name for name in known if load_subject(name).concerns(problem)] == ["ideal"]
 
 
 @pytest.mark.usefixtures("library_as_before")
-def test_recorded_inputs_have_gradients_too(attncheck, tmp_path):
-    asked = ("--backward", "--inputs", str(RECORDING), "--dtype", "bf16", "--kernel", "ideal", "-q")
-    assert attncheck(asked=asked)[0] == 0
-    found = records(tmp_path)
-    assert found
-    assert all(set(record["gradients"]) == {"dq", "dk", "dv"} for record in found)
+def test_recorded_inputs_have_gradients(attncheck, tmp_path):
+    inputs = ("--inputs", str(RECORDING), "--dtype", "bf16")
+    code, _, _ = attncheck(options=("--backward", *inputs, "--kernel", "ideal", "-q"))
+    assert code == 0
+    gradients = [set(record["gradients"]) for record in records(tmp_path)]
+    assert gradients
+    assert all(names == {"dq", "dk", "dv"} for names in gradients)
 
 
-def test_a_report_of_gradients_is_shown_again_and_joined(attncheck):
+def test_gradient_reports_are_shown_again_and_joined(attncheck):
     code, out, _ = attncheck("--kernel", "ideal", "--out", "backward")
-    _, forward, _ = attncheck("--kernel", "ideal", "--out", "forward", asked=ASKED[1:])
-    assert attncheck("--from", "backward/rmse.json", asked=()) == (code, out, "")
+    _, forward, _ = attncheck("--kernel", "ideal", "--out", "forward", options=OPTIONS[1:])
+    assert attncheck("--from", "backward/rmse.json", options=()) == (code, out, "")
     both = ("--from", "backward/rmse.json", "--from", "forward/rmse.json")
-    code, joined, _ = attncheck(*both, asked=())
+    code, joined, _ = attncheck(*both, options=())
     assert (code, "dQ" in forward) == (0, False)
     assert joined.count(" · normal · seed 0") == 2
     assert "2 cells: 2 pass.\n" in joined

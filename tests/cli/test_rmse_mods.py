@@ -1,8 +1,6 @@
-"""``attncheck rmse`` with masks and score mods of a file, and ``attncheck list``."""
+"""``attncheck rmse`` with masks and score mods of a file, softmax and fp8; ``attncheck list``."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -27,43 +25,38 @@ def minus(score, b, h, q_idx, kv_idx):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    there = tmp_path / "some where"
-    there.mkdir()
-    (there / "mine.py").write_text(MODS)
-    monkeypatch.chdir(there)
-    return there
+    folder = tmp_path / "some where"
+    folder.mkdir()
+    (folder / "mine.py").write_text(MODS)
+    monkeypatch.chdir(folder)
+    return folder
 
 
 @pytest.fixture
-def attncheck(in_process, library_as_before):
-    return in_process
+def attncheck(run_in_process, library_as_before):
+    return run_in_process
 
 
-def measured(out):
+def outcomes(out):
     """(kernel, status, variant) of each record of a JSON report."""
     return [(r["kernel"], r["status"], r["variant"]) for r in json.loads(out)["records"]]
 
 
-def test_a_mask_and_a_score_mod_of_a_file_by_every_kernel_in_a_process_of_its_own(folder):
-    """A process of its own: torch's tracer imports Triton before any kernel is asked."""
+def test_every_kernel_runs_a_mask_and_score_mod_of_a_file(folder, run_fresh):
+    """It needs a new process: torch's tracer must import Triton before any kernel does."""
     mods = ("--mask", f"{folder}/mine.py::even", f"--score={folder}/mine.py::plus")
     kernels = [f"--kernel={name}" for name in ("ideal", "sdpa-math", "flex", "triton-flash2")]
     options = ("-q", "--shape", "1x2/1x8x16", "--format", "json", "--out", "out")
-    run = subprocess.run(
-        [sys.executable, "-m", "attncheck", "rmse", *mods, *kernels, *options],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
+    run = run_fresh("rmse", *mods, *kernels, *options, cwd=folder)
     assert (run.returncode, run.stderr) == (0, "")
     name = "mine.py::even mine.py::plus"
-    assert measured(run.stdout) == [
+    assert outcomes(run.stdout) == [
         (kernel, "pass", name) for kernel in ("ideal", "sdpa-math", "flex", "triton-flash2")
     ]
     for record in json.loads(run.stdout)["records"]:
         problem = record["case"]["problem"]
         assert (problem["mask"]["name"], problem["score"]["name"]) == tuple(name.split())
-        # Each within an order of the ideal kernel: none computes another mask or score.
+        # Within 10 times the ideal kernel's error: none computes another mask or score.
         assert record["out"]["rmse"] < 10 * record["out"]["ideal_rmse"]
     command = json.loads(run.stdout)["command"]
     assert command.startswith("attncheck rmse --mask mine.py::even --score=mine.py::plus --kernel=")
@@ -71,11 +64,11 @@ def test_a_mask_and_a_score_mod_of_a_file_by_every_kernel_in_a_process_of_its_ow
         assert "some where" not in path.read_text()
 
 
-def test_the_id_of_a_cell_changes_with_the_captured_numbers(folder, attncheck):
+def test_case_id_changes_with_captured_numbers(folder, attncheck):
     ids = []
     for table in ("torch.linspace(-1, 1, 8)", "torch.linspace(-1, 2, 8)"):
         (folder / "mine.py").write_text(MODS.replace("torch.linspace(-1, 1, 8)", table))
-        mod_files._import_mod.cache_clear()  # as another process
+        mod_files._import_mod.cache_clear()  # as in a new process
         code, out, err = attncheck(
             "rmse", *TINY, "--score", "mine.py::plus", "-q", "--format", "json"
         )
@@ -84,10 +77,10 @@ def test_the_id_of_a_cell_changes_with_the_captured_numbers(folder, attncheck):
     assert not ids[0] & ids[1]
 
 
-def test_what_is_more_than_an_added_number_is_unsupported_by_sdpa(folder, attncheck):
+def test_sdpa_supports_only_additive_score_mods(folder, attncheck):
     code, out, _ = attncheck("rmse", *TINY, "--score", "mine.py::minus", "-q", "--format", "json")
     assert code == 0
-    assert [status for _, status, _ in measured(out)] == ["pass", "unsupported"] * 2
+    assert [status for _, status, _ in outcomes(out)] == ["pass", "unsupported"] * 2
     reasons = {r["reason"] for r in json.loads(out)["records"] if r["reason"]}
     assert all("is more than an added number" in reason for reason in reasons)
 
@@ -100,17 +93,17 @@ def test_what_is_more_than_an_added_number_is_unsupported_by_sdpa(folder, attnch
         (("--mask", "causal_bottom_right", "--score", "alibi"), "causal_bottom_right alibi"),
     ],
 )
-def test_mods_of_the_library_by_name(folder, attncheck, arguments, variant):
+def test_library_mods_are_selected_by_name(folder, attncheck, arguments, variant):
     code, out, err = attncheck("rmse", *TINY, *arguments, "-q", "--format", "json")
     assert (code, err) == (0, "")
-    assert {v for _, _, v in measured(out)} == {variant}
+    assert {v for _, _, v in outcomes(out)} == {variant}
 
 
-def test_softmax_is_measured_beside_attention(folder, attncheck):
+def test_softmax_is_measured_with_attention(folder, attncheck):
     options = ("--dtype", "fp32", "--variant", "full", "--variant", "softmax", "-q")
     code, out, _ = attncheck("rmse", *TINY, *options, "--format", "json")
     assert code == 0
-    assert measured(out) == [
+    assert outcomes(out) == [
         *[("ideal", "pass", "full"), ("sdpa-math", "pass", "full")] * 2,
         ("ideal", "pass", "softmax"),
     ]
@@ -119,7 +112,7 @@ def test_softmax_is_measured_beside_attention(folder, attncheck):
 
 
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
-def test_fp8_is_measured_and_its_inputs_cost_the_most(folder, attncheck, dtype):
+def test_fp8_input_rounding_dominates_the_error(folder, attncheck, dtype):
     options = ("--kernel", "ideal", "--shape", "1x2x64x32", "--dtype", dtype, "-q")
     code, out, _ = attncheck("rmse", *options, "--variant", "causal", "--format", "json")
     assert code == 0
@@ -138,38 +131,38 @@ def catalogue(warm_python, tmp_path_factory):
     return json.loads(run.stdout)
 
 
-def test_the_list_names_softmax_and_fp8(catalogue):
+def test_list_names_softmax_and_fp8(catalogue):
     assert "softmax" in catalogue["variants"]
     assert list(catalogue["dtypes"]) == ["fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"]
     for name, summary in catalogue["dtypes"].items():
         assert ("a descale per batch and key head" in summary) is (name in {"e4m3", "e5m2"})
 
 
-def test_the_list_has_no_table_of_support_unless_asked(catalogue, attncheck):
+def test_list_has_no_support_table_by_default(catalogue, attncheck):
     code, out, err = attncheck("list", "--json")
     assert (code, err) == (0, "")
-    # A device is what the table is about.
+    # The device is a part of the support table.
     assert json.loads(out) == {k: v for k, v in catalogue.items() if k not in {"device", "support"}}
 
 
-def test_the_list_says_who_takes_softmax_and_fp8(catalogue):
+def test_list_shows_support_of_softmax_and_fp8(catalogue):
     ideal = catalogue["support"]["ideal"]
     assert ideal["bf16"]["softmax rows"] is True
     for dtype in ("tf32", "e4m3", "e5m2"):
         assert "softmax rows" not in ideal[dtype]
     assert ideal["e4m3"]["causal GQA"] is True
     sdpa = catalogue["support"]["sdpa-math"]
-    assert "softmax rows" not in sdpa["bf16"]  # it is not asked
+    assert "softmax rows" not in sdpa["bf16"]  # sdpa-math is not for softmax
     assert "fp8" in sdpa["e5m2"]["full MHA"]
 
 
-def test_a_kernel_for_softmax_alone_is_asked_nothing_else(catalogue):
-    alone = {
-        name: taken
-        for name, taken in catalogue["support"].items()
-        if "absent" not in taken and all(set(c) == {"softmax rows"} for c in taken.values())
+def test_softmax_kernels_are_listed_for_softmax_only(catalogue):
+    softmax_kernels = {
+        name: support
+        for name, support in catalogue["support"].items()
+        if "absent" not in support and all(set(c) == {"softmax rows"} for c in support.values())
     }
-    assert alone
-    for taken in alone.values():
-        assert set(taken) <= {"fp32", "fp16", "bf16"}
-    assert "triton-flash2" not in alone
+    assert softmax_kernels
+    for support in softmax_kernels.values():
+        assert set(support) <= {"fp32", "fp16", "bf16"}
+    assert "triton-flash2" not in softmax_kernels

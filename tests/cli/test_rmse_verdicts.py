@@ -1,10 +1,10 @@
-"""``attncheck rmse``: exit codes by verdict, and ``--explain``."""
+"""``attncheck rmse``: exit codes by verdict, and ``--explain`` of one cell."""
 
 import json
 
 import pytest
 
-WRONG = """
+KERNELS = """
 from attncheck.subjects.ideal import Ideal
 
 class Wrong(Ideal):
@@ -13,12 +13,12 @@ class Wrong(Ideal):
     def prepare(self, inputs):
         call = super().prepare(inputs)
 
-        def spoiled():
-            given = call()
-            given.out[..., -1, :] *= 1.05
-            return given
+        def wrong():
+            outputs = call()
+            outputs.out[..., -1, :] *= 1.05
+            return outputs
 
-        return spoiled
+        return wrong
 
 class Nothing(Ideal):
     name, summary = "nothing", "declares no arithmetic"
@@ -26,17 +26,17 @@ class Nothing(Ideal):
     def arithmetic(self, problem, device):
         return None
 """
-ASKED = ("--variant", "causal", "--shape", "1x2/2x24x8", "--dtype", "fp16", "-q")
+OPTIONS = ("--variant", "causal", "--shape", "1x2/2x24x8", "--dtype", "fp16", "-q")
 
 
 @pytest.fixture
-def attncheck(tmp_path, monkeypatch, in_process):
-    (tmp_path / "mine.py").write_text(WRONG)
+def attncheck(tmp_path, monkeypatch, run_in_process):
+    (tmp_path / "mine.py").write_text(KERNELS)
     monkeypatch.chdir(tmp_path)
-    return lambda *words: in_process("rmse", *ASKED, *words)
+    return lambda *words: run_in_process("rmse", *OPTIONS, *words)
 
 
-def test_a_kernel_that_is_right_passes(attncheck):
+def test_correct_kernel_passes(attncheck):
     code, out, err = attncheck("--kernel", "ideal")
     assert (code, err) == (0, "")
     assert "1 cell: 1 pass.\n" in out
@@ -44,7 +44,7 @@ def test_a_kernel_that_is_right_passes(attncheck):
     assert "would have shown: " in out
 
 
-def test_a_kernel_that_is_wrong_fails_with_exit_code_1(attncheck, tmp_path):
+def test_wrong_kernel_exits_1(attncheck, tmp_path):
     code, out, err = attncheck("--kernel", "mine.py::Wrong", "--kernel", "ideal")
     assert (code, err) == (1, "")
     assert "fail ¹" in out
@@ -55,14 +55,14 @@ def test_a_kernel_that_is_wrong_fails_with_exit_code_1(attncheck, tmp_path):
     assert records[0]["judgement"]["worst"]["at"]["query"] == 23
 
 
-def test_a_malformed_arithmetic_fails_its_cell(attncheck):
+def test_malformed_arithmetic_fails_its_cell(attncheck):
     code, out, err = attncheck("--kernel", "mine.py::Nothing", "--kernel", "ideal")
     assert (code, err) == (1, "")
     assert "arithmetic() returned NoneType, but should return Arithmetic." in out
     assert "2 cells: 1 pass, 1 fail.\n" in out
 
 
-def test_one_cell_is_explained_and_nothing_is_written(attncheck, tmp_path):
+def test_explain_prints_one_cell_and_writes_nothing(attncheck, tmp_path):
     code, out, err = attncheck("--kernel", "ideal", "--explain", "ideal/causal")
     assert (code, err) == (0, "")
     assert out.startswith("ideal · causal · MHA 2 · fp16 · B1 Q24 K24 D8 · normal · seed 0\n")
@@ -74,16 +74,16 @@ def test_one_cell_is_explained_and_nothing_is_written(attncheck, tmp_path):
 PLAIN = "from torch.nn.functional import scaled_dot_product_attention as plain"
 
 
-def test_a_kernel_is_called_as_it_was_typed(attncheck, tmp_path):
+def test_explain_accepts_the_kernel_as_typed(attncheck, tmp_path):
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "mine.py").write_text(WRONG)
+    (tmp_path / "in" / "mine.py").write_text(KERNELS)
     name = "in/mine.py::Wrong"
     code, out, _ = attncheck("--kernel", "ideal", "--kernel", name, "--explain", f"{name}/causal")
     assert code == 1
     assert out.startswith("wrong · causal · MHA 2 · fp16 ")
 
 
-def test_an_unknown_cell_is_refused_before_the_trials(attncheck, tmp_path, monkeypatch):
+def test_explain_rejects_unknown_cell_before_probing(attncheck, tmp_path, monkeypatch):
     from attncheck.verify import claims
 
     (tmp_path / "plain.py").write_text(PLAIN)
@@ -96,13 +96,13 @@ def test_an_unknown_cell_is_refused_before_the_trials(attncheck, tmp_path, monke
     )
 
 
-def test_an_explained_fault_is_exit_code_1(attncheck):
+def test_explain_of_a_failure_exits_1(attncheck):
     code, out, _ = attncheck("--kernel", "mine.py::Wrong", "--explain", "wrong/causal/MHA/fp16")
     assert code == 1
     assert out.splitlines()[1].startswith("fail: bound: out[0, ")
 
 
-def test_an_explained_refusal_is_exit_code_5(attncheck):
+def test_explain_of_an_unsupported_cell_exits_5(attncheck):
     code, out, _ = attncheck(
         "--kernel", "sdpa-math", "--variant", "softcap", "--explain", "sdpa-math/softcap"
     )

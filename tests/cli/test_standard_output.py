@@ -1,4 +1,4 @@
-"""Pipes whose reader leaves, full disks, closed streams: real ones."""
+"""Standard output on real closed pipes, full disks and closed descriptors."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ class Raising(Ideal):
 
 
 def without_reader(*arguments, cwd):
-    """The command with a standard output whose reader has left before it began."""
+    """Run the command with a standard output whose reader has closed the pipe before."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -35,41 +35,41 @@ def without_reader(*arguments, cwd):
 def run(*arguments, cwd, **streams):
     command = [sys.executable, "-m", "attncheck", *arguments]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
-    # Unbuffered, foreign code would meet the broken pipe itself.
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    return subprocess.run(command, cwd=cwd, env=kept, text=True, timeout=120, **streams)
+    # With unbuffered output, foreign code would hit the broken pipe itself.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(command, cwd=cwd, env=env, text=True, timeout=120, **streams)
 
 
-def written(folder):
+def report_files(folder):
     reports = folder / "reports"
     return sorted(p.name for p in reports.iterdir()) if reports.exists() else []
 
 
 @pytest.mark.parametrize("fmt", ["table", "json"])
-def test_a_reader_that_left_costs_neither_files_nor_exit_code(tmp_path, fmt):
-    done = without_reader(*QUICK, "--format", fmt, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert written(tmp_path) == FILES
+def test_closed_pipe_keeps_files_and_exit_code(tmp_path, fmt):
+    result = without_reader(*QUICK, "--format", fmt, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert report_files(tmp_path) == FILES
 
 
-def test_a_kernel_that_raises_is_exit_code_1_also_without_a_reader(tmp_path):
+def test_closed_pipe_keeps_exit_code_1_of_a_raising_kernel(tmp_path):
     (tmp_path / "mine.py").write_text(RAISING)
     arguments = ("rmse", "--kernel", "mine.py::Raising", *QUICK[3:])
-    done = without_reader(*arguments, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert written(tmp_path) == FILES
+    result = without_reader(*arguments, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (1, "")
+    assert report_files(tmp_path) == FILES
 
 
 @pytest.mark.parametrize(
     "arguments",
     [("--help",), ("rmse", "--help"), ("list", "--json")],
 )
-def test_every_verb_ends_quietly_when_its_reader_leaves(tmp_path, arguments):
-    done = without_reader(*arguments, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_verbs_end_quietly_on_a_closed_pipe(tmp_path, arguments):
+    result = without_reader(*arguments, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_progress_that_nobody_follows_ends_no_run(tmp_path):
+def test_closed_stderr_does_not_stop_the_run(tmp_path):
     program = """
 import sys
 from attncheck.cli import long_runs, main
@@ -80,34 +80,34 @@ main()
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-c", program, *QUICK[:-1]]
-    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=writer)
+    result = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=writer)
     os.close(writer)
-    assert done.returncode == 0
-    assert b"ideal" in done.stdout
-    assert written(tmp_path) == FILES
+    assert result.returncode == 0
+    assert b"ideal" in result.stdout
+    assert report_files(tmp_path) == FILES
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("arguments", [QUICK, ("--help",), ()])
-def test_a_full_disk_is_one_line_and_exit_code_3(tmp_path, arguments):
+def test_full_disk_is_one_line_and_exits_3(tmp_path, arguments):
     with FULL.open("w") as full:
-        done = run(*arguments, cwd=tmp_path, stdout=full)
-    says = "attncheck: standard output cannot be written to: No space left on device.\n"
-    assert (done.returncode, done.stderr) == (3, says)
-    assert written(tmp_path) == (FILES if arguments == QUICK else [])
+        result = run(*arguments, cwd=tmp_path, stdout=full)
+    message = "attncheck: standard output cannot be written to: No space left on device.\n"
+    assert (result.returncode, result.stderr) == (3, message)
+    assert report_files(tmp_path) == (FILES if arguments == QUICK else [])
 
 
-def test_a_closed_standard_output_is_a_reader_that_left(tmp_path):
+def test_closed_stdout_keeps_files_and_exit_code(tmp_path):
     command = 'exec "$@" >&-'
     shell = ["sh", "-c", command, "sh", sys.executable, "-m", "attncheck", *QUICK]
-    done = subprocess.run(shell, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert written(tmp_path) == FILES
+    result = subprocess.run(shell, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert report_files(tmp_path) == FILES
 
 
-def test_what_foreign_code_printed_is_no_noise_at_the_end(tmp_path):
+def test_closed_pipe_adds_no_noise_after_foreign_output(tmp_path):
     (tmp_path / "mine.py").write_text("print('hello')\n" + RAISING)
-    done = without_reader("rmse", "--kernel", "mine.py::Missing", cwd=tmp_path)
-    assert done.returncode == 2
-    says = "attncheck: kernel 'mine.py::Missing': mine.py has no 'Missing'.\n"
-    assert done.stderr == "hello\n" + says
+    result = without_reader("rmse", "--kernel", "mine.py::Missing", cwd=tmp_path)
+    assert result.returncode == 2
+    message = "attncheck: kernel 'mine.py::Missing': mine.py has no 'Missing'.\n"
+    assert result.stderr == "hello\n" + message

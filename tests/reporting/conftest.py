@@ -1,4 +1,4 @@
-"""Reports made by hand, and text snapshots.
+"""Builds reports by hand for the tests of this folder, and compares pages with snapshots.
 
 ``ATTNCHECK_UPDATE_SNAPSHOTS=1 pytest tests/reporting`` writes the snapshots anew; read the
 difference before you commit it.
@@ -24,7 +24,7 @@ SNAPSHOTS = Path(__file__).parent / "snapshots"
 
 
 class Factory:
-    """Reports and their parts, plausible where nothing else is asked for."""
+    """Builds reports and their parts; plausible values fill the fields that are not passed."""
 
     def environment(self, **changes):
         return msgspec.structs.replace(
@@ -155,15 +155,15 @@ class Factory:
         )
 
     def judged(self, kernel="flash2_forward", *, record=None, **changes):
-        """A record with another judgement, whose status it takes."""
+        """A record whose judgement has ``changes``; the record's status is the judgement's."""
         judgement = self.judgement(**changes)
         record = {"status": judgement.status, "judgement": judgement} | (record or {})
         return self.record(kernel, **record)
 
-    def record(self, kernel="flash2_forward", *, asked=None, **changes):
+    def record(self, kernel="flash2_forward", *, problem=None, **changes):
         fields = {
             "case_id": "abcdefghij",
-            "case": self.case(**(asked or {})),
+            "case": self.case(**(problem or {})),
             "kernel": kernel,
             "variant": "full",
             "heads": "MHA",
@@ -179,30 +179,30 @@ class Factory:
         return Record(**(fields | changes))
 
     def backward(self, kernel="flash2_forward", *, sink=False, gradients=None, **changes):
-        """A record with gradients, those of ``gradients`` in place of plausible ones."""
-        at = {"dq": 0.61, "dk": 0.42, "dv": 0.33} | ({"dsink": 0.9} if sink else {})
-        found = {name: self.gradient() for name in at}
+        """A record with plausible gradients, replaced by name with those of ``gradients``."""
+        shares = {"dq": 0.61, "dk": 0.42, "dv": 0.33} | ({"dsink": 0.9} if sink else {})
+        errors = {name: self.gradient() for name in shares}
         if sink:
             at_head = Place(batch=0, head=2, query=0)
-            found["dsink"] = self.gradient(max_at=at_head, elements=4)
+            errors["dsink"] = self.gradient(max_at=at_head, elements=4)
         fields = {
-            "asked": {"backward": True} | ({"sink": True} if sink else {}),
-            "judgement": self.judgement(gradients_over_bound=at),
-            "gradients": found | (gradients or {}),
+            "problem": {"backward": True} | ({"sink": True} if sink else {}),
+            "judgement": self.judgement(gradients_over_bound=shares),
+            "gradients": errors | (gradients or {}),
         }
         return self.record(kernel, **(fields | changes))
 
     def softmax(self, kernel="rows", **changes):
         """A record of a softmax of 2·3·128 rows of 96 columns."""
         sizes = {"batch": 2, "heads": 3, "kv_heads": 3, "head_dim": 0, "value_dim": 0}
-        asked = {"operation": "softmax", "scale": 1.0} | sizes
-        fields = {"variant": "softmax", "heads": "", "tiling": "", "asked": asked}
+        problem = {"operation": "softmax", "scale": 1.0} | sizes
+        fields = {"variant": "softmax", "heads": "", "tiling": "", "problem": problem}
         return self.record(kernel, **(fields | changes))
 
     def refused(self, kernel, status, reason, **changes):
-        nothing = dict.fromkeys(("out", "lse", "judgement", "seconds"))
-        nothing |= {"interpreted": False, "tiling": ""}
-        return self.record(kernel, status=status, reason=reason, **(nothing | changes))
+        unmeasured = dict.fromkeys(("out", "lse", "judgement", "seconds"))
+        unmeasured |= {"interpreted": False, "tiling": ""}
+        return self.record(kernel, status=status, reason=reason, **(unmeasured | changes))
 
     def report(self, *records, **changes):
         fields = {
@@ -215,7 +215,7 @@ class Factory:
         return Report(**(fields | changes))
 
     def sample(self):
-        """A bit of everything."""
+        """Kernels that pass, warn, fail, raise and refuse, in three variants and two dtypes."""
         blocks = [
             ("full", "MHA", {}),
             ("causal", "GQA", {"kv_heads": 2, "mask": {"name": "causal"}}),
@@ -224,7 +224,7 @@ class Factory:
         records = []
         for dtype in ("bf16", "fp32"):
             for variant, heads, changes in blocks:
-                common = {"variant": variant, "heads": heads, "asked": changes | {"dtype": dtype}}
+                common = {"variant": variant, "heads": heads, "problem": changes | {"dtype": dtype}}
                 records += self._kernels(variant, dtype, common)
         return self.report(
             *records,

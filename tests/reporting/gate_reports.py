@@ -1,4 +1,4 @@
-"""Gate reports made by hand: a plausible one, and parts of others."""
+"""Builds gate reports by hand: a plausible one, and parts for others."""
 
 import base64
 import hashlib
@@ -62,14 +62,13 @@ def case(question="compare", *, parameters=None, **changes):
     return {"problem": problem, "question": question, "parameters": parameters, "generator": 1}
 
 
-def record(kernel="myfa.py::forward", *, asked=None, question="compare", **changes):
-    told = case(question, **(asked or {}))
-    problem = told["problem"]
+def record(kernel="myfa.py::forward", *, problem=None, question="compare", **changes):
+    whole_case = case(question, **(problem or {}))
     fields = {
-        "case_id": identity(told),
-        "case": told,
+        "case_id": identity(whole_case),
+        "case": whole_case,
         "kernel": kernel,
-        "variant": problem["mask"]["name"],
+        "variant": whole_case["problem"]["mask"]["name"],
         "heads": "GQA",
         "status": "pass",
         "environment": "here",
@@ -91,10 +90,10 @@ def errors(dtype, kv, factor=1.0):
     )
 
 
-def measured(kernel, factor=1.0, share=0.3, **asked):
+def measured(kernel, factor=1.0, share=0.3, **problem):
     """A comparison that is within its bounds."""
-    made = record(kernel, asked=asked)
-    problem = made.case["problem"]
+    base = record(kernel, problem=problem)
+    problem = base.case["problem"]
     judgement = Judgement(
         status="pass",
         out_over_bound=share,
@@ -105,7 +104,7 @@ def measured(kernel, factor=1.0, share=0.3, **asked):
         arithmetic="products of bf16; P in bf16; sums in fp32; exp2 within 2 ulp; out in bf16",
     )
     return msgspec.structs.replace(
-        made,
+        base,
         out=errors(problem["dtype"], problem["kv"], factor),
         lse=LseErrors(rmse=1e-7, max_error=5e-7, max_at=Place(batch=0, head=0, query=3)),
         judgement=judgement,
@@ -115,9 +114,9 @@ def measured(kernel, factor=1.0, share=0.3, **asked):
 
 
 def wrong(kernel="myfa.py::forward", *, question="compare", rule="bound", share=38.0, **changes):
-    """A comparison that is beyond its bound, with a map of where."""
-    made = record(kernel, question=question, **changes)
-    dtype, kv = made.case["problem"]["dtype"], made.case["problem"]["kv"]
+    """A comparison that exceeds its bound, with a map of the errors."""
+    base = record(kernel, question=question, **changes)
+    dtype, kv = base.case["problem"]["dtype"], base.case["problem"]["kv"]
     judgement = Judgement(
         status="fail",
         rule=rule,
@@ -140,7 +139,7 @@ def wrong(kernel="myfa.py::forward", *, question="compare", rule="bound", share=
         arithmetic="products of bf16; P in bf16; sums in fp32; exp2 within 2 ulp; out in bf16",
     )
     return msgspec.structs.replace(
-        made,
+        base,
         status="fail",
         judgement=judgement,
         out=errors(dtype, kv, 40.0),
@@ -153,22 +152,24 @@ def error_map(heads=8, tiles=4, *, bad=1, rows=64):
     return ErrorMap(rows=rows, heads=1, values=(line,) * heads)
 
 
-def answer(made, stage="bounds", **changes):
-    fields = {"unit": identity([made.case_id, made.kernel, stage]) + "abcdef", "seconds": 0.21}
-    if made.status in {"fail", "error", "crash", "timeout", "oom", "flaky"}:
-        fields["failure"] = identity([made.kernel, made.case_id])
-    return Answer(stage=stage, record=made, **(fields | changes))
+def answer(result, stage="bounds", **changes):
+    """An answer of the gate with ``result`` as its record."""
+    unit = identity([result.case_id, result.kernel, stage]) + "abcdef"
+    fields = {"unit": unit, "seconds": 0.21}
+    if result.status in {"fail", "error", "crash", "timeout", "oom", "flaky"}:
+        fields["failure"] = identity([result.kernel, result.case_id])
+    return Answer(stage=stage, record=result, **(fields | changes))
 
 
 def report(*answers, **changes):
-    answered = dict.fromkeys(answer.record.kernel for answer in answers)
+    kernels = dict.fromkeys(answer.record.kernel for answer in answers)
     fields = {
         "command": "attncheck gate myfa.py::forward sdpa_flash --tier pr",
         "tier": "pr",
         "started": "2026-11-22T17:30:00Z",
         "seconds": 412.6,
         "environments": {"here": GPU},
-        "kernels": {name: KERNELS.get(name, "") for name in answered} or KERNELS,
+        "kernels": {name: KERNELS.get(name, "") for name in kernels} or KERNELS,
         "planned": {"bounds": len(answers)},
         "answers": tuple(answers),
     }
@@ -176,10 +177,10 @@ def report(*answers, **changes):
 
 
 def sample():
-    """A run as a kernel author has it: most is right, and a handful of things are not."""
+    """A run as a kernel author sees it: most answers pass, a handful do not."""
     answers = list(_contract()) + list(_bounds()) + list(_properties()) + list(_memory())
     order = {stage: i for i, stage in enumerate(STAGES)}
-    answers.sort(key=lambda one: order[one.stage])
+    answers.sort(key=lambda each: order[each.stage])
     changes = [
         Change(
             kernel="sdpa_flash",
@@ -220,71 +221,70 @@ def sample():
 def _contract():
     for kernel in KERNELS:
         for seed in range(6):
-            yield answer(record(kernel, asked={"seed": seed}, question="guards"), "contract")
-    strided = record(question="strides", asked={"kv": 96})
-    bad = Judgement(
+            yield answer(record(kernel, problem={"seed": seed}, question="guards"), "contract")
+    strided = record(question="strides", problem={"kv": 96})
+    judgement = Judgement(
         status="fail", rule="mutation", reason="k was written to: 512 of 98,304 bytes differ"
     )
-    yield answer(msgspec.structs.replace(strided, status="fail", judgement=bad), "contract")
+    yield answer(msgspec.structs.replace(strided, status="fail", judgement=judgement), "contract")
 
 
 def _bounds():
-    draw = random.Random(8)  # noqa: S311  # numbers of a report that nobody made
+    draw = random.Random(8)  # noqa: S311  # numbers of an invented report
     for kernel in KERNELS:
         for mask in MASKS:
             for score in SCORES:
                 for dtype in DTYPES:
                     yield from _lengths(kernel, mask, score, dtype, draw)
-    refused = record(asked={"head_dim": 48, "value_dim": 48}, status="unsupported")
-    why = "head_dim=48 is not supported: it declares 64, 128."
-    yield answer(msgspec.structs.replace(refused, reason=why))
+    refused = record(problem={"head_dim": 48, "value_dim": 48}, status="unsupported")
+    reason = "head_dim=48 is not supported: it declares 64, 128."
+    yield answer(msgspec.structs.replace(refused, reason=reason))
 
 
-# Rows beyond the window see too little of it, the later the less.
+# The error grows with the row: rows beyond the window see ever less of it.
 _LATE = tuple(0.3 if tile < 4 else 2.0 + 3.0 * (tile - 4) for tile in range(16))
 
 
 def _lengths(kernel, mask, score, dtype, draw):
     mine = kernel == "myfa.py::forward"
     for kv in (17, 64, 256, 1024, 4096):
-        asked = {"mask": mask, "score": score, "dtype": dtype, "kv": kv, "query": min(kv, 256)}
+        problem = {"mask": mask, "score": score, "dtype": dtype, "kv": kv, "query": min(kv, 256)}
         if mine and mask["name"] == "sliding_window" and kv >= 256 and dtype != "fp32":
             late = ErrorMap(rows=16, heads=1, values=(_LATE,) * 8)
-            yield answer(msgspec.structs.replace(wrong(kernel, asked=asked), error_map=late))
+            yield answer(msgspec.structs.replace(wrong(kernel, problem=problem), error_map=late))
             continue
         growth = (kv / 17) ** 0.12 if mine else 1.0
         factor = (1.02 + 0.05 * draw.random()) * growth
-        made = measured(kernel, factor, 0.2 + 0.3 * draw.random(), **asked)
+        comparison = measured(kernel, factor, 0.2 + 0.3 * draw.random(), **problem)
         if mine and score["name"] == "softcap" and kv == 4096:
-            less = "z = 3.2 and 1.4 times the RMSE of the worst of four ideal kernels"
+            reason = "z = 3.2 and 1.4 times the RMSE of the worst of four ideal kernels"
             judgement = msgspec.structs.replace(
-                made.judgement, status="warn", rule="precision", reason=less
+                comparison.judgement, status="warn", rule="precision", reason=reason
             )
-            made = msgspec.structs.replace(made, status="warn", judgement=judgement)
-        yield answer(made)
+            comparison = msgspec.structs.replace(comparison, status="warn", judgement=judgement)
+        yield answer(comparison)
 
 
 def _properties():
     test = "test_causal.py::test_attention_is_exact"
     for kernel in KERNELS:
         for seed in range(40):
-            made = measured(kernel, 1.03, 0.3, seed=seed, query=33, kv=33, dtype=DTYPES[seed % 3])
-            yield answer(made, "properties", test=test)
-    original = wrong(question="future_keys", rule="structure", asked={"query": 77, "kv": 91})
-    first = answer(original, "properties", test=test)
-    yield first
+            problem = {"seed": seed, "query": 33, "kv": 33, "dtype": DTYPES[seed % 3]}
+            yield answer(measured(kernel, 1.03, 0.3, **problem), "properties", test=test)
+    original = wrong(question="future_keys", rule="structure", problem={"query": 77, "kv": 91})
+    yield answer(original, "properties", test=test)
     small = {"query": 2, "kv": 3, "heads": 1, "kv_heads": 1, "batch": 1, "head_dim": 4}
-    smallest = wrong(question="future_keys", rule="structure", asked=small | {"value_dim": 4})
+    smallest = wrong(question="future_keys", rule="structure", problem=small | {"value_dim": 4})
     smallest = msgspec.structs.replace(smallest, error_map=error_map(1, 1, bad=0, rows=2))
     yield answer(smallest, "properties", test=test, smallest_of=original.case_id)
     lost = record(
-        asked={"head_dim": 192, "value_dim": 128},
+        problem={"head_dim": 192, "value_dim": 128},
         status="crash",
         reason="the kernel's process ended with SIGSEGV; twice, the second time alone",
     )
     yield answer(lost, "properties", attempts=2)
     flake = record(
-        asked={"seed": 77},
+        problem={"seed": 77},
         status="flaky",
         reason="an illegal memory access, and none when it was asked once more alone",
     )
@@ -295,4 +295,4 @@ def _memory():
     for kernel in KERNELS:
         for stage in ("memory", "determinism"):
             for seed in range(8):
-                yield answer(record(kernel, asked={"seed": seed}, question="repeats"), stage)
+                yield answer(record(kernel, problem={"seed": seed}, question="repeats"), stage)

@@ -1,4 +1,4 @@
-"""A plausible report of every kind but measurements and gates, made by hand."""
+"""A plausible hand-made report of every kind except measurements and gates."""
 
 from msgspec.structs import replace
 
@@ -87,8 +87,8 @@ def timed(kernel="mine", *, forward=(4e-6, 5e-6, 6e-6), both=None, status="pass"
         environment="",
     )
     times = {"forward": forward, "both": both}
-    given = {name: Times(seconds=s, clock="events") for name, s in times.items() if s}
-    return BenchRow(record=record, verified="sequence 0 of 4", **given, **changes)
+    timings = {name: Times(seconds=s, clock="events") for name, s in times.items() if s}
+    return BenchRow(record=record, verified="sequence 0 of 4", **timings, **changes)
 
 
 def cell(*rows, decoding=False, **changes):
@@ -100,7 +100,7 @@ def cell(*rows, decoding=False, **changes):
 
 
 def bench(*cells, **changes):
-    names = dict.fromkeys(row.record.kernel for one in cells for row in one.rows)
+    names = dict.fromkeys(row.record.kernel for each in cells for row in each.rows)
     fields = {
         "command": "attncheck bench",
         "environment": HERE,
@@ -234,7 +234,7 @@ def certificates(*records):
     )
 
 
-NOTHING = proven(share=None, error=None, allowance=None, at=None, elements=0, unproven=192)
+UNPROVEN = proven(share=None, error=None, allowance=None, at=None, elements=0, unproven=192)
 
 # Mods
 
@@ -448,7 +448,7 @@ SAMPLES = {
         certificate(),
         certificate("naive"),
         certificate(distribution="sink"),
-        certificate("naive", "sink", out=NOTHING),
+        certificate("naive", "sink", out=UNPROVEN),
     ),
     "mods": mods(mod(), mod("odd", flex=DIFFERENT), mod("long", "score mod", LONG, flex=ABSENT)),
     "blocks": BlockReport(

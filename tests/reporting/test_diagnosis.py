@@ -1,4 +1,4 @@
-"""A failed property in plain text."""
+"""The plain-text diagnosis of a failed record, as pytest and `attncheck repro` print it."""
 
 import math
 
@@ -29,7 +29,7 @@ FAIL relation hidden_keys_nan: out[0, 0, 0, 0] = nan, but should be 0.46875 bit 
 Reproduce: attncheck repro abcdefghij"""
 
 
-def related(allowance=0.0, **changes):
+def relation_failure(allowance=0.0, **changes):
     worst = Worst(
         tensor="out",
         at=Place(batch=0, head=0, query=0, dim=0),
@@ -53,13 +53,17 @@ def related(allowance=0.0, **changes):
 @pytest.fixture
 def hidden(make):
     case = Case(problem=PROBLEM, question="hidden_keys_nan", parameters={"row": 0})
-    nothing = dict.fromkeys(("out", "lse"))
     return make.record(
-        case=case.to_json(), status="fail", judgement=related(), interpreted=False, **nothing
+        case=case.to_json(),
+        status="fail",
+        judgement=relation_failure(),
+        interpreted=False,
+        out=None,
+        lse=None,
     )
 
 
-def kept(make, record, **changes):
+def stored(make, record, **changes):
     fields = {"id": "abcdefghij", "kernel": "mine.py::kernel", "device": "cpu"}
     fields |= {"question": "every bit stays", "test": "test_poison.py::test_hidden"}
     return StoredFailure(
@@ -67,11 +71,11 @@ def kept(make, record, **changes):
     )
 
 
-def test_a_relation_that_failed(make, hidden):
-    assert kept_failure_text(kept(make, hidden)) == HIDDEN
+def test_failed_relation_text(make, hidden):
+    assert kept_failure_text(stored(make, hidden)) == HIDDEN
 
 
-def test_a_bound_names_its_parts_and_its_arithmetic(make):
+def test_bound_failure_lists_allowance_terms_and_arithmetic(make):
     record = make.judged(
         status="fail",
         rule="bound",
@@ -98,30 +102,30 @@ def test_a_bound_names_its_parts_and_its_arithmetic(make):
     ("status", "head"),
     [("error", "ERROR compare: RuntimeError: planted"), ("unsupported", "NOT SUPPORTED compare: ")],
 )
-def test_what_was_not_judged_has_its_reason(make, status, head):
+def test_unjudged_record_shows_status_and_reason(make, status, head):
     text = diagnosis_text(make.refused("k", status, "RuntimeError: planted"), kernel="k")
     assert text.splitlines()[0].startswith(head)
     assert "worst" not in text
 
 
-def test_a_long_message_is_cut(make):
+def test_long_message_is_truncated(make):
     text = diagnosis_text(make.refused("k", "error", "word " * 1000), kernel="k")
     assert max(map(len, text.splitlines())) < 600
     assert text.splitlines()[0].endswith("…")
 
 
-def test_foreign_text_is_inert(make, hidden):
+def test_control_characters_are_removed(make, hidden):
     foul = "\x1b[31mred\x1b[0m\n\u202eback"
-    failed = kept(make, hidden, kernel=foul, question=foul, test=foul)
+    failed = stored(make, hidden, kernel=foul, question=foul, test=foul)
     text = kept_failure_text(failed)
     assert text.count("\n") == HIDDEN.count("\n")
     assert text.count("red back") == 3
     assert not set(text) & {"\x1b", "\u202e"}
 
 
-def test_bounds_of_both_runs_are_named(make, hidden):
-    judged = related(allowance=0.5)
-    record = make.record(case=hidden.case, status="fail", judgement=judged)
+def test_relation_with_allowance_names_both_runs_bounds(make, hidden):
+    judgement = relation_failure(allowance=0.5)
+    record = make.record(case=hidden.case, status="fail", judgement=judgement)
     text = diagnosis_text(record, kernel="k")
     assert "  allowed    5.00e-01 (the judge's bounds of the runs that are compared)" in text
 
@@ -140,12 +144,12 @@ def test_bounds_of_both_runs_are_named(make, hidden):
     ],
     ids=["window", "softcap", "dims", "scale", "softmax", "and", "sink", "pages"],
 )
-def test_a_problem_is_one_line_as_it_calls_itself(make, problem):
+def test_full_line_matches_str_of_problem(make, problem):
     record = make.record(case=Case(problem=problem).to_json())
     assert problem_of(record).full_line == str(problem)
 
 
-def test_the_explanation_of_a_relation_has_no_bounds(make, hidden):
+def test_explanation_of_relation_omits_bounds(make, hidden):
     page = plain_text(explanation(hidden))
     assert "fail: relation: out[0, 0, 0, 0] = nan" in page
     assert "allowed    0, bit for bit\n  wrong      1 of 1 elements\n" in page

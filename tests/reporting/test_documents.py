@@ -1,4 +1,4 @@
-"""Pages of surveys and scores: each kind in every format, and what each must not hide."""
+"""Pages of survey and score reports: every kind in every format, and facts no page may hide."""
 
 import io
 import json
@@ -8,8 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from tests.messages import one_line
-from tests.reporting import gate_reports
-from tests.reporting import samples as made
+from tests.reporting import gate_reports, samples
 
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.records.json_reports import load_report
@@ -19,7 +18,7 @@ from attncheck.reporting.exit_codes import exit_code
 from attncheck.reporting.rendering import FORMATS, GATE_FORMATS, render, show
 from attncheck.reporting.score_documents import tally
 
-SAMPLES = made.SAMPLES
+SAMPLES = samples.SAMPLES
 EVIL = "</script>\x1b[31m|=cmd()\u202e\nnext \ud800"
 
 
@@ -40,30 +39,49 @@ def _with_field(value, name):
     return [_with_field(one, name) for one in value] if isinstance(value, list) else value
 
 
-def line(report, start, fmt="table"):
-    """The words of the one line that begins with ``start``."""
-    (found,) = [each for each in render(report, fmt).splitlines() if each.split()[:1] == [start]]
-    return " ".join(found.split())
+def line(report, start):
+    """The words of the table's only line that begins with ``start``."""
+    (match,) = [
+        each for each in render(report, "table").splitlines() if each.split()[:1] == [start]
+    ]
+    return " ".join(match.split())
 
 
-# Of every kind
+# Every kind of report
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
-def test_it_looks_as_it_did(kind, matches_snapshot):
+def test_table_matches_snapshot(kind, matches_snapshot):
     matches_snapshot(f"{kind}.txt", render(SAMPLES[kind], "table"))
+
+
+LATE_ROWS = {
+    "bench": "decode",
+    "oracles": "large",
+    "certificates": "sink",
+    "mods": "long",
+    "blocks": "causal",
+    "fingerprint": "bf16",
+    "model": "takes none",
+    "faults": "window-left",
+    "own-tests": "f4",
+    "mutants": "off-by-one:7:6",
+    "sensitivity": "scale is off",
+    "properties": "mine",
+    "baseline": "better",
+}
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
 @pytest.mark.parametrize("fmt", ["md", "csv", "html"])
-def test_every_format_says_every_row(kind, fmt):
+def test_every_format_contains_late_rows(kind, fmt):
     page = render(SAMPLES[kind], fmt)
-    assert {"oracles": "large", "mods": "odd", "faults": "window-left"}.get(kind, "") in page
+    assert LATE_ROWS[kind] in page
     assert page.endswith("\n")
 
 
 @pytest.mark.parametrize("kind", [*SAMPLES, "gate"])
-def test_json_comes_back_and_another_schema_does_not(kind):
+def test_json_round_trips_and_other_schemas_are_rejected(kind):
     report = gate_reports.sample() if kind == "gate" else SAMPLES[kind]
     text = render(report, "json")
     assert load_report(text, type(report)) == report
@@ -75,7 +93,7 @@ def test_json_comes_back_and_another_schema_does_not(kind):
             load_report(broken, type(report))
 
 
-def test_numbers_that_json_lacks_come_back_of_a_model():
+def test_model_report_round_trips_infinities_and_the_text_nan():
     report = SAMPLES["model"]
     first, *rest = report.records
     calls = (replace(first.calls[0], module="nan", over_bound=inf), *first.calls[1:])
@@ -85,7 +103,7 @@ def test_numbers_that_json_lacks_come_back_of_a_model():
     assert load_report(render(report, "json"), type(report)) == report
 
 
-def test_numbers_that_json_lacks_come_back_of_a_diagnosis(make):
+def test_diagnosis_round_trips_infinities_and_the_text_nan(make):
     named = Explanation(
         model="nan", sentence="inf", share=inf, explains_all=False, parameters={"tensor": "nan"}
     )
@@ -96,7 +114,7 @@ def test_numbers_that_json_lacks_come_back_of_a_diagnosis(make):
 
 @pytest.mark.parametrize("kind", SAMPLES)
 @pytest.mark.parametrize("fmt", ["table", "md", "csv", "html"])
-def test_foreign_text_is_inert(kind, fmt):
+def test_hostile_text_is_neutralised(kind, fmt):
     page = render(hostile(SAMPLES[kind]), fmt)
     assert not set(page) & {"\x1b", "\u202e", "\ud800"}
     assert "cmd()\nnext" not in page
@@ -106,7 +124,7 @@ def test_foreign_text_is_inert(kind, fmt):
 
 @pytest.mark.parametrize("kind", SAMPLES)
 @pytest.mark.parametrize("width", [80, 140])
-def test_no_line_is_wider_than_the_terminal(kind, width, monkeypatch):
+def test_lines_fit_the_terminal(kind, width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
     stream = io.StringIO()
     show(SAMPLES[kind], stream=stream)
@@ -118,7 +136,7 @@ def test_no_line_is_wider_than_the_terminal(kind, width, monkeypatch):
     [(SAMPLES["oracles"], FORMATS), (gate_reports.sample(), GATE_FORMATS)],
     ids=["oracles", "gate"],
 )
-def test_another_format_is_refused(report, formats):
+def test_unknown_format_is_rejected(report, formats):
     with pytest.raises(UnknownName, match=f"choose from {', '.join(sorted(formats))}"):
         render(report, "pdf")
 
@@ -138,8 +156,8 @@ def test_another_format_is_refused(report, formats):
         ),
     ],
 )
-def test_what_is_not_finite_is_said(rows, cell, remark):
-    report = made.oracles(made.naive(**rows), made.oracle(distribution="large_logits"))
+def test_overflow_and_vanished_rows_are_counted(rows, cell, remark):
+    report = samples.oracles(samples.naive(**rows), samples.oracle(distribution="large_logits"))
     for fmt in ("table", "md"):
         text = render(report, fmt)
         assert cell in text
@@ -147,13 +165,15 @@ def test_what_is_not_finite_is_said(rows, cell, remark):
         assert "nan" not in text.lower().replace("nan or infinite", "")
 
 
-def test_nan_of_no_known_cause_and_wrong_dead_rows_are_said():
-    nothing = Distance(units=None, at=None, compared=0, nonfinite=160)
-    broken = made.oracle("online", out=nothing, rows=Rows(total=40, nonfinite=2, dead_wrong=8))
-    text = render(made.oracles(broken), "table")
+def test_unexplained_nan_and_wrong_dead_rows_are_counted():
+    no_distance = Distance(units=None, at=None, compared=0, nonfinite=160)
+    broken = samples.oracle(
+        "online", out=no_distance, rows=Rows(total=40, nonfinite=2, dead_wrong=8)
+    )
+    text = render(samples.oracles(broken), "table")
     assert "not finite" in text
     assert "online is not finite in 2 of 40 rows, is wrong in 8 rows that see no key\n" in text
-    assert exit_code(made.oracles(broken)) == 1
+    assert exit_code(samples.oracles(broken)) == 1
 
 
 @pytest.mark.parametrize(
@@ -177,8 +197,8 @@ def test_nan_of_no_known_cause_and_wrong_dead_rows_are_said():
         ),
     ],
 )
-def test_recurrences_that_disagree_are_named(apart, cell, remark):
-    report = made.oracles(made.oracle(), **apart)
+def test_disagreeing_oracles_are_named(apart, cell, remark):
+    report = samples.oracles(samples.oracle(), **apart)
     lines = render(report, "table").splitlines()
     assert lines[5].split() == ["normal", "1.23", cell]
     assert lines[6] == (f"    └ {remark}" if remark else "")
@@ -186,18 +206,18 @@ def test_recurrences_that_disagree_are_named(apart, cell, remark):
 
 
 @pytest.mark.parametrize(
-    ("units", "shown"),
+    ("units", "text"),
     [(0.0, "0"), (1e-30, "<0.01"), (0.5, "0.50"), (135.0, "135.00"), (2.0**54, "1.80e+16")],
 )
-def test_units_have_two_decimals(units, shown):
-    distance = Distance(units=units, at=made.AT, compared=192)
-    report = made.oracles(made.oracle(out=distance))
+def test_units_are_shown_with_two_decimals(units, text):
+    distance = Distance(units=units, at=samples.AT, compared=192)
+    report = samples.oracles(samples.oracle(out=distance))
     rows = [each.split() for each in render(report, "table").splitlines()]
-    assert ["normal", shown, "1e-51"] in rows
+    assert ["normal", text, "1e-51"] in rows
 
 
 @pytest.mark.parametrize(
-    ("changes", "says", "code"),
+    ("changes", "warning", "code"),
     [
         ({"out": {"share": 0.0123}}, "more than 1 % of the allowance: a verdict here is", 1),
         ({"out": {"a_priori": 1.5}}, "more than is assumed of it: that bound is in doubt", 1),
@@ -206,20 +226,20 @@ def test_units_have_two_decimals(units, shown):
         ({"proven_rows": 32}, "32 of 48 rows were examined", 0),
     ],
 )
-def test_what_proofs_alone_would_hide_is_said(changes, says, code):
+def test_certificate_page_warns_about_gaps_in_the_proof(changes, warning, code):
     fields = {
-        name: made.proven(**value) if isinstance(value, dict) else value
+        name: samples.proven(**value) if isinstance(value, dict) else value
         for name, value in changes.items()
     }
-    report = made.certificates(made.certificate(**fields))
+    report = samples.certificates(samples.certificate(**fields))
     for fmt in ("table", "md"):
-        assert says in " ".join(render(report, fmt).split())
+        assert warning in " ".join(render(report, fmt).split())
     assert exit_code(report) == code
     assert exit_code(SAMPLES["certificates"]) == 0
 
 
 @pytest.mark.parametrize("kind", ["oracles", "certificates"])
-def test_a_record_without_a_problem_is_refused(kind):
+def test_record_without_problem_is_rejected(kind):
     data = json.loads(render(SAMPLES[kind], "json"))
     data["records"][0]["case"] = {}
     with pytest.raises(UsageError, match="holds no problem"):
@@ -231,33 +251,35 @@ def test_a_record_without_a_problem_is_refused(kind):
 
 @pytest.mark.parametrize("width", [80, 120, 200])
 @pytest.mark.parametrize("others", [(), ("sdpa-math", "mine", "triton-flash3", "triton-flash4")])
-def test_every_backend_has_its_column_in_a_table_that_fits(monkeypatch, width, others):
+def test_every_backend_has_a_column_at_any_width(monkeypatch, width, others):
     names = ["ideal", "triton-flash1", "triton-flash2", "flex", *others]
-    answers = dict.fromkeys(names, made.EQUAL)
+    answers = dict.fromkeys(names, samples.EQUAL)
     rows = [
-        made.mod(**answers),
-        made.mod("odd", **answers | {names[-1]: made.DIFFERENT}),
-        made.mod("long", "score mod", made.LONG, **answers | {names[0]: made.ABSENT}),
+        samples.mod(**answers),
+        samples.mod("odd", **answers | {names[-1]: samples.DIFFERENT}),
+        samples.mod("long", "score mod", samples.LONG, **answers | {names[0]: samples.ABSENT}),
     ]
     monkeypatch.setenv("COLUMNS", str(width))
     stream = io.StringIO()
-    show(made.mods(*rows, backends=("mpmath", *names)), stream=stream)
+    show(samples.mods(*rows, backends=("mpmath", *names)), stream=stream)
     lines = stream.getvalue().splitlines()
     headings = [each.split() for each in lines if each.startswith("  mod  ")]
     assert [name for heading in headings for name in heading[3:]] == ["mpmath", *names]
     assert len(headings) == 1 or others or width == 80
-    assert sum("└" in each for each in lines) == 1  # of a table in parts too
+    assert sum("└" in each for each in lines) == 1  # also when the table is split
 
 
-def test_an_absence_for_all_mods_is_said_once():
-    report = made.mods(made.mod(flex=made.ABSENT), made.mod("other", flex=made.ABSENT))
+def test_backend_absent_for_all_mods_is_noted_once():
+    report = samples.mods(
+        samples.mod(flex=samples.ABSENT), samples.mod("other", flex=samples.ABSENT)
+    )
     assert "— flex: torch.compile is broken here\n" in render(report, "table")
     assert exit_code(report) == 0
 
 
 @pytest.mark.parametrize("status", ["different", "unknown", "error"])
-def test_a_backend_that_is_not_equal_fails(status):
-    report = made.mods(made.mod(flex=ModAnswer(status=status, detail="here")))
+def test_unequal_backend_fails_the_report(status):
+    report = samples.mods(samples.mod(flex=ModAnswer(status=status, detail="here")))
     assert exit_code(report) == 1
     assert "└ flex: here" in render(report, "table")
 
@@ -265,78 +287,78 @@ def test_a_backend_that_is_not_equal_fails(status):
 # Planted faults
 
 
-def test_one_line_says_all_of_a_fault():
-    said = line(made.faults(made.CAUGHT), "missing-alpha")
-    assert said.startswith("missing-alpha online softmax caught probes ones bf16 full B1 H1 Q1")
-    assert said.endswith("23 6.6 9 0/19 2")
+def test_fault_row_contains_all_columns():
+    row = line(samples.faults(samples.CAUGHT), "missing-alpha")
+    assert row.startswith("missing-alpha online softmax caught probes ones bf16 full B1 H1 Q1")
+    assert row.endswith("23 6.6 9 0/19 2")
 
 
 @pytest.mark.parametrize(
     ("scores", "controls", "fields", "code"),
     [
-        ((made.CAUGHT,), (), {}, 0),
-        ((made.CAUGHT, made.SAME, made.NOWHERE), (made.CLEAN,), {}, 0),
-        ((made.CAUGHT, made.MISSED), (), {}, 1),
-        ((made.CAUGHT,), (made.FLAGGED,), {}, 1),
-        ((made.CAUGHT, made.BROKEN), (), {}, 3),
-        ((made.CAUGHT,), (), {"unfinished": 1}, 3),
-        ((made.SAME, made.NOWHERE), (), {}, 5),
+        ((samples.CAUGHT,), (), {}, 0),
+        ((samples.CAUGHT, samples.SAME, samples.NOWHERE), (samples.CLEAN,), {}, 0),
+        ((samples.CAUGHT, samples.MISSED), (), {}, 1),
+        ((samples.CAUGHT,), (samples.FLAGGED,), {}, 1),
+        ((samples.CAUGHT, samples.BROKEN), (), {}, 3),
+        ((samples.CAUGHT,), (), {"unfinished": 1}, 3),
+        ((samples.SAME, samples.NOWHERE), (), {}, 5),
         ((), (), {}, 5),
     ],
 )
-def test_the_exit_code_of_planted_faults(scores, controls, fields, code):
-    assert exit_code(made.faults(*scores, controls=controls, **fields)) == code
+def test_exit_code_of_fault_report(scores, controls, fields, code):
+    assert exit_code(samples.faults(*scores, controls=controls, **fields)) == code
 
 
 @pytest.mark.parametrize(
     ("report", "code"),
     [
-        (made.own_tests("caught", "not shown"), 0),
-        (made.own_tests("caught", "missed"), 1),
-        (made.own_tests("missed", unfinished=1), 1),
-        (made.own_tests("caught", "not scored"), 3),
-        (made.own_tests("caught", unfinished=2, unfinished_because="interrupted"), 3),
-        (made.own_tests("not shown", "not reached"), 5),
-        (made.sensitivity(), 0),
-        (made.sensitivity(size=None), 1),
+        (samples.own_tests("caught", "not shown"), 0),
+        (samples.own_tests("caught", "missed"), 1),
+        (samples.own_tests("missed", unfinished=1), 1),
+        (samples.own_tests("caught", "not scored"), 3),
+        (samples.own_tests("caught", unfinished=2, unfinished_because="interrupted"), 3),
+        (samples.own_tests("not shown", "not reached"), 5),
+        (samples.sensitivity(), 0),
+        (samples.sensitivity(size=None), 1),
         (SAMPLES["fingerprint"], 0),
         (SAMPLES["model"], 1),
     ],
 )
-def test_the_exit_codes_of_other_scores(report, code):
+def test_exit_code_of_other_score_reports(report, code):
     assert exit_code(report) == code
 
 
-def test_what_has_no_score_yet_is_said():
-    report = made.own_tests("caught", unfinished=2, unfinished_because="interrupted")
+def test_unfinished_scores_are_counted_with_the_reason():
+    report = samples.own_tests("caught", unfinished=2, unfinished_because="interrupted")
     assert "2 have no score: interrupted." in render(report, "table")
 
 
 # Properties
 
 
-def test_a_refusal_is_no_problem_that_was_answered():
-    rows = [each.split() for each in render(made.MIXED, "table").splitlines()]
+def test_refused_problems_are_not_counted_as_answered():
+    rows = [each.split() for each in render(samples.MIXED, "table").splitlines()]
     kernels = {row[0]: row[1:] for row in rows if len(row) == 12}  # 500 ms are two words
     assert kernels["ideal"][:3] == ["1", "4", "1"]
     assert kernels["mine"][:2] == ["2", "1"]
 
 
-def test_nothing_asked_divides_by_nothing():
-    assert "0 problems in 0 s\n" in render(made.properties(seconds=0.0), "table")
+def test_empty_property_report_does_not_divide_by_zero():
+    assert "0 problems in 0 s\n" in render(samples.properties(seconds=0.0), "table")
 
 
 # The baseline
 
 
-def test_many_of_what_asks_for_nothing_are_cut_with_a_count():
-    many = render(made.comparison(*[made.change("new", after=1e-3)] * 60), "table")
+def test_long_lists_of_harmless_changes_are_truncated_but_regressions_are_not():
+    many = render(samples.comparison(*[samples.change("new", after=1e-3)] * 60), "table")
     assert "new (the first 50 of 60)" in many
     assert many.count("mine.py::fwd") == 50
-    worse = render(made.comparison(*[made.change("worse")] * 60), "table")
+    worse = render(samples.comparison(*[samples.change("worse")] * 60), "table")
     assert worse.count("mine.py::fwd") == 60
 
 
-def test_nothing_to_compare():
+def test_empty_comparison_says_nothing_to_compare():
     assert tally(()) == "nothing to compare"
-    assert "nothing to compare" in render(made.comparison(), "table")
+    assert "nothing to compare" in render(samples.comparison(), "table")

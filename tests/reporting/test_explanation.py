@@ -1,4 +1,4 @@
-"""One record term by term."""
+"""The explanation page of one record: its verdict and the allowance term by term."""
 
 import re
 from dataclasses import replace
@@ -32,7 +32,7 @@ def meanings(monkeypatch):
     monkeypatch.setattr(check_document, "TERMS", MEANINGS)
 
 
-def test_it_looks_as_it_did(make, matches_snapshot):
+def test_explanation_matches_snapshot(make, matches_snapshot):
     reason = "out[0, 1, 127, 63] is off by 0.84, 26.9 times what is allowed"
     record = make.judged(
         status="fail",
@@ -45,21 +45,24 @@ def test_it_looks_as_it_did(make, matches_snapshot):
     matches_snapshot("explanation.txt", as_page(record))
 
 
-def test_the_residual_stands_beside_what_is_allowed(make):
+def test_residual_is_shown_with_its_limit(make):
     precision = msgspec.structs.replace(make.judgement().precision, residual_allowed=0.15)
     page = as_page(make.judged(precision=precision))
     assert re.search(r"residual +0.04, 0.15 +distance .*, and the largest allowed", page)
 
 
-def test_a_question_names_all_that_it_asks():
-    """Planted: a score mod that is said to be ignored, of a problem that shows none."""
+def test_problem_line_lists_score_mod_backward_and_scale():
+    """Each part of a problem that a planted fault may ignore must show in the problem's line.
+
+    The case this guards: a score mod was reported as ignored, but the line showed none.
+    """
     problem = Problem(query=4, kv=4, score=Spec.of("alibi"), backward=True, scale=0.5)
-    shown = check_document._problem(SimpleNamespace(case=Case(problem=problem).to_json()))
-    assert shown.split()[:3] == ["full", "alibi", "backward"]
-    assert shown.endswith("scale 0.5")
+    text = check_document._problem(SimpleNamespace(case=Case(problem=problem).to_json()))
+    assert text.split()[:3] == ["full", "alibi", "backward"]
+    assert text.endswith("scale 0.5")
 
 
-def test_each_part_has_its_share_and_its_meaning_the_largest_first(make):
+def test_allowance_terms_are_sorted_with_share_and_meaning(make):
     worst = make.worst(budget={"weights": 0.0078125, "output rounding": 0.0234375})
     lines = as_page(make.judged(worst=worst)).splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("what is allowed there"))
@@ -79,41 +82,41 @@ def test_each_part_has_its_share_and_its_meaning_the_largest_first(make):
         ("fail", "bound", "the element that shows it: out["),
     ],
 )
-def test_what_the_element_is_stands_above_it(make, status, rule, title):
+def test_title_says_why_the_element_is_shown(make, status, rule, title):
     assert f"\n{title}" in as_page(make.judged(status=status, rule=rule, reason="why"))
 
 
-def test_a_row_of_lse_has_no_dim(make):
+def test_lse_place_has_no_dim(make):
     worst = make.worst(tensor="lse", at=make.lse().max_at)
     assert "lse[0, 0, 3] (batch, head, query)" in as_page(make.judged(worst=worst))
 
 
-def test_an_allowance_of_0_divides_nothing(make):
+def test_zero_allowance_does_not_divide_by_zero(make):
     worst = make.worst(allowance=0.0, budget={"weights": 0.0})
     assert "allowed    0\n" in as_page(make.judged(worst=worst))
 
 
 @pytest.mark.parametrize("status", ["error", "unsupported"])
-def test_what_was_not_judged_has_its_reason(make, status):
+def test_unjudged_record_shows_status_and_reason(make, status):
     page = as_page(make.refused("k", status, "RuntimeError: planted"))
     assert page.splitlines()[1:] == [f"{status}: RuntimeError: planted"]
 
 
-def test_nothing_compared_is_explained_all_the_same(make):
+def test_record_without_comparisons_is_explained(make):
     record = make.judged(worst=None, precision=None, out_over_bound=None, lse_over_bound=None)
     page = as_page(record)
     assert "bound (a proof), 512 rows     —" in page
     assert "what is allowed there" not in page
 
 
-def test_foreign_text_is_inert(make):
+def test_control_characters_are_removed(make):
     worst = make.worst(tile="\x1b[31mtile", budget={"\x1b[31mpart\n": 1.0})
     page = as_page(make.judged("\x1b[31mred\nline", worst=worst))
     assert page.startswith("red line · full")
     assert "\x1b" not in page
 
 
-def test_the_page_keeps_to_its_width(make, monkeypatch):
+def test_page_fits_its_width(make, monkeypatch):
     monkeypatch.setattr(check_document, "TERMS", {"weights": "word " * 60})
     assert max(map(len, as_page(make.record()).splitlines())) <= 120
 
@@ -131,7 +134,7 @@ BACKWARDS = [
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 @pytest.mark.parametrize("sums_rounded_weights", [False, True])
-def test_every_part_that_the_judge_names_has_a_meaning(problem, sums_rounded_weights):
+def test_every_allowance_term_has_a_meaning(problem, sums_rounded_weights):
     evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     arithmetic = replace(
         default_arithmetic(problem.formats), sums_rounded_weights=sums_rounded_weights
@@ -147,15 +150,15 @@ def test_every_part_that_the_judge_names_has_a_meaning(problem, sums_rounded_wei
     [{}, {"sums_rounded_heads": True, "rounds_value_products": FORMATS["bf16"]}],
     ids=["fused", "not fused"],
 )
-def test_every_part_of_a_gradients_allowance_has_a_meaning(problem, declared):
+def test_every_gradient_allowance_term_has_a_meaning(problem, declared):
     evidence = EvidenceBuilder(Case(problem=problem.replace(backward=True)), "cpu")
     arithmetic = replace(default_arithmetic(problem.formats), **declared)
-    found = gradient_allowance(evidence.evidence, arithmetic, Ideal().run(evidence.inputs))
-    assert set(found.terms) == set(evidence.truth.gradients())
-    assert set().union(*found.terms.values()) <= set(diagnosis_text.TERMS)
+    allowance = gradient_allowance(evidence.evidence, arithmetic, Ideal().run(evidence.inputs))
+    assert set(allowance.terms) == set(evidence.truth.gradients())
+    assert set().union(*allowance.terms.values()) <= set(diagnosis_text.TERMS)
 
 
-def test_gradients_have_a_row_each_within_80_columns(make):
+def test_each_gradient_has_a_row_within_80_columns(make):
     far = Place(batch=1, head=15, query=4095, dim=127)
     record = make.backward(sink=True, gradients={"dk": make.gradient(max_at=far, rmse=2.12)})
     lines = as_page(record, 80).splitlines()

@@ -1,4 +1,4 @@
-"""Foreign text in every format of measurements and gates: shown as text, and never believed."""
+"""Hostile text in every format of measurement and gate reports is shown as text, never executed."""
 
 import csv
 import functools
@@ -13,16 +13,14 @@ import msgspec
 import pytest
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
-from tests.reporting import gate_reports as made
+from tests.reporting import gate_reports as gates
 from tests.reporting.conftest import Factory
-from tests.reporting.pages import as_table
+from tests.reporting.pages import as_html, as_table
 
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import for_markdown, one_line
 from attncheck.records.json_reports import load_report
 from attncheck.records.run_reports import GateReport
-from attncheck.reporting.gate_document import gate_page
-from attncheck.reporting.html import html_text
 from attncheck.reporting.rendering import (
     GATE_FORMATS,
     LARGEST_SUMMARY,
@@ -70,30 +68,30 @@ FORBIDDEN = re.compile(
 
 
 def gate(text):
-    refused = made.record(text, status="unsupported", reason=text)
-    raised = made.record(text, status="error", reason=text, asked={"distribution": text})
-    odd = made.measured(text)
+    refused = gates.record(text, status="unsupported", reason=text)
+    raised = gates.record(text, status="error", reason=text, problem={"distribution": text})
+    warned = gates.measured(text)
     judgement = msgspec.structs.replace(
-        odd.judgement, status="warn", rule="precision", reason=text, arithmetic=text
+        warned.judgement, status="warn", rule="precision", reason=text, arithmetic=text
     )
-    odd = msgspec.structs.replace(odd, status="warn", judgement=judgement, variant=text)
+    warned = msgspec.structs.replace(warned, status="warn", judgement=judgement, variant=text)
     mods = {"mask": {"name": text}, "score": {"name": text}, "dtype": text}
-    return made.report(
-        *(made.answer(one, test=text) for one in (refused, raised, odd)),
-        made.answer(made.wrong(text, asked=mods), test=text, failure=text),
-        made.answer(made.record(text, question=text, status="crash", reason=text, case_id=text)),
+    return gates.report(
+        *(gates.answer(one, test=text) for one in (refused, raised, warned)),
+        gates.answer(gates.wrong(text, problem=mods), test=text, failure=text),
+        gates.answer(gates.record(text, question=text, status="crash", reason=text, case_id=text)),
         command=text,
         shard=text,
         tier=text,
         started=text,
-        environments={"here": msgspec.structs.replace(made.GPU, device=text)},
+        environments={"here": msgspec.structs.replace(gates.GPU, device=text)},
         kernels={text: text},
         absent={text: text},
         unfinished=2,
         unfinished_because=text,
         harness=(text,),
         baseline=text,
-        changes=(made.Change(kernel=text, case_id=text, standing="worse", reason=text),),
+        changes=(gates.Change(kernel=text, case_id=text, standing="worse", reason=text),),
     )
 
 
@@ -110,7 +108,7 @@ def measurements(text):
             lse_also_within=text,
         ),
         make.refused(text + "u", "unsupported", text),
-        make.refused(text + "e", "error", text, asked={"distribution": text}),
+        make.refused(text + "e", "error", text, problem={"distribution": text}),
         command=text,
         kernels={text: text},
         absent={text: text},
@@ -122,12 +120,8 @@ PAGES = [(fmt, measurements) for fmt in ("table", "md", "csv")]
 PAGES += [(fmt, gate) for fmt in GATE_FORMATS if fmt != "json"]
 
 
-def as_html(report, scripts=None):
-    return html_text(gate_page(report, scripts))
-
-
 class Tags(HTMLParser):
-    """Tags and their attributes' names; addresses and ids."""
+    """Collects a page's tags with attribute names, its addresses and ids, and its text."""
 
     def __init__(self, page):
         super().__init__()
@@ -144,7 +138,7 @@ class Tags(HTMLParser):
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 @pytest.mark.parametrize(("fmt", "report"), PAGES)
-def test_nothing_unseen_reaches_a_page(fmt, report, text):
+def test_no_control_character_reaches_a_page(fmt, report, text):
     page = render(report(text), fmt)
     assert not FORBIDDEN.search(page)
     page.encode()
@@ -156,19 +150,19 @@ def tame_page():
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_html_has_the_tags_of_a_tame_page(text):
+def test_html_tags_do_not_depend_on_text(text):
     page, tame = Tags(as_html(gate(text))), tame_page()
     assert page.tags == tame.tags
     assert page.addresses == tame.addresses
 
 
-def test_html_says_the_text_itself():
+def test_html_shows_text_verbatim():
     text = '<b>a</b> & "c"'
     assert text in "".join(Tags(as_html(gate(text))).text)
 
 
-def test_a_script_of_a_failure_is_text():
-    report = made.report(made.answer(made.record(status="error", reason="no"), failure="abcdef"))
+def test_failure_script_is_escaped_in_html():
+    report = gates.report(gates.answer(gates.record(status="error", reason="no"), failure="abcdef"))
     script = "</code></pre><script>alert(1)</script>\n\tkept\x1b[31m\u202e"
     page = as_html(report, {"abcdef": script})
     assert "<script>alert" not in page
@@ -176,13 +170,13 @@ def test_a_script_of_a_failure_is_text():
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_junit_is_xml_whatever_it_says(text):
+def test_junit_is_valid_xml(text):
     root = ET.fromstring(render(gate(text), "junit"))  # noqa: S314  # our own
     assert (root.get("tests"), root.get("errors")) == ("8", "4")
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_sarif_is_json_with_addresses_of_the_repository(text):
+def test_sarif_locations_stay_in_the_repository(text):
     data = json.loads(render(gate(text), "sarif"))
     for result in data["runs"][0]["results"]:
         (location,) = result["locations"]
@@ -190,7 +184,7 @@ def test_sarif_is_json_with_addresses_of_the_repository(text):
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_every_line_for_github_is_a_command_of_ours(text):
+def test_github_lines_are_only_our_own_commands(text):
     page, tame = (render(gate(t), "github") for t in (text, "tame"))
     heads = [line.partition(" ")[0] for line in page.splitlines()]
     assert heads == [line.partition(" ")[0] for line in tame.splitlines()]
@@ -200,7 +194,7 @@ def test_every_line_for_github_is_a_command_of_ours(text):
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 @pytest.mark.parametrize("report", [measurements, gate])
-def test_no_text_in_csv_is_a_formula(report, text):
+def test_csv_cells_are_never_formulas(report, text):
     for row in csv.reader(io.StringIO(render(report(text), "csv"))):
         for cell in row:
             assert not cell.startswith(("=", "+", "@", "\t", "\r"))
@@ -209,14 +203,14 @@ def test_no_text_in_csv_is_a_formula(report, text):
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_json_comes_back(text):
+def test_gate_json_round_trips(text):
     page = render(gate(text), "json")
     again = load_report(page, GateReport)
     assert render(again, "json") == page
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_no_fence_of_the_summary_is_ended_by_what_is_in_it(text):
+def test_text_cannot_close_a_summary_code_fence(text):
     def fences(text):
         page = render(gate(text), "md")
         lines = [line for line in page.splitlines() if re.match("`{3,}", line)]
@@ -225,33 +219,33 @@ def test_no_fence_of_the_summary_is_ended_by_what_is_in_it(text):
     assert fences(text) == fences("tame")
 
 
-def test_the_summary_stays_below_its_limit_and_says_what_it_leaves_out():
+def test_oversized_summary_is_cut_and_counts_what_is_left_out():
     reason = "x" * 100_000
     answers = [
-        made.answer(made.record(f"kernel{i}", status="error", reason=reason)) for i in range(400)
+        gates.answer(gates.record(f"kernel{i}", status="error", reason=reason)) for i in range(400)
     ]
-    report = made.report(*answers, kernels={}, changes=())
+    report = gates.report(*answers, kernels={}, changes=())
     page = gate_markdown(report)
     assert len(page.encode()) <= LARGEST_SUMMARY
     assert "more kinds of failure" in page
 
 
 @pytest.mark.parametrize("largest", [2_000, 3_000, 3_500, 4_000])
-def test_a_smaller_limit_is_kept_too(largest):
-    page = gate_markdown(made.sample(), largest=largest)
+def test_summary_respects_smaller_limits(largest):
+    page = gate_markdown(gates.sample(), largest=largest)
     assert len(page.encode()) <= largest
     assert "gate.json has" in page
 
 
 @pytest.mark.parametrize("name", ["../evil", "a/b", "", "A", "x" * 41, "a\n", "<script>"])
-def test_a_script_has_the_name_of_an_id_or_nothing_is_written(tmp_path, name):
+def test_script_with_malformed_id_writes_nothing(tmp_path, name):
     with pytest.raises(UsageError, match="is no id"):
-        write_gate(made.sample(), tmp_path, {name: "print()"})
+        write_gate(gates.sample(), tmp_path, {name: "print()"})
     assert list(tmp_path.rglob("*")) == []
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_files_have_names_of_our_own(tmp_path, text):
+def test_file_names_do_not_depend_on_text(tmp_path, text):
     paths = write_gate(gate(text), tmp_path / "out", {"abc234defg": text})
     names = {p.relative_to(tmp_path / "out").as_posix() for p in paths}
     assert names == {
@@ -261,7 +255,7 @@ def test_files_have_names_of_our_own(tmp_path, text):
     assert {p for p in tmp_path.rglob("*") if p.is_file()} == set(paths)
 
 
-# Of measurements
+# Measurement reports
 
 
 def markdown_html(text):
@@ -270,7 +264,7 @@ def markdown_html(text):
 
 @pytest.mark.parametrize("width", [80, 100])
 @pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_text_keeps_to_the_width(width, text):
+def test_hostile_text_fits_table_width(width, text):
     page = as_table(measurements(text * 40), width=width)
     assert max(map(cell_len, page.splitlines())) <= width
 
@@ -283,7 +277,7 @@ def test_json_of_hostile_text_is_ascii_safe_json(text):
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_text_takes_no_line_of_its_own(text):
+def test_hostile_text_adds_no_lines(text):
     tame = as_table(measurements("tame"), width=1000).count("\n")
     assert as_table(measurements(text), width=1000).count("\n") == tame
     assert render(measurements(text), "csv").count("\n") == 5
@@ -298,7 +292,7 @@ def test_markdown_shows_hostile_text_as_text(text):
     assert tags == [t for t in re.findall(r"<[^>]*>", tame) if "code" not in t]
 
 
-def test_markdown_says_the_text_itself():
+def test_markdown_shows_text_verbatim():
     html = markdown_html(render(measurements("a|b <i> `x` \\| *y* &amp; _z_"), "md"))
     assert "<td>a|b &lt;i&gt; `x` \\| *y* &amp;amp; _z_</td>" in html
 
@@ -315,12 +309,12 @@ def test_markdown_says_the_text_itself():
         ("cut\x1b[", "cut"),
     ],
 )
-def test_escape_sequences_leave_nothing(text, line):
+def test_escape_sequences_are_removed(text, line):
     assert one_line(text) == line
 
 
 @pytest.mark.parametrize("mark", ["\x1b]", "\x90", "\x1b[0;", "a\x1b", "\n ", "<", "_", ":"])
-def test_long_foreign_text_takes_no_square_of_its_length(mark):
+def test_markdown_escaping_is_not_quadratic(mark):
     start = time.perf_counter()
     for_markdown(mark * 100_000)
     assert time.perf_counter() - start < 2.0

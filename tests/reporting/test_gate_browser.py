@@ -1,14 +1,12 @@
-"""The page of a gate in a browser: headless Chromium, where it is installed."""
+"""The HTML page of a gate in headless Chromium; skipped where none is installed, except in CI."""
 
 import os
 import re
 import shutil
 
 import pytest
-from tests.reporting import gate_reports as made
-
-from attncheck.reporting.gate_document import gate_page
-from attncheck.reporting.html import html_text
+from tests.reporting import gate_reports as gates
+from tests.reporting.pages import as_html
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SIZES = {"desktop": (1280, 900), "phone": (360, 780)}
@@ -24,7 +22,7 @@ HOSTILE = (
 
 
 def missing(what):
-    """Skips where a developer has no browser; CI is to have one."""
+    """Skip where a developer has no browser; fail in CI, which must have one."""
     if os.environ.get("CI"):
         pytest.fail(f"{what} is not installed, and CI needs it to look at the page")
     pytest.skip(f"{what} is not installed")
@@ -40,39 +38,37 @@ def browser():
     except ImportError:
         missing("playwright")
     with sync_playwright() as playwright:
-        # Without its sandbox: root has none, and the page is our own.
+        # No sandbox: it does not work as root, and the page is our own.
         opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield opened
         opened.close()
 
 
 class Visit:
-    """A page that is open, what it said and what it asked for."""
+    """An open page with its console messages and errors, and the URLs it requested."""
 
-    def __init__(self, browser, path, size=(1280, 900), **how):
+    def __init__(self, browser, path, size=(1280, 900), **options):
         width, height = size
-        self.address, self.said, self.asked = path.as_uri(), [], []
+        self.address, self.messages, self.requests = path.as_uri(), [], []
         viewport = {"width": width, "height": height}
-        self.page = browser.new_page(viewport=viewport, **how)
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page = browser.new_page(viewport=viewport, **options)
+        self.page.on("console", lambda message: self.messages.append(message.text))
+        self.page.on("pageerror", lambda error: self.messages.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(self.address)
 
     def width(self):
         return self.page.evaluate("document.documentElement.scrollWidth - innerWidth")
 
-    def assert_alone(self):
-        assert self.said == []
-        assert self.asked == [self.address]
+    def assert_silent_and_offline(self):
+        assert self.messages == []
+        assert self.requests == [self.address]
 
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(
-        html_text(gate_page(made.sample(), {"pyidwkg7fj": "print(1)\n"})), encoding="utf-8"
-    )
+    path.write_text(as_html(gates.sample(), {"pyidwkg7fj": "print(1)\n"}), encoding="utf-8")
     return path
 
 
@@ -81,10 +77,12 @@ def hostile(tmp_path_factory):
     answers = []
     for text in HOSTILE:
         mods = {"mask": {"name": text}, "score": {"name": text}, "dtype": text}
-        answers.append(made.answer(made.wrong(text, asked=mods), test=text, failure="abcdefghij"))
-        answers.append(made.answer(made.measured(text, kv=64)))
-        answers.append(made.answer(made.record(text, status="unsupported", reason=text)))
-    report = made.report(
+        answers.append(
+            gates.answer(gates.wrong(text, problem=mods), test=text, failure="abcdefghij")
+        )
+        answers.append(gates.answer(gates.measured(text, kv=64)))
+        answers.append(gates.answer(gates.record(text, status="unsupported", reason=text)))
+    report = gates.report(
         *answers,
         command=HOSTILE[0],
         tier=HOSTILE[1],
@@ -93,39 +91,37 @@ def hostile(tmp_path_factory):
         harness=HOSTILE,
         baseline=HOSTILE[1],
         changes=tuple(
-            made.Change(kernel=text, case_id=text, standing="worse", reason=text)
+            gates.Change(kernel=text, case_id=text, standing="worse", reason=text)
             for text in HOSTILE
         ),
     )
     path = tmp_path_factory.mktemp("page") / "hostile.html"
-    path.write_text(
-        html_text(gate_page(report, {"abcdefghij": "\n".join(HOSTILE)})), encoding="utf-8"
-    )
+    path.write_text(as_html(report, {"abcdefghij": "\n".join(HOSTILE)}), encoding="utf-8")
     return path
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
-def test_the_page_says_nothing_asks_for_nothing_and_fits(browser, sample, size, scheme):
+def test_page_logs_nothing_requests_nothing_and_fits(browser, sample, size, scheme):
     visit = Visit(browser, sample, SIZES[size], color_scheme=scheme)
     assert visit.width() <= 0
     assert visit.page.title() == "FAIL · attncheck gate"
     assert len(visit.page.screenshot()) > 10_000
-    visit.assert_alone()
+    visit.assert_silent_and_offline()
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_foreign_text_is_shown_and_does_nothing(browser, hostile, size):
+def test_hostile_text_is_shown_and_inert(browser, hostile, size):
     visit = Visit(browser, hostile, SIZES[size])
     assert visit.width() <= 0
     assert visit.page.title() == "FAIL · attncheck gate"
     assert visit.page.locator("img, iframe, link, [onmouseover], [onerror]").count() == 0
     assert visit.page.locator("script").count() == 1
     assert HOSTILE[0] in visit.page.locator("main").inner_text()
-    visit.assert_alone()
+    visit.assert_silent_and_offline()
 
 
-def test_the_dark_page_is_dark(browser, sample):
+def test_dark_scheme_is_dark(browser, sample):
     def brightness(scheme):
         visit = Visit(browser, sample, color_scheme=scheme)
         color = "getComputedStyle(document.body).backgroundColor"
@@ -134,13 +130,13 @@ def test_the_dark_page_is_dark(browser, sample):
     assert 4 * brightness("dark") < brightness("light")
 
 
-def test_a_button_copies_the_command(browser, sample):
+def test_button_copies_the_command(browser, sample):
     visit = Visit(browser, sample)
     button = visit.page.locator("button[data-copies]").first
     button.click()
-    # Not by a function in text: the page's policy lets none be made.
+    # Not `wait_for_function`: the page's policy forbids functions made from text.
     visit.page.get_by_role("button", name=re.compile("Copied|Selected")).wait_for()
-    visit.assert_alone()
+    visit.assert_silent_and_offline()
 
 
 def failures(visit, *, shown):
@@ -148,7 +144,7 @@ def failures(visit, *, shown):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_page_is_narrowed_to_what_somebody_chooses(browser, sample, size):
+def test_filters_hide_other_failures(browser, sample, size):
     visit = Visit(browser, sample, SIZES[size])
     assert failures(visit, shown=False) == 0
     every = failures(visit, shown=True)
@@ -161,10 +157,10 @@ def test_the_page_is_narrowed_to_what_somebody_chooses(browser, sample, size):
     visit.page.get_by_text("Show all").click()
     assert failures(visit, shown=True) == every
     assert visit.width() <= 0
-    visit.assert_alone()
+    visit.assert_silent_and_offline()
 
 
-def test_a_link_opens_what_is_folded(browser, sample):
+def test_link_opens_folded_section(browser, sample):
     visit = Visit(browser, sample)
     table = visit.page.get_by_text("head_dim=48 is not supported")
     assert not table.is_visible()
@@ -172,7 +168,7 @@ def test_a_link_opens_what_is_folded(browser, sample):
     table.wait_for()
 
 
-def test_without_a_script_all_is_there_and_nothing_to_choose(browser, sample):
+def test_page_without_scripts_shows_everything_but_filters(browser, sample):
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(sample.as_uri())
@@ -183,7 +179,7 @@ def test_without_a_script_all_is_there_and_nothing_to_choose(browser, sample):
     context.close()
 
 
-def test_a_script_that_is_not_ours_is_refused_by_the_policy(browser, sample, tmp_path):
+def test_policy_blocks_foreign_script_style_and_image(browser, sample, tmp_path):
     page = sample.read_text(encoding="utf-8")
     planted = page.replace("</main>", "<script>document.title = 'owned'</script></main>")
     planted = planted.replace(
@@ -192,10 +188,10 @@ def test_a_script_that_is_not_ours_is_refused_by_the_policy(browser, sample, tmp
     (tmp_path / "planted.html").write_text(planted, encoding="utf-8")
     visit = Visit(browser, tmp_path / "planted.html")
     assert visit.page.title() == "FAIL · attncheck gate"
-    assert len([text for text in visit.said if "Content Security Policy" in text]) == 3
+    assert len([text for text in visit.messages if "Content Security Policy" in text]) == 3
 
 
-def test_a_line_too_long_for_a_phone_is_found(browser, sample, tmp_path):
+def test_width_check_detects_a_line_too_wide_for_a_phone(browser, sample, tmp_path):
     page = sample.read_text(encoding="utf-8")
     wide = page.replace("<main>", "<main><svg width='2000' height='9'></svg>")
     (tmp_path / "wide.html").write_text(wide, encoding="utf-8")

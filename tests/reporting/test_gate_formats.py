@@ -1,4 +1,4 @@
-"""What machines read of a gate: JSON, CSV, JUnit, SARIF, GitHub's commands."""
+"""Machine-readable formats of a gate report: JSON, CSV, JUnit, SARIF, GitHub commands."""
 
 import csv
 import io
@@ -8,7 +8,7 @@ import re
 from xml.etree import ElementTree as ET
 
 import pytest
-from tests.reporting import gate_reports as made
+from tests.reporting import gate_reports as gates
 
 from attncheck.core.errors import UsageError
 from attncheck.records.json_reports import load_report
@@ -19,16 +19,16 @@ from attncheck.reporting.rendering import render
 
 @pytest.fixture(scope="module")
 def sample():
-    return made.sample()
+    return gates.sample()
 
 
 # JSON
 
 
-def test_numbers_that_json_has_no_word_for_come_back():
-    wrong = made.wrong(share=math.inf)
-    change = made.Change(kernel="k", case_id="c", standing="worse", before=0.0, after=math.inf)
-    report = made.report(made.answer(wrong), changes=(change,))
+def test_infinity_round_trips_through_json():
+    wrong = gates.wrong(share=math.inf)
+    change = gates.Change(kernel="k", case_id="c", standing="worse", before=0.0, after=math.inf)
+    report = gates.report(gates.answer(wrong), changes=(change,))
     text = render(report, "json")
     json.loads(text, parse_constant=pytest.fail)
     assert load_report(text, GateReport) == report
@@ -38,31 +38,31 @@ def test_numbers_that_json_has_no_word_for_come_back():
     ("changes", "fact"),
     [({"environment": "gone"}, "no environment"), ({"case": {}}, "holds no problem")],
 )
-def test_an_answer_without_its_facts_is_refused(changes, fact):
-    report = made.report(made.answer(made.record(**changes)))
+def test_answer_without_environment_or_problem_is_rejected(changes, fact):
+    report = gates.report(gates.answer(gates.record(**changes)))
     with pytest.raises(UsageError, match=fact):
         load_report(render(report, "json"), GateReport)
 
 
 @pytest.mark.parametrize("format_", ["table", "md", "github"])
-def test_changes_of_one_reason_are_told_once(format_):
+def test_changes_with_the_same_reason_are_grouped(format_):
     changes = [
-        made.Change(kernel="k", case_id=case, standing="worse", reason="pass before, fail now")
+        gates.Change(kernel="k", case_id=case, standing="worse", reason="pass before, fail now")
         for case in ("aaaa", "bbbb", "cccc", "dddd")
     ]
-    other = made.Change(kernel="k", case_id="eeee", standing="worse", reason="larger")
-    report = made.report(made.answer(made.wrong()), changes=(*changes, other), baseline="b.json")
+    other = gates.Change(kernel="k", case_id="eeee", standing="worse", reason="larger")
+    report = gates.report(gates.answer(gates.wrong()), changes=(*changes, other), baseline="b.json")
     text = render(report, format_)
     assert text.count("pass before, fail now") == 1
     aaaa = text.index("4 cases of k (aaaa")
-    assert "dddd" not in text[aaaa:].splitlines()[0], "so many are named, and no more"
+    assert "dddd" not in text[aaaa:].splitlines()[0], "only the first few cases are named"
     assert "k eeee" in text
 
 
 # CSV
 
 
-def test_csv_has_a_row_an_answer(sample):
+def test_csv_has_one_row_per_answer(sample):
     rows = list(csv.DictReader(io.StringIO(render(sample, "csv"))))
     assert [row["unit"] for row in rows] == [answer.unit for answer in sample.answers]
     assert {row["stage"] for row in rows} == {answer.stage for answer in sample.answers}
@@ -77,26 +77,25 @@ def suites(report):
     return ET.fromstring(render(report, "junit"))  # noqa: S314  # our own
 
 
-def test_junit_counts_what_is_in_it(sample):
+def test_junit_totals_match_its_cases(sample):
     root = suites(sample)
     cases = root.findall("testsuite/testcase")
     assert int(root.get("tests")) == len(cases)
     for tag, name in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
         assert int(root.get(name)) == sum(case.find(tag) is not None for case in cases) > 0
         for suite in root:
-            found = suite.findall(f"testcase/{tag}")
-            assert int(suite.get(name)) == len(found)
+            assert int(suite.get(name)) == len(suite.findall(f"testcase/{tag}"))
     questions = [answer for answer in sample.answers if not answer.smallest_of]
     assert len(cases) == len(questions) + len(sample.changes) + 1  # the unfinished
 
 
-def test_junit_properties_carry_what_finds_a_failure_again(sample):
+def test_junit_properties_identify_the_failure(sample):
     root = suites(sample)
     failure = root.find("testsuite[@name='myfa.py::forward · bounds']/testcase/failure/..")
-    told = {p.get("name"): p.get("value") for p in failure.findall("properties/property")}
-    assert told.keys() >= {"rmse", "seed", "problem", "case_id", "device", "failure"}
-    assert told["device"] == "NVIDIA H200"
-    assert told["failure"] in {answer.failure for answer in sample.answers}
+    values = {p.get("name"): p.get("value") for p in failure.findall("properties/property")}
+    assert values.keys() >= {"rmse", "seed", "problem", "case_id", "device", "failure"}
+    assert values["device"] == "NVIDIA H200"
+    assert values["failure"] in {answer.failure for answer in sample.answers}
 
 
 @pytest.mark.parametrize(
@@ -109,27 +108,27 @@ def test_junit_properties_carry_what_finds_a_failure_again(sample):
         ("unsupported", "skipped"),
     ],
 )
-def test_junit_has_a_word_for_each_status(status, tag):
-    report = made.report(made.answer(made.record(status=status, reason="why")))
+def test_junit_maps_each_status_to_a_tag(status, tag):
+    report = gates.report(gates.answer(gates.record(status=status, reason="why")))
     case = suites(report).find("testsuite/testcase")
     assert [child.tag for child in case if child.tag != "properties"] == [tag]
     assert case.find(tag).get("message") == "why"
 
 
-def test_junit_fails_in_doubt_where_the_gate_does():
-    answer = made.answer(made.record(status="warn", reason="why"))
-    lax = suites(made.report(answer))
-    strict = made.report(answer, command="attncheck gate k --strict")
+def test_junit_counts_warnings_as_failures_when_strict():
+    answer = gates.answer(gates.record(status="warn", reason="why"))
+    lax = suites(gates.report(answer))
+    strict = gates.report(answer, command="attncheck gate k --strict")
     assert lax.get("failures") == "0"
     assert suites(strict).get("failures") == "1"
 
 
-def test_junit_is_not_green_where_the_gate_is_not():
-    report = made.report(harness=("no space left on device",))
+def test_junit_reports_errors_of_the_gate_itself():
+    report = gates.report(harness=("no space left on device",))
     assert suites(report).get("errors") == "1"
 
 
-# SARIF: the essentials of its schema, and what code scanning asks for.
+# SARIF: the essentials of its schema, and what GitHub's code scanning requires.
 
 
 def assert_sarif(data):
@@ -159,7 +158,7 @@ def assert_sarif(data):
             assert note["message"]["text"]
 
 
-def test_sarif_has_what_its_schema_asks_for(sample):
+def test_sarif_has_required_fields(sample):
     data = json.loads(render(sample, "sarif"))
     assert_sarif(data)
     levels = [result["level"] for result in data["runs"][0]["results"]]
@@ -167,19 +166,21 @@ def test_sarif_has_what_its_schema_asks_for(sample):
     assert levels.count("warning") == 13
 
 
-def test_sarif_knows_a_result_again_by_kernel_and_case():
-    def prints(seed, kernel="k"):
-        report = made.report(made.answer(made.wrong(kernel, asked={"seed": seed})), seconds=seed)
+def test_sarif_fingerprint_depends_on_kernel_and_case():
+    def fingerprints(seed, kernel="k"):
+        report = gates.report(
+            gates.answer(gates.wrong(kernel, problem={"seed": seed})), seconds=seed
+        )
         (result,) = json.loads(render(report, "sarif"))["runs"][0]["results"]
         return result["partialFingerprints"]
 
-    assert prints(1) == prints(1)
-    assert prints(1) != prints(2)
-    assert prints(1) != prints(1, "other")
+    assert fingerprints(1) == fingerprints(1)
+    assert fingerprints(1) != fingerprints(2)
+    assert fingerprints(1) != fingerprints(1, "other")
 
 
-def test_a_passing_sarif_has_no_result():
-    report = made.report(made.answer(made.record()))
+def test_sarif_of_passing_gate_has_no_results():
+    report = gates.report(gates.answer(gates.record()))
     data = json.loads(render(report, "sarif"))
     assert_sarif(data)
     assert data["runs"][0]["results"] == []
@@ -196,34 +197,34 @@ def commands(report):
     return [COMMAND.fullmatch(line).groups() for line in lines]
 
 
-def test_every_line_is_a_command(sample):
+def test_every_github_line_is_a_command(sample):
     levels = [level for level, _, _ in commands(sample)]
     assert levels == ["error"] * 6 + ["warning"] + ["notice"] * 5
 
 
-def test_github_shows_ten_of_each_level_and_counts_the_rest():
+def test_github_limits_annotations_per_level_and_counts_the_rest():
     kernels = [f"kernel{i}" for i in range(25)]
-    answers = [made.answer(made.wrong(name)) for name in kernels]
-    answers += [made.answer(made.record(name, status="warn", reason="odd")) for name in kernels]
+    answers = [gates.answer(gates.wrong(name)) for name in kernels]
+    answers += [gates.answer(gates.record(name, status="warn", reason="odd")) for name in kernels]
     absent = dict.fromkeys(kernels, "not here")
-    found = commands(made.report(*answers, absent=absent))
-    levels = [level for level, _, _ in found]
+    annotations = commands(gates.report(*answers, absent=absent))
+    levels = [level for level, _, _ in annotations]
     assert {level: levels.count(level) for level in levels} == dict.fromkeys(
         ("error", "warning", "notice"), MOST_ANNOTATIONS
     )
-    assert "15 more failures, 15 more warnings, 16 more notices" in found[-1][2]
+    assert "15 more failures, 15 more warnings, 16 more notices" in annotations[-1][2]
 
 
-def test_github_annotates_the_line_of_the_kernel(tmp_path, monkeypatch):
+def test_github_annotates_the_kernels_definition(tmp_path, monkeypatch):
     (tmp_path / "my,fa.py").write_text("import torch\n\n\ndef forward(q, k, v):\n    return q\n")
     monkeypatch.chdir(tmp_path)
-    report = made.report(made.answer(made.wrong("my,fa.py::forward")))
+    report = gates.report(gates.answer(gates.wrong("my,fa.py::forward")))
     (_, properties, text), _ = commands(report)
     assert properties.startswith("file=my%2Cfa.py,line=4,title=my%2Cfa.py%3A%3Aforward")
     assert "%0AReproduce: attncheck repro " in text
 
 
-def test_a_percent_sign_is_no_escape():
-    report = made.report(made.answer(made.record(status="error", reason="50%0A::error::no")))
+def test_github_escapes_percent_signs():
+    report = gates.report(gates.answer(gates.record(status="error", reason="50%0A::error::no")))
     (_, _, text), _ = commands(report)
     assert "50%250A::error::no" in text

@@ -1,4 +1,4 @@
-"""The page of a gate: whole in itself, by a policy that lets nothing else in."""
+"""The HTML page of a gate: self-contained, under a content security policy that blocks the rest."""
 
 import base64
 import hashlib
@@ -9,25 +9,20 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from tests.reporting import gate_reports as made
+from tests.reporting import gate_reports as gates
+from tests.reporting.pages import as_html
 
 from attncheck.core.errors import UsageError
 from attncheck.reporting.gate_charts import charts, heat_map, level, results_table
-from attncheck.reporting.gate_document import MOST_ON_PAGE, gate_page
-from attncheck.reporting.html import html_text
+from attncheck.reporting.gate_document import MOST_ON_PAGE
 from attncheck.reporting.rendering import write_gate
-
-
-def as_html(report, scripts=None):
-    return html_text(gate_page(report, scripts or {}))
-
 
 MINE = "myfa.py::forward"
 
 
 @pytest.fixture(scope="module")
 def sample():
-    return made.sample()
+    return gates.sample()
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +31,7 @@ def page(sample):
 
 
 class Balanced(HTMLParser):
-    """Elements that are open, and those that are wrongly closed."""
+    """Collects a page's elements, those left open and those closed in the wrong order."""
 
     def __init__(self, page):
         super().__init__()
@@ -58,7 +53,7 @@ def hashes(page, tag):
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def test_the_policy_names_the_style_and_the_script_of_the_page(page):
+def test_policy_allows_only_the_pages_own_style_and_script(page):
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     assert rules["default-src"] == "'none'"
@@ -67,33 +62,33 @@ def test_the_policy_names_the_style_and_the_script_of_the_page(page):
     assert "unsafe" not in policy
 
 
-def test_nothing_is_loaded_and_no_style_or_handler_is_inline(page):
+def test_page_loads_nothing_and_has_no_inline_style_or_handler(page):
     for tag, attributes in Balanced(page).seen:
         assert tag not in {"link", "img", "iframe", "object", "embed", "base", "form"}
         assert not {name for name in attributes if name in {"style", "src"} or name[:2] == "on"}
         assert attributes.get("href", "#").startswith("#")
 
 
-def test_elements_are_closed_and_ids_are_had_once(page):
-    found = Balanced(page)
-    assert (found.wrong, found.open) == ([], [])
-    ids = [attributes["id"] for _, attributes in found.seen if "id" in attributes]
+def test_elements_are_closed_ids_unique_and_links_resolve(page):
+    parsed = Balanced(page)
+    assert (parsed.wrong, parsed.open) == ([], [])
+    ids = [attributes["id"] for _, attributes in parsed.seen if "id" in attributes]
     assert len(ids) == len(set(ids))
-    wanted = [
-        a[name] for _, a in found.seen for name in ("data-copies", "aria-labelledby") if name in a
+    targets = [
+        a[name] for _, a in parsed.seen for name in ("data-copies", "aria-labelledby") if name in a
     ]
-    wanted += [a["href"][1:] for _, a in found.seen if "href" in a]
-    assert set(wanted) <= set(ids)
+    targets += [a["href"][1:] for _, a in parsed.seen if "href" in a]
+    assert set(targets) <= set(ids)
 
 
-def test_headings_leave_no_level_out(page):
+def test_headings_skip_no_level(page):
     levels = [int(tag[1]) for tag, _ in Balanced(page).seen if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(b - a <= 1 for a, b in pairwise(levels))
 
 
-def test_drawings_and_headings_of_tables_say_what_they_are(page):
+def test_drawings_and_table_headings_are_accessible(page):
     drawings = re.findall(
         r'<svg [^>]*role="img">\s*<title>[^<]+</title>\s*<desc>[^<]+</desc>', page
     )
@@ -103,44 +98,44 @@ def test_drawings_and_headings_of_tables_say_what_they_are(page):
             assert attributes.get("scope") in {"row", "col"}
 
 
-def test_a_failure_is_shown_with_its_command_and_script(sample):
+def test_failure_shows_its_repro_command_and_script(sample):
     text = "print('a script')"
     whole = as_html(sample, {"pyidwkg7fj": text})
     assert "attncheck repro pyidwkg7fj" in whole
     assert "print(&#39;a script&#39;)" in whole
 
 
-def test_a_script_too_large_for_the_page_is_named(sample):
+def test_large_script_is_replaced_by_its_file_name(sample):
     page = as_html(sample, {"pyidwkg7fj": "x" * 2**20})
     assert "<code>repro/pyidwkg7fj.py</code>" in page
     assert len(page) < 2**19
 
 
-def test_more_failures_than_the_page_shows_are_counted():
-    answers = [made.answer(made.wrong(f"kernel{i}")) for i in range(MOST_ON_PAGE + 7)]
-    page = as_html(made.report(*answers))
+def test_failures_beyond_the_page_limit_are_counted():
+    answers = [gates.answer(gates.wrong(f"kernel{i}")) for i in range(MOST_ON_PAGE + 7)]
+    page = as_html(gates.report(*answers))
     assert page.count('class="card failure"') == MOST_ON_PAGE
     assert "and 7 more kinds of failure" in page
 
 
-def test_a_report_of_nothing_is_a_page():
-    page = as_html(made.report(kernels={}, environments={}))
+def test_empty_report_is_rendered():
+    page = as_html(gates.report(kernels={}, environments={}))
     assert "NOTHING TESTED" in page
 
 
-# The parts.
+# Parts of the page
 
 
-def test_the_matrix_has_a_sign_for_each_outcome():
+def test_results_table_has_a_sign_for_each_outcome():
     answers = [
-        made.answer(made.measured(MINE, dtype="bf16")),
-        made.answer(made.wrong(MINE, asked={"dtype": "fp16"})),
-        made.answer(made.record(MINE, asked={"dtype": "fp32"}, status="warn")),
-        made.answer(made.record(MINE, asked={"dtype": "e4m3"}, status="unsupported")),
-        made.answer(made.measured(MINE, mask={"name": "full"}, score={"name": "alibi"})),
-        made.answer(made.wrong("another")),
+        gates.answer(gates.measured(MINE, dtype="bf16")),
+        gates.answer(gates.wrong(MINE, problem={"dtype": "fp16"})),
+        gates.answer(gates.record(MINE, problem={"dtype": "fp32"}, status="warn")),
+        gates.answer(gates.record(MINE, problem={"dtype": "e4m3"}, status="unsupported")),
+        gates.answer(gates.measured(MINE, mask={"name": "full"}, score={"name": "alibi"})),
+        gates.answer(gates.wrong("another")),
     ]
-    table = results_table(made.report(*answers), MINE)
+    table = results_table(gates.report(*answers), MINE)
     assert [column.heading for column in table.columns][1:] == ["fp32", "fp16", "bf16", "e4m3"]
     assert [[cell.text for cell in row.cells] for row in table.rows] == [
         ["causal", "! 1/1", "✗ 1/1", "✓ 1", "– 1"],
@@ -148,12 +143,12 @@ def test_the_matrix_has_a_sign_for_each_outcome():
     ]
 
 
-def test_curves_take_the_largest_of_each_length():
+def test_curves_show_the_largest_share_of_each_length():
     answers = [
-        made.answer(made.measured(MINE, share=share, kv=kv, seed=seed))
+        gates.answer(gates.measured(MINE, share=share, kv=kv, seed=seed))
         for kv, seed, share in ((64, 0, 0.1), (64, 1, 0.4), (4096, 0, 0.2))
     ]
-    shares, _ = charts(made.report(*answers), MINE)
+    shares, _ = charts(gates.report(*answers), MINE)
     ((line,),) = (series.lines for series in shares.series)
     assert [point.text for point in line] == [
         "bf16 causal D64, 64 keys: 0.40",
@@ -175,67 +170,69 @@ def test_curves_take_the_largest_of_each_length():
         {"dtype": "fp16"},
     ],
 )
-def test_a_line_joins_only_what_belongs_together(other):
-    asked = [{"kv": 64}, {"kv": 128}, {"kv": 256, "seed": 3, "batch": 1}, {"kv": 512} | other]
-    answers = [made.answer(made.measured(MINE, **each)) for each in asked]
-    shares, _ = charts(made.report(*answers), MINE)
+def test_curves_join_only_points_of_equal_settings(other):
+    problems = [{"kv": 64}, {"kv": 128}, {"kv": 256, "seed": 3, "batch": 1}, {"kv": 512} | other]
+    answers = [gates.answer(gates.measured(MINE, **problem)) for problem in problems]
+    shares, _ = charts(gates.report(*answers), MINE)
     lines = [len(line) for series in shares.series for line in series.lines]
     assert sorted(lines) == [1, 3]
-    # A point alone is drawn, and joined with nothing.
-    page = as_html(made.report(*answers))
+    # A single point is drawn without a line.
+    page = as_html(gates.report(*answers))
     assert page.count("<polyline") == 2
     assert page.count(">bf16 causal D64, ") + page.count("512 keys") >= 8
 
 
-def test_what_is_not_taken_is_folded_and_said_once(page):
+def test_unsupported_questions_are_folded_and_mentioned_once(page):
     assert page.count("<details><summary><h2") == 2
     assert "not supported: 1 question" in page
     assert page.count("it declares 64, 128.") == 1
     assert "does not support 1 question" not in page
 
 
-def test_every_value_to_choose_is_that_of_something(page):
-    said = [json.loads(a["data-facets"]) for _, a in Balanced(page).seen if "data-facets" in a]
-    shown = {name: {v for each in said for v in each.get(name, ())} for name in said[0]}
+def test_every_filter_value_matches_a_failure(page):
+    facets = [json.loads(a["data-facets"]) for _, a in Balanced(page).seen if "data-facets" in a]
+    present = {name: {v for each in facets for v in each.get(name, ())} for name in facets[0]}
     filters = page[page.index('id="filters"') : page.index("<output>")]
     for name in ("kernel", "dtype", "stage", "status"):
         select = filters[filters.index(f'name="{name}"') :].partition("</select>")[0]
         values = set(re.findall("<option>(.*?)</option>", select))
         assert len(values) > 1
-        assert values - {"unsupported"} <= shown[name]
+        assert values - {"unsupported"} <= present[name]
 
 
-def test_by_what_is_the_same_throughout_nobody_can_choose():
-    page = as_html(made.report(made.answer(made.wrong()), made.answer(made.measured(MINE))))
+def test_filter_is_omitted_when_all_values_are_equal():
+    page = as_html(gates.report(gates.answer(gates.wrong()), gates.answer(gates.measured(MINE))))
     assert 'select name="status"' in page
     assert 'select name="kernel"' not in page
 
 
 @pytest.mark.parametrize("share", [float("inf"), float("nan"), 1e300])
-def test_what_is_not_finite_is_drawn_at_the_top(share):
-    answers = [made.answer(made.measured(MINE, share=s, kv=kv)) for s, kv in ((0.5, 8), (share, 9))]
-    shares, _ = charts(made.report(*answers), MINE)
+def test_nonfinite_shares_are_drawn_at_the_top(share):
+    answers = [
+        gates.answer(gates.measured(MINE, share=s, kv=kv)) for s, kv in ((0.5, 8), (share, 9))
+    ]
+    shares, _ = charts(gates.report(*answers), MINE)
     ((line,),) = (series.lines for series in shares.series)
     assert 0 <= line[1].y < line[0].y < 250
-    as_html(made.report(*answers))
+    as_html(gates.report(*answers))
 
 
-def test_neighbours_of_one_level_are_drawn_as_one():
-    drawn = heat_map(made.wrong())
-    assert [(tile.level, tile.width) for tile in drawn.tiles[:3]] == [(1, 26), (5, 26), (1, 52)]
-    assert drawn.tiles[1].text == "head 0, rows 64–127: 38 × what is allowed"
+def test_adjacent_tiles_of_one_level_are_merged():
+    drawing = heat_map(gates.wrong())
+    assert [(tile.level, tile.width) for tile in drawing.tiles[:3]] == [(1, 26), (5, 26), (1, 52)]
+    assert drawing.tiles[1].text == "head 0, rows 64–127: 38 × what is allowed"
 
 
 @pytest.mark.parametrize(("share", "place"), [(0.0, 0), (1.0, 2), (1.1, 3), (1e9, 6)])
-def test_levels_have_one_as_a_border(share, place):
+def test_level_changes_above_a_share_of_one(share, place):
     assert level(share) == place
     assert level(float("nan")) == 6
 
 
 @pytest.mark.parametrize("share", [1.0, 1.5, float("nan")])
 @pytest.mark.parametrize("tensor", ["out", "dq"])
-def test_a_map_of_right_outs_is_not_drawn_for_a_wrong_gradient(share, tensor):
-    record = made.wrong(rule="improbable")
+def test_map_of_correct_outputs_is_not_drawn_for_a_wrong_gradient(share, tensor):
+    record = gates.wrong(rule="improbable")
     worst = msgspec.structs.replace(record.judgement.worst, tensor=tensor)
     record = msgspec.structs.replace(
         record,
@@ -248,10 +245,10 @@ def test_a_map_of_right_outs_is_not_drawn_for_a_wrong_gradient(share, tensor):
 # Files
 
 
-def test_nothing_is_written_where_something_cannot_be(tmp_path):
+def test_unwritable_file_leaves_all_files_untouched(tmp_path):
     (tmp_path / "junit.xml").mkdir()
     (tmp_path / "gate.json").write_text("old")
     with pytest.raises(UsageError, match="cannot be written"):
-        write_gate(made.sample(), tmp_path, {"abcdefghij": "x"})
+        write_gate(gates.sample(), tmp_path, {"abcdefghij": "x"})
     assert (tmp_path / "gate.json").read_text() == "old"
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "gate.json"]

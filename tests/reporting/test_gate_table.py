@@ -1,9 +1,9 @@
-"""What a terminal and the summary of a step show of a gate."""
+"""A gate report on the terminal and in the summary of a CI step."""
 
 import pytest
 from msgspec.structs import replace
 from rich.cells import cell_len
-from tests.reporting import gate_reports as made
+from tests.reporting import gate_reports as gates
 
 from attncheck.reporting.gate_document import MOST_ON_TERMINAL, gate_document
 from attncheck.reporting.rendering import render
@@ -11,29 +11,29 @@ from attncheck.reporting.terminal import document_lines
 
 
 @pytest.mark.parametrize(("fmt", "suffix"), [("table", "txt"), ("md", "md")])
-def test_a_run_as_it_is_shown(matches_snapshot, fmt, suffix):
-    matches_snapshot(f"gate.{suffix}", render(made.sample(), fmt))
+def test_page_matches_snapshot(matches_snapshot, fmt, suffix):
+    matches_snapshot(f"gate.{suffix}", render(gates.sample(), fmt))
 
 
-def test_more_failures_than_are_shown_are_counted():
-    answers = [made.answer(made.wrong(f"kernel{i}")) for i in range(MOST_ON_TERMINAL + 3)]
-    page = render(made.report(*answers), "table")
+def test_failures_beyond_the_terminal_limit_are_counted():
+    answers = [gates.answer(gates.wrong(f"kernel{i}")) for i in range(MOST_ON_TERMINAL + 3)]
+    page = render(gates.report(*answers), "table")
     assert page.count("Reproduce: attncheck repro ") == MOST_ON_TERMINAL
     assert "and 3 more kinds of failure" in page
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_tables_keep_to_the_width(width):
-    answers = [made.answer(made.record("kernel" * 20, status="unsupported", reason="why " * 50))]
-    report = made.report(*answers, kernels={"kernel" * 20: "s " * 100}, harness=("x" * 300,))
+def test_tables_fit_the_width(width):
+    answers = [gates.answer(gates.record("kernel" * 20, status="unsupported", reason="why " * 50))]
+    report = gates.report(*answers, kernels={"kernel" * 20: "s " * 100}, harness=("x" * 300,))
     assert max(
         cell_len(line.plain) for line in document_lines(gate_document(report), width)
     ) <= max(width, 90)
 
 
-def test_what_was_not_looked_at_is_said():
-    report = made.report(
-        made.answer(made.record("k", status="unsupported", reason="no fp8")),
+def test_untested_parts_are_listed():
+    report = gates.report(
+        gates.answer(gates.record("k", status="unsupported", reason="no fp8")),
         stages=("bounds",),
         shard="2/4",
         absent={"gone": "needs a GPU"},
@@ -42,7 +42,7 @@ def test_what_was_not_looked_at_is_said():
         harness=("disk full",),
     )
     page = render(report, "table")
-    for said in (
+    for text in (
         "the gate itself: disk full",
         "3 questions not asked: an interrupt. Run the same command again to go on.",
         "gone is absent: needs a GPU",
@@ -50,30 +50,29 @@ def test_what_was_not_looked_at_is_said():
         "this is part 2/4",
         "k does not support 1 question: no fp8",
     ):
-        assert said in page
+        assert text in page
 
 
 def _warning(kernel, reason):
-    record = made.wrong(kernel)
-    odd = replace(record.judgement, status="warn", rule="relation", reason=reason)
-    return made.answer(replace(record, status="warn", judgement=odd))
+    record = gates.wrong(kernel)
+    judgement = replace(record.judgement, status="warn", rule="relation", reason=reason)
+    return gates.answer(replace(record, status="warn", judgement=judgement))
 
 
-def test_warnings_of_one_question_are_counted_by_what_they_say():
-    """Their numbers apart; most frequent first."""
+def test_warnings_are_grouped_ignoring_numbers_most_frequent_first():
     lse = "lse[0, 2] = -3.5e-04"
     heads = [f"RMSE of head [0, {i}] is {1.4 + i} × the largest of ideal kernels'" for i in (1, 2)]
-    page = render(made.report(*(_warning("k", reason) for reason in (lse, *heads))), "table")
+    page = render(gates.report(*(_warning("k", reason) for reason in (lse, *heads))), "table")
     lines = [line for line in page.splitlines() if line.startswith("k compare")]
     assert lines == [f"k compare (2 times): {heads[0]}", f"k compare: {lse}"]
 
 
-def test_warnings_say_why_and_a_strict_gate_has_failures_in_their_place():
+def test_warnings_give_reasons_and_become_failures_when_strict():
     reason = "hidden keys must be finite: 0 · NaN reaches row 3"
-    several = [_warning(name, reason) for name in ("k", "k", *(f"kernel{i}" for i in range(6)))]
-    page = render(made.report(*several), "table")
+    warnings = [_warning(name, reason) for name in ("k", "k", *(f"kernel{i}" for i in range(6)))]
+    page = render(gates.report(*warnings), "table")
     assert f"k compare (2 times): {reason}" in page
     assert "and 2 other kinds" in page
-    strict = render(made.report(*several, command="attncheck gate k --strict"), "table")
+    strict = render(gates.report(*warnings, command="attncheck gate k --strict"), "table")
     assert "warnings" not in strict.splitlines()
     assert "FAIL" in strict

@@ -1,11 +1,11 @@
-"""Where the errors are, in a few lines of text."""
+"""The error map by head and row, drawn in a few lines of text."""
 
 import io
 import math
 
 import msgspec
 import pytest
-from tests.reporting import gate_reports as made
+from tests.reporting import gate_reports as gates
 
 from attncheck.records.record import ErrorMap
 from attncheck.reporting.diagnosis_text import diagnosis_text, map_lines
@@ -13,11 +13,11 @@ from attncheck.reporting.terminal import print_text
 
 
 def mapped(*values, rows=64, heads=1):
-    found = ErrorMap(rows=rows, heads=heads, values=values)
-    return msgspec.structs.replace(made.wrong(), error_map=found)
+    error_map = ErrorMap(rows=rows, heads=heads, values=values)
+    return msgspec.structs.replace(gates.wrong(), error_map=error_map)
 
 
-def test_heads_are_lines_and_rows_are_columns():
+def test_map_has_a_line_per_head_and_a_column_per_row_tile():
     record = mapped((0.05, 0.5, 2.0, 0.0), (20.0, 1.0, math.inf, 0.0))
     assert list(map_lines(record)) == [
         "error ÷ allowed; a line is 1 head, a column 64 rows",
@@ -37,16 +37,16 @@ def test_heads_are_lines_and_rows_are_columns():
     ],
     ids=["none", "one", "all", "few"],
 )
-def test_nothing_is_drawn_where_the_worst_element_says_it_all(values):
+def test_uninformative_map_is_not_drawn(values):
     assert list(map_lines(mapped(*values))) == []
-    assert list(map_lines(made.record())) == []
+    assert list(map_lines(gates.record())) == []
 
 
-def test_nan_is_beyond_everything():
+def test_nan_gets_the_darkest_shade():
     assert list(map_lines(mapped((math.nan, 0.0) * 4)))[1] == "█·█·█·█·"
 
 
-def test_a_large_map_is_folded_and_the_worst_is_kept():
+def test_large_map_is_folded_keeping_the_worst_value():
     values = [[0.0] * 64 for _ in range(32)]
     values[31][63] = values[0][0] = 5.0
     head, *lines, _ = map_lines(mapped(*map(tuple, values), heads=2))
@@ -56,20 +56,17 @@ def test_a_large_map_is_folded_and_the_worst_is_kept():
     assert "".join(lines).count("▒") == 2
 
 
-def test_the_diagnosis_has_it():
+def test_diagnosis_contains_the_map():
     text = diagnosis_text(mapped((0.05, 2.0, 2.0, 2.0) * 2), kernel="k")
     assert "  where      error ÷ allowed; a line is 1 head, a column 64 rows\n" in text
     assert "\n             ·▒▒▒·▒▒▒\n" in text
 
 
-def test_a_stream_without_shades_gets_other_signs():
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+@pytest.mark.parametrize(
+    ("encoding", "text"), [("ascii", ".-+#@ ?"), ("utf-8", "·░▒▓█ ÷")], ids=["ascii", "utf-8"]
+)
+def test_shades_are_replaced_only_where_the_encoding_lacks_them(encoding, text):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     print_text("·░▒▓█ ÷", stream)
     stream.flush()
-    assert stream.buffer.getvalue() == b".-+#@ ?"
-
-
-def test_a_stream_that_has_them_keeps_them():
-    stream = io.StringIO()
-    print_text("·░▒▓█ ÷", stream)
-    assert stream.getvalue() == "·░▒▓█ ÷"
+    assert stream.buffer.getvalue().decode() == text

@@ -1,4 +1,4 @@
-"""The plot of a model's report shows its drifts, and where the first call failed."""
+"""The plot of a model report: drift by layer, and a ring where the first call failed."""
 
 from pathlib import Path
 
@@ -28,33 +28,33 @@ def rings(ax):
     return [tuple(one.get_offsets()[0]) for one in ax.collections if one.get_gid() == "wrong"]
 
 
-def test_a_line_is_a_kernels_drift_over_that_of_right_kernels():
-    shown = panels(REPORT)
-    assert list(shown)[:3] == ["llama · prefill", "gemma · prefill", "gpt-oss · prefill"]
+def test_line_shows_drift_relative_to_correct_kernels():
+    axes = panels(REPORT)
+    assert list(axes)[:3] == ["llama · prefill", "gemma · prefill", "gpt-oss · prefill"]
     for record in (one for one in REPORT.records if one.drifts):
-        lines = shown[f"{record.model} · prefill"].get_lines()
+        lines = axes[f"{record.model} · prefill"].get_lines()
         (line,) = [one for one in lines if one.get_label() == record.kernel]
-        wanted = [d.error / d.floor for d in record.drifts if d.phase == "prefill"]
-        assert list(line.get_ydata()) == wanted[:-1]  # KL is last, and no distance
-    assert not shown["bert · decode"].get_lines()
+        ratios = [d.error / d.floor for d in record.drifts if d.phase == "prefill"]
+        assert list(line.get_ydata()) == ratios[:-1]  # the last is KL, which is no distance
+    assert not axes["bert · decode"].get_lines()
 
 
 @pytest.mark.parametrize(("step", "panel"), [(0, "gemma · prefill"), (3, "gemma · decode")])
-def test_the_first_failing_call_has_a_ring(step, panel):
+def test_first_failing_call_is_ringed(step, panel):
     records = [
         replace(one, status="fail", fault=replace(FAULT, step=step))
         if (one.model, one.kernel) == ("gemma", "triton-flash2")
         else one
         for one in REPORT.records
     ]
-    shown = panels(replace(REPORT, records=tuple(records)))
-    found = {title: rings(ax) for title, ax in shown.items() if rings(ax)}
-    assert list(found) == [panel]
-    ((layer, _),) = found[panel]
+    axes = panels(replace(REPORT, records=tuple(records)))
+    ringed = {title: rings(ax) for title, ax in axes.items() if rings(ax)}
+    assert list(ringed) == [panel]
+    ((layer, _),) = ringed[panel]
     assert layer == FAULT.layer
 
 
-def test_a_drift_far_away_is_within_its_panel():
+def test_large_and_nan_drifts_are_drawn_within_the_panel():
     first = REPORT.records[0]
     far = tuple(replace(one, error=100 * one.floor) for one in first.drifts)
     wide = replace(REPORT, records=(replace(first, drifts=far), *REPORT.records[1:]))
@@ -63,6 +63,6 @@ def test_a_drift_far_away_is_within_its_panel():
     assert image(replace(REPORT, records=(replace(first, drifts=nan),)), ".svg")
 
 
-def test_without_a_model_that_ran_there_is_nothing_to_draw():
+def test_report_without_records_is_rejected():
     with pytest.raises(UsageError, match="nothing to plot"):
         model_figure(replace(REPORT, records=()))

@@ -1,4 +1,4 @@
-"""What a notebook and ``print`` show of a verdict."""
+"""``print`` and a notebook show judgements, records and reports in readable lines."""
 
 import html
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import attncheck
 from attncheck.core.judgement import Judgement
 
 
-def test_a_judgement_is_one_readable_line():
+def test_judgement_is_one_escaped_line():
     wrong = Judgement(status="fail", rule="bound", reason="out[0] = 1,\n but should be <b>2</b>")
     assert str(wrong) == "fail: bound: out[0] = 1, but should be <b>2</b>"
     shown = wrong._repr_html_()
@@ -19,9 +19,8 @@ def test_a_judgement_is_one_readable_line():
     assert str(right) == "pass: out 0.31 × the bound and LSE 0.0042 × the bound"
 
 
-def test_a_record_is_one_readable_line(make):
-    """In a notebook ``attncheck.check`` ends with these."""
-
+def test_record_is_one_line(make):
+    """A notebook shows these as the result of ``attncheck.check``."""
     right = make.record("mine", judgement=Judgement(status="pass", out_over_bound=0.31))
     assert str(right) == f"mine {right.variant}: pass: out 0.31 × the bound"
     refused = msgspec.structs.replace(right, judgement=None, status="error", reason="a\nb")
@@ -31,7 +30,7 @@ def test_a_record_is_one_readable_line(make):
     assert printed == [str(right)]
 
 
-def test_a_report_is_a_line_a_record_and_no_markup(make):
+def test_report_is_one_escaped_line_per_record(make):
     report = make.report(make.record("<script>alert(1)</script>"), make.record("mine"))
     shown = report._repr_html_()
     assert "<script>" not in shown
@@ -39,5 +38,5 @@ def test_a_report_is_a_line_a_record_and_no_markup(make):
     assert str(report).splitlines() == [str(record) for record in report.records]
 
 
-def test_the_package_lists_its_names_alone():
+def test_package_dir_lists_only_public_names():
     assert dir(attncheck) == sorted(attncheck.__all__)

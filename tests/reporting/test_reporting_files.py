@@ -1,3 +1,5 @@
+"""Measurement reports as files: JSON that round-trips, refusals, and atomic writing."""
+
 import errno
 import json
 import math
@@ -21,12 +23,6 @@ def write(report, directory):
     return write_report(report, directory, "rmse")
 
 
-def edited(sample, change):
-    data = json.loads(render(sample, "json"))
-    change(data)
-    return json.dumps(data)
-
-
 def assert_one_line(excinfo):
     text = str(excinfo.value)
     assert "\n" not in text
@@ -37,15 +33,15 @@ def tree(path):
     return sorted(str(p.relative_to(path)) for p in path.rglob("*"))
 
 
-def test_json_reads_back_what_was_written(sample):
+def test_json_round_trips_for_every_format(sample):
     text = render(sample, "json")
-    again = load(text)
-    assert render(again, "json") == text
+    loaded = load(text)
+    assert render(loaded, "json") == text
     for fmt in ("table", "md", "csv"):
-        assert render(again, fmt) == render(sample, fmt)
+        assert render(loaded, fmt) == render(sample, fmt)
 
 
-def test_round_trip_is_exact(make):
+def test_json_round_trip_is_exact(make):
     numbers = {"rmse": 0.1 + 0.2, "bias": -1 / 3, "ideal_rmse": 5e-324, "max_error": 1.7e308}
     report = make.report(
         make.record("é \x1b[31m <b> |\n", out=make.out(**numbers), seconds=0.0),
@@ -56,14 +52,10 @@ def test_round_trip_is_exact(make):
     assert load(render(report, "json")) == report
 
 
-def test_nan_and_infinities_survive_as_valid_json(make):
+def test_nan_and_infinities_round_trip_as_valid_json(make):
     out = make.out(rmse=math.nan, max_error=math.inf, bias=-math.inf)
     text = render(make.report(make.record(out=out, seconds=math.inf)), "json")
-
-    def refuse(word):
-        raise AssertionError(word)
-
-    json.loads(text, parse_constant=refuse)
+    json.loads(text, parse_constant=pytest.fail)
     record = load(text).records[0]
     assert math.isnan(record.out.rmse)
     assert (record.out.max_error, record.out.bias) == (math.inf, -math.inf)
@@ -95,9 +87,11 @@ def test_nan_and_infinities_survive_as_valid_json(make):
         (lambda d: d.update(records=[1]), "Expected `object`"),
     ],
 )
-def test_load_refuses_anything_else(change, words, sample):
+def test_load_rejects_invalid_fields(change, words, sample):
+    data = json.loads(render(sample, "json"))
+    change(data)
     with pytest.raises(UsageError) as excinfo:
-        load(edited(sample, change))
+        load(json.dumps(data))
     assert words in str(excinfo.value)
     assert_one_line(excinfo)
 
@@ -106,13 +100,13 @@ def test_load_refuses_anything_else(change, words, sample):
     "text",
     ["", "[]", "nul", "{", "1e999", "[" * 100_000, '{"a":' * 100_000, '"\ud800"', "\x00"],
 )
-def test_load_refuses_what_is_no_report(text):
+def test_load_rejects_non_reports(text):
     with pytest.raises(UsageError) as excinfo:
         load(text)
     assert_one_line(excinfo)
 
 
-def test_load_reads_a_file_and_names_it_when_it_cannot(tmp_path, sample):
+def test_load_reads_a_file_and_names_it_in_errors(tmp_path, sample):
     path = tmp_path / "rmse.json"
     path.write_text(render(sample, "json"), encoding="utf-8")
     assert render(load(path), "json") == render(sample, "json")
@@ -125,7 +119,7 @@ def test_load_reads_a_file_and_names_it_when_it_cannot(tmp_path, sample):
         load(tmp_path)
 
 
-def test_load_refuses_a_file_that_is_too_large(tmp_path):
+def test_load_rejects_oversized_file(tmp_path):
     path = tmp_path / "large.json"
     with path.open("wb") as file:
         file.truncate(LARGEST_REPORT + 1)
@@ -133,10 +127,10 @@ def test_load_refuses_a_file_that_is_too_large(tmp_path):
         load(path)
 
 
-def test_write_makes_three_files_and_nothing_else(tmp_path, sample):
-    there = tmp_path / "new" / "reports"
-    paths = write(sample, there)
-    assert tree(there) == ["rmse.csv", "rmse.json", "rmse.md"]
+def test_write_creates_exactly_three_files(tmp_path, sample):
+    folder = tmp_path / "new" / "reports"
+    paths = write(sample, folder)
+    assert tree(folder) == ["rmse.csv", "rmse.json", "rmse.md"]
     assert [p.read_bytes().decode() for p in paths] == [
         render(sample, fmt) for fmt in ("json", "md", "csv")
     ]
@@ -179,52 +173,41 @@ def test_full_disk_leaves_the_old_files(tmp_path, make, sample, monkeypatch):
 
 @pytest.mark.parametrize("exists", [True, False])
 def test_check_writable_leaves_nothing(tmp_path, exists):
-    place = tmp_path / "a" / "b"
+    folder = tmp_path / "a" / "b"
     if exists:
-        place.mkdir(parents=True)
+        folder.mkdir(parents=True)
     before = tree(tmp_path)
-    check_writable(place)
+    check_writable(folder)
     assert tree(tmp_path) == before
 
 
-def unwritable(tmp_path):
+UNWRITABLE = {
+    "under a file": "file/reports",
+    "file": "file",
+    "dangling link": "dangling",
+    "name too long": "x" * 300,
+    "null character": "a\0b",
+    "directory in the way": "taken",
+}
+
+
+@pytest.mark.parametrize("kind", UNWRITABLE)
+def test_unwritable_folder_is_a_one_line_error_and_writes_nothing(kind, tmp_path, sample):
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "taken" / "rmse.md").mkdir(parents=True)
-    return {
-        "under a file": tmp_path / "file" / "reports",
-        "a file": tmp_path / "file",
-        "a dangling link": tmp_path / "dangling",
-        "a name too long": tmp_path / ("x" * 300),
-        "no name at all": tmp_path / "a\0b",
-        "a directory in the way": tmp_path / "taken",
-    }
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "under a file",
-        "a file",
-        "a dangling link",
-        "a name too long",
-        "no name at all",
-        "a directory in the way",
-    ],
-)
-def test_unwritable_place_is_one_line_and_nothing_written(kind, tmp_path, sample):
-    place = unwritable(tmp_path)[kind]
+    folder = tmp_path / UNWRITABLE[kind]
     before = tree(tmp_path)
-    for attempt in (lambda: check_writable(place), lambda: write(sample, place)):
+    for attempt in (lambda: check_writable(folder), lambda: write(sample, folder)):
         with pytest.raises(UsageError, match="reports cannot be written to") as excinfo:
             attempt()
         assert_one_line(excinfo)
-        if kind != "a directory in the way":
+        if kind != "directory in the way":
             assert tree(tmp_path) == before
     assert not [p for p in tree(tmp_path) if "/." in p or p.startswith(".")]
 
 
-def test_shipped_check_sees_a_place_that_may_not_be_written(tmp_path, monkeypatch):
+def test_check_writable_reports_permission_denied(tmp_path, monkeypatch):
     def denied(**_):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 

@@ -1,4 +1,4 @@
-"""The ``inputs`` column, and records of a softmax, on every page."""
+"""The ``inputs`` column (error from rounding the inputs) and softmax records on every page."""
 
 import re
 
@@ -11,7 +11,7 @@ from attncheck.records.record import Report
 from attncheck.reporting.rendering import render
 
 
-def test_the_cost_of_rounding_the_inputs_has_a_column_of_its_own(make):
+def test_input_rounding_error_has_its_own_column(make):
     out = make.out(rmse=1.5e-3, input_rmse=0.0625, max_error=9e-3)
     report = make.report(make.record(out=out))
     assert re.search(r"×ideal +inputs +max error ", render(report, "table"))
@@ -26,7 +26,7 @@ def test_the_cost_of_rounding_the_inputs_has_a_column_of_its_own(make):
     assert load_report(render(report, "json"), Report).records[0].out.input_rmse == 0.0625
 
 
-def test_it_goes_before_the_error_itself_does(make):
+def test_narrow_table_drops_inputs_before_rmse(make):
     pages = {width: as_table(make.sample(), width=width) for width in range(40, 121, 5)}
     for width, page in pages.items():
         heading = next(line for line in page.splitlines() if line.startswith("  kernel "))
@@ -36,7 +36,7 @@ def test_it_goes_before_the_error_itself_does(make):
     assert "inputs" in next(x for x in pages[115].splitlines() if x.startswith("  kernel "))
 
 
-def softmaxes(make):
+def softmax_report(make):
     return make.report(
         make.record("flash"),
         make.softmax("rows"),
@@ -47,28 +47,28 @@ def softmaxes(make):
             "no fp32",
             variant="softmax",
             heads="",
-            asked=make.softmax().case["problem"],
+            problem=make.softmax().case["problem"],
         ),
     )
 
 
-def test_a_softmax_is_a_section_of_its_own(make):
-    page = render(softmaxes(make), "table")
+def test_softmax_has_its_own_section(make):
+    page = render(softmax_report(make), "table")
     assert "bf16 · B1 Q128 K96 D64 · normal · seed 0\n" in page
     assert "bf16 · B2 H3 R128 C96 · normal · seed 0\n" in page
     assert page.index("D64") < page.index("C96")
     assert "D0" not in page
 
 
-def test_its_block_has_no_heads(make):
-    lines = render(softmaxes(make), "table").splitlines()
+def test_softmax_block_has_no_heads(make):
+    lines = render(softmax_report(make), "table").splitlines()
     assert "softmax" in lines  # no · after it
     assert [re.match(r"  (\w+) ", line)[1] for line in lines[lines.index("softmax") + 1 :][:3]] == [
         "rows",
         "blocks",
         "online",
     ]
-    markdown = render(softmaxes(make), "md")
+    markdown = render(softmax_report(make), "md")
     assert "## bf16 · B2 H3 R128 C96 · normal · seed 0\n" in markdown
     assert re.search(
         r"^\| softmax \|  \| `rows` \| pass \| 0\.25 \| 0\.042 \| 1\.53e-03 ",
@@ -77,8 +77,8 @@ def test_its_block_has_no_heads(make):
     )
 
 
-def test_its_csv_says_the_operation(make):
-    rows = csv_rows(render(softmaxes(make), "csv"))
+def test_csv_names_the_operation(make):
+    rows = csv_rows(render(softmax_report(make), "csv"))
     assert [row["operation"] for row in rows] == ["attention", *["softmax"] * 3]
     softmax = rows[1]
     assert (softmax["variant"], softmax["head_arrangement"], softmax["tiling"]) == (
@@ -91,7 +91,7 @@ def test_its_csv_says_the_operation(make):
 
 
 @pytest.mark.parametrize("operation", [5, None, ["softmax"]])
-def test_an_operation_that_is_no_name_is_refused(operation, make):
-    report = make.report(make.record(asked={"operation": operation}))
+def test_operation_that_is_not_a_string_is_rejected(operation, make):
+    report = make.report(make.record(problem={"operation": operation}))
     with pytest.raises(UsageError, match="holds no problem"):
         render(report, "table")

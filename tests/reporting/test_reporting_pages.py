@@ -1,4 +1,4 @@
-"""What a page says of its records."""
+"""Measurement reports as pages: notes, sections, environments, and the format of numbers."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from attncheck.reporting.rendering import FORMATS, render
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_sample_looks_as_it_did(fmt, sample, matches_snapshot):
+def test_sample_matches_snapshot(fmt, sample, matches_snapshot):
     suffix = {"table": "txt"}.get(fmt, fmt)
     matches_snapshot(f"sample.{suffix}", render(sample, fmt))
 
@@ -37,14 +37,14 @@ def test_csv_numbers_are_in_full(make):
     assert (row["out_at_query"], row["torch"], row["dtype"]) == ("127", "2.13.0+cpu", "bf16")
 
 
-def test_reason_is_said_once(make):
+def test_shared_reason_is_shown_once(make):
     report = make.report(*(make.refused(k, "unsupported", "no mask") for k in "abc"))
     for page in (render(report, "table"), render(report, "md")):
         assert page.count("no mask") == 1
         assert page.count("unsupported ¹") == 3
 
 
-def test_same_words_of_error_and_unsupported_are_two_notes(make):
+def test_error_and_unsupported_have_separate_notes(make):
     report = make.report(make.refused("a", "unsupported", "x"), make.refused("b", "error", "x"))
     page = render(report, "table")
     assert "¹ unsupported: x" in page
@@ -58,7 +58,7 @@ def test_long_reason_is_cut_on_pages_only(make):
     assert "y" * 3000 in render(report, "csv")
 
 
-def test_broken_numbers_are_said(make):
+def test_nonfinite_elements_and_wrong_dead_rows_are_counted(make):
     out = make.out(rmse=math.nan, max_error=math.inf, nonfinite=7, dead_rows=5, dead_rows_wrong=3)
     page = render(make.report(make.record(out=out)), "table")
     assert "NaN or infinite: 7 of 32768 elements of out" in page
@@ -66,17 +66,17 @@ def test_broken_numbers_are_said(make):
     assert re.search(r"flash2_forward +pass +0\.25 +0\.042 +nan +nan +nan +2\.40e-03 +inf ", page)
 
 
-def test_nothing_to_compare_is_said(make):
+def test_record_without_comparisons_says_so(make):
     out = make.out(rmse=math.nan, elements=0, max_at=None)
     lse = make.lse(rmse=0.0, max_error=0.0, max_at=None)
-    nothing = make.judgement(out_over_bound=None, lse_over_bound=None, worst=None)
-    page = render(make.report(make.record(out=out, lse=lse, judgement=nothing)), "table")
+    judgement = make.judgement(out_over_bound=None, lse_over_bound=None, worst=None)
+    page = render(make.report(make.record(out=out, lse=lse, judgement=judgement)), "table")
     assert "nothing to compare: no row sees a key" in page
     assert "nan" not in page
     assert re.search(r"^  flash2_forward +pass +(— +){9}123 ms†$", page, re.MULTILINE)
 
 
-def test_kernels_come_in_the_order_asked_for(make):
+def test_kernels_keep_the_order_of_the_command(make):
     report = make.report(
         *(make.record(k) for k in ("z", "b", "a")), kernels={"a": "", "b": "", "z": ""}
     )
@@ -84,15 +84,15 @@ def test_kernels_come_in_the_order_asked_for(make):
     assert names == ["a", "b", "z"]
 
 
-def test_sections_part_dtype_shape_distribution_and_seed(make):
+def test_sections_separate_dtype_shape_distribution_and_seed(make):
     changes = [{}, {"dtype": "fp16"}, {"kv": 64}, {"distribution": "uniform"}, {"seed": 1}]
-    report = make.report(*(make.record(asked=c) for c in changes), make.record("again"))
+    report = make.report(*(make.record(problem=c) for c in changes), make.record("again"))
     page = render(report, "md")
     assert page.count("## ") == 5
     assert "## bf16 · B1 Q128 K64 D64 · normal · seed 0" in page
 
 
-def test_time_of_a_compiled_kernel_is_not(make):
+def test_compiled_kernel_time_has_no_interpreter_mark(make):
     gpu = make.environment(
         device="NVIDIA H200", capability="9.0", interpreter=(), cuda="13.0", triton="3.6.0"
     )
@@ -102,7 +102,7 @@ def test_time_of_a_compiled_kernel_is_not(make):
     assert "NVIDIA H200 (9.0) · x86_64 · torch 2.13.0+cpu · triton 3.6.0 · CUDA 13.0" in page
 
 
-def test_repairs_are_named_only_where_something_was_interpreted(make):
+def test_interpreter_repairs_are_named_only_for_interpreted_environments(make):
     environments = {"here": make.environment(), "there": make.environment()}
     records = (make.record(interpreted=False), make.record(environment="there"))
     page = render(make.report(*records, environments=environments), "table")
@@ -118,7 +118,7 @@ def test_two_environments_get_letters(make):
     assert re.search(r" B$", page, re.MULTILINE)
 
 
-def test_record_without_a_problem_is_refused(make):
+def test_record_without_a_problem_is_rejected(make):
     report = make.report(make.record(case={}))
     with pytest.raises(UsageError, match="'abcdefghij' holds no problem"):
         render(report, "table")

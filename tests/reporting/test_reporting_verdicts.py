@@ -1,4 +1,4 @@
-"""Verdicts on the pages: marks, reasons, profiles, and how small a fault would have shown."""
+"""Verdicts on measurement pages: marks, reasons, arithmetic profiles, and visible fault sizes."""
 
 import math
 
@@ -15,10 +15,10 @@ from attncheck.reporting.rendering import render
 PAGES = ("table", "md")
 
 
-def test_every_status_has_a_look_and_a_count(make):
+def test_every_status_has_a_look_and_is_counted(make):
     records = [make.judged(status=status) for status in JUDGED]
-    lost = ("crash", "timeout", "oom", "flaky", "oracle disagrees", "error", "unsupported")
-    records += [make.refused("k", s, "no") for s in lost]
+    unjudged = ("crash", "timeout", "oom", "flaky", "oracle disagrees", "error", "unsupported")
+    records += [make.refused("k", s, "no") for s in unjudged]
     assert sorted(STATUS_LOOKS) == sorted(record.status for record in records)
     page = render(make.report(*records, *records[-2:]), "table")
     assert " ".join(page[page.index("13 cells") :].split()) == (
@@ -29,27 +29,27 @@ def test_every_status_has_a_look_and_a_count(make):
 
 @pytest.mark.parametrize("status", ["warn", "inconclusive", "fail"])
 @pytest.mark.parametrize("fmt", PAGES)
-def test_why_it_is_no_pass_stands_below(make, status, fmt):
+def test_reason_of_a_verdict_is_a_note(make, status, fmt):
     record = make.judged(status=status, rule="bound", reason="out[0, 0, 1, 2] is off")
     page = render(make.report(record), fmt)
     assert f"{status} ¹" in page
     assert f"¹ {status}: bound: out" in page
 
 
-def test_a_verdict_without_a_reason_says_so(make):
+def test_missing_reason_is_noted(make):
     page = render(make.report(make.judged(status="fail")), "table")
     assert "¹ fail: no reason given" in page
 
 
 @pytest.mark.parametrize("fmt", PAGES)
-def test_a_warning_beside_the_reason_is_a_remark_and_the_reason_is_none(make, fmt):
+def test_warning_that_repeats_the_reason_is_shown_once(make, fmt):
     record = make.judged(status="fail", reason="first", warnings=("first", "the other"))
     page = render(make.report(record), fmt)
     assert page.count("the other") == 1
     assert page.count("first") == 1
 
 
-def test_rows_that_nothing_was_asked_of_are_told(make):
+def test_unbounded_rows_are_counted(make):
     record = make.judged(rows=512, rows_unbounded=3, jumps=7)
     page = render(make.report(record), "table")
     assert (
@@ -57,12 +57,12 @@ def test_rows_that_nothing_was_asked_of_are_told(make):
     )
 
 
-def test_another_profile_that_lse_satisfies_is_told(make):
+def test_other_profile_satisfied_by_lse_is_noted(make):
     page = render(make.report(make.judged(lse_also_within="fp32 sums")), "table")
     assert "└ LSE is also within: fp32 sums" in page
 
 
-def test_a_share_above_1_is_bad_and_1_is_not(make):
+def test_shares_above_1_are_bold(make):
     page = render(make.report(make.judged(out_over_bound=1.0, lse_over_bound=1.5)), "md")
     assert "| 1.0 | **1.5** |" in page
 
@@ -70,8 +70,8 @@ def test_a_share_above_1_is_bad_and_1_is_not(make):
 # Profiles.
 
 
-def test_one_profile_of_a_dtype_is_one_line(make):
-    records = (make.judged("a"), make.judged("b"), make.record("c", asked={"dtype": "fp16"}))
+def test_shared_profile_is_one_line_per_dtype(make):
+    records = (make.judged("a"), make.judged("b"), make.record("c", problem={"dtype": "fp16"}))
     page = render(make.report(*records), "table")
     profile = "bf16 products, fp32 sums, P in bf16, bf16 out"
     assert page.count("judged as") == 2
@@ -79,14 +79,14 @@ def test_one_profile_of_a_dtype_is_one_line(make):
     assert f"judged as fp16: {profile}\n" in page
 
 
-def test_two_profiles_of_a_dtype_name_their_kernels(make):
+def test_differing_profiles_name_their_kernels(make):
     records = (make.judged("a"), make.judged("b"), make.judged("c", arithmetic="13-bit sums"))
     for page in (render(make.report(*records), fmt) for fmt in PAGES):
         assert "bf16 of a, b: bf16 products" in page
         assert "bf16 of c: 13-bit sums" in page
 
 
-def test_many_profiles_of_one_kernel_are_counted_on_a_brief_page(make):
+def test_brief_page_counts_many_profiles_of_one_kernel(make):
     records = [make.judged("a", arithmetic=f"bf16 sums; {n} parts") for n in (1, 2, 3)]
     assert [*profiles(records[:2], brief=True)] == [*profiles(records[:2])]
     assert [*profiles(records, brief=True)] == [
@@ -95,7 +95,7 @@ def test_many_profiles_of_one_kernel_are_counted_on_a_brief_page(make):
     assert len([*profiles(records)]) == 3
 
 
-def test_without_a_judgement_there_is_no_profile(make):
+def test_unjudged_report_has_no_profile(make):
     page = render(make.report(make.refused("k", "unsupported", "no")), "table")
     assert "judged as" not in page
     assert "shown" not in page
@@ -104,12 +104,12 @@ def test_without_a_judgement_there_is_no_profile(make):
 # Blind spots.
 
 
-def spotted(make, *spots, **record):
+def judged_with_blind_spots(make, *spots, **record):
     return [make.judged(blind_spot=make.blind_spot(**s), record=dict(record)) for s in spots]
 
 
-def test_what_would_have_shown_spans_the_best_and_the_worst_problem(make):
-    records = spotted(
+def test_visible_faults_span_best_to_worst_problem(make):
+    records = judged_with_blind_spots(
         make,
         {"scale": 0.0031, "weight": 0.02, "dropped_keys": 0.25, "accumulator_bits": 11},
         {"scale": 0.0122, "weight": 0.08, "dropped_keys": 1.0, "accumulator_bits": 12},
@@ -122,7 +122,7 @@ def test_what_would_have_shown_spans_the_best_and_the_worst_problem(make):
         assert "0.31–1.2 %" in " ".join(render(make.report(*records), fmt).split())
 
 
-def test_what_would_not_have_shown_is_said(make):
+def test_invisible_faults_are_listed(make):
     blind = {
         "scale": math.inf,
         "weight": math.inf,
@@ -131,17 +131,17 @@ def test_what_would_not_have_shown_is_said(make):
         "half": False,
         "zeros": False,
     }
-    assert visible_faults(spotted(make, blind)) == (
+    assert visible_faults(judged_with_blind_spots(make, blind)) == (
         "would not have shown: the scale of any size, one key's weight of any size, "
         "a dropped key, short accumulators, half the output, zeros"
     )
-    said = visible_faults(spotted(make, {}, blind))
-    assert "the scale off by 0.31 % (in 1 of 2)" in said
-    assert "zeros (in 1 of 2)" in said
-    assert "not: short" not in said
+    text = visible_faults(judged_with_blind_spots(make, {}, blind))
+    assert "the scale off by 0.31 % (in 1 of 2)" in text
+    assert "zeros (in 1 of 2)" in text
+    assert "not: short" not in text
 
 
-def test_a_softmax_has_no_scale_no_products_and_one_key_cannot_be_dropped(make):
+def test_softmax_omits_faults_it_cannot_have(make):
     record = make.softmax(
         judgement=make.judgement(blind_spot=make.blind_spot(scale=math.inf, dropped_keys=None))
     )
@@ -152,7 +152,7 @@ def test_a_softmax_has_no_scale_no_products_and_one_key_cannot_be_dropped(make):
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "fault"),
     [
         ({"dropped_keys": 0.0}, "a dropped key"),
         ({"scale": 0.0101}, "a scale 1 % off"),
@@ -160,18 +160,18 @@ def test_a_softmax_has_no_scale_no_products_and_one_key_cannot_be_dropped(make):
         ({"zeros": False}, "an output of zeros"),
     ],
 )
-def test_a_plan_that_is_blind_to_a_class_of_fault_is_insensitive(make, change, named):
-    blind, seeing = spotted(make, change, {})
-    assert missed_faults([blind, blind]) == (named,)
+def test_plan_blind_to_a_fault_class_is_called_insensitive(make, change, fault):
+    blind, seeing = judged_with_blind_spots(make, change, {})
+    assert missed_faults([blind, blind]) == (fault,)
     assert missed_faults([blind, seeing]) == ()
     for fmt in PAGES:
         page = render(make.report(blind), fmt)
-        assert f"insensitive: nothing here would have shown {named}" in page
+        assert f"insensitive: nothing here would have shown {fault}" in page
         assert "insensitive" not in render(make.report(blind, seeing), fmt)
 
 
-def test_a_scale_off_by_1_percent_that_just_shows_is_enough(make):
-    assert missed_faults(spotted(make, {"scale": 0.01})) == ()
+def test_visible_scale_fault_of_1_percent_is_sensitive(make):
+    assert missed_faults(judged_with_blind_spots(make, {"scale": 0.01})) == ()
 
 
 # The CSV.
@@ -216,7 +216,7 @@ def test_csv_has_every_number_of_the_judgement(make):
         (math.nan, "nan"),
     ],
 )
-def test_share(number, text):
+def test_share_text(number, text):
     assert share_text(number) == text
 
 

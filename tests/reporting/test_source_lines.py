@@ -1,4 +1,4 @@
-"""Where a kernel is defined, found without importing it."""
+"""`locate` finds where a kernel is defined without importing its file."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def folder(tmp_path):
         ("nul.py::forward", "nul.py", 1),
     ],
 )
-def test_a_definition_is_found_as_text(folder, kernel, path, line):
+def test_locate_finds_definition(folder, kernel, path, line):
     assert locate(kernel, folder) == Location(path, line)
 
 
@@ -61,10 +61,10 @@ def test_a_definition_is_found_as_text(folder, kernel, path, line):
         *("forward.txt::forward", "pkg::forward", "a\0b.py::f", "x" * 5000 + ".py::f", "..:f"),
     ],
 )
-def test_what_is_no_source_of_the_folder_is_nowhere(folder, kernel):
+def test_locate_rejects_paths_outside_the_folder_and_non_sources(folder, kernel):
     assert locate(kernel, folder) == Location("")
 
 
-def test_a_link_to_the_outside_is_nowhere(folder):
+def test_locate_rejects_symlink_leaving_the_folder(folder):
     (folder / "link.py").symlink_to(folder.parent / "outside.py")
     assert locate("link.py::forward", folder) == Location("")
