@@ -79,7 +79,7 @@ _QUICK = (
 # Sweeps of dear tests: of each the README's command runs about one in so many, ``pytest -m slow``
 # the others. A sweep shows one thing of many kernels, faults, rows or pages.
 _SLOW = {
-    "cases/strategies/test_masks.py::test_a_failure_shrinks_to_its_cause": 4,
+    "cases/strategies/test_masks.py::test_mask_of_a_failing_problem_shrinks_to_its_cause": 4,
     "cases/test_crossed.py::test_a_fault_of_one_value_is_shown": 5,
     "cases/test_crossed.py::test_a_right_function_passes_all_of_it": 3,
     "cases/test_quick.py::test_other_right_kernels_pass_what_they_take": 4,

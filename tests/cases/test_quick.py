@@ -143,7 +143,7 @@ SHOWN = [
     ("the last key of a ragged tile", "one-query", "bound"),
     ("a written-out mask is ignored", "decode-window", "structure"),
     ("a written-out mask is ignored", "empty-rows", "empty rows"),
-    ("heads shared in turn", "decode-gqa", "structure"),
+    ("interleaved key heads", "decode-gqa", "structure"),
     ("S in bf16", "outliers", "bound"),
     ("P in e4m3", "uniform", "bound"),
     ("no maximum is subtracted", "large", "finite"),
