@@ -80,9 +80,9 @@ _QUICK = (
 # the others. A sweep shows one thing of many kernels, faults, rows or pages.
 _SLOW = {
     "cases/strategies/test_masks.py::test_mask_of_a_failing_problem_shrinks_to_its_cause": 4,
-    "cases/test_crossed.py::test_a_fault_of_one_value_is_shown": 5,
-    "cases/test_crossed.py::test_a_right_function_passes_all_of_it": 3,
-    "cases/test_quick.py::test_other_right_kernels_pass_what_they_take": 4,
+    "cases/test_crossed.py::test_correct_kernel_passes_all_crossed_questions": 3,
+    "cases/test_crossed.py::test_fault_at_one_value_of_a_parameter_is_found": 5,
+    "cases/test_quick.py::test_correct_kernels_pass_the_questions_that_they_take": 4,
     "cli/test_check.py::test_a_kernel_of_a_tutorial_is_asked_within_what_it_takes": 4,
     "cli/test_foreign_code.py::test_what_a_kernel_does_to_its_process_is_said_and_stays_there": 4,
     "cli/test_foreign_code.py::test_what_failed_is_asked_again_in_a_process_of_its_own": 5,

@@ -82,7 +82,7 @@ def test_problems_reach_what_kernels_get_wrong(draw) -> None:
     assert {p.score.name for p in problems} == set(library.SCORES) - {
         "chain",
         "expression",
-        "alibi_by_sequence",  # the tests of the bounds ask for it
+        "alibi_by_sequence",  # covered by the bounds stage of the gate
     }
     assert {amplitude(p) for p in problems} == set(strategies.AMPLITUDES)
     assert all(p.batch * p.heads <= 8 for p in problems)
