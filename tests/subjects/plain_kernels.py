@@ -1,4 +1,4 @@
-"""Right functions of every convention in plain torch, for tests to bend."""
+"""Correct kernels of several conventions in plain torch, into which tests plant faults."""
 
 # ruff: noqa: PLR0917  (signatures are those of flash-attn)
 
@@ -16,7 +16,7 @@ def attend(q, k, v, seen, scale=None, score_mod=None, sinks=None):
     if score_mod is not None:
         scores = score_mod(scores, *indices(scores))
     scores = scores.masked_fill(~seen, -math.inf)
-    if sinks is not None:  # one score more, whose weight goes nowhere
+    if sinks is not None:  # one more score, whose weight is dropped
         more = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, more], -1)
     lse = scores.logsumexp(-1)
@@ -29,7 +29,7 @@ def indices(scores):
 
 
 def banded(query, kv, left, right, at):
-    """What rows see from ``i + at - left`` to ``i + at + right``; −1 is no limit."""
+    """Whether row i sees key j, from ``i + at - left`` to ``i + at + right``; −1 is no limit."""
     distance = torch.arange(kv) - torch.arange(query)[:, None] - at
     seen = torch.ones(query, kv, dtype=torch.bool)
     seen &= (distance >= -left) if left >= 0 else True
@@ -44,13 +44,13 @@ def flash(q, k, v, scale, causal, window, softcap, slopes, fault="", sinks=None)
     right = 0 if causal else right
     left += (fault == "window") * (left >= 0)
 
-    def scored(score, b, h, i, j):
+    def modify(score, b, h, i, j):
         score = softcap * torch.tanh(score / softcap) if softcap else score
         sign = 1 if fault == "alibi" else -1
         return score if slopes is None else score + sign * slopes[h] * (i + at - j).abs()
 
     seen = banded(query, kv, left, right, at)
-    out, lse = attend(*(x.transpose(1, 2) for x in (q, k, v)), seen, scale, scored, sinks)
+    out, lse = attend(*(x.transpose(1, 2) for x in (q, k, v)), seen, scale, modify, sinks)
     return out.transpose(1, 2), lse
 
 
@@ -115,7 +115,7 @@ def varlen_with(fault=""):
             outs.append(out[0])
             lses.append(lse[0])
         out, lse = torch.cat(outs), torch.cat(lses, 1)
-        if fault == "padded_lse":  # none, but what flash-attn gave before 2.6
+        if fault == "padded_lse":  # no fault: the layout of flash-attn before 2.6
             lse = torch.nn.utils.rnn.pad_sequence([x.mT for x in lses], batch_first=True).mT
         lse = lse.mT if fault == "total_first" else lse
         return (out, lse, None) if return_attn_probs else out

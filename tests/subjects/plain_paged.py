@@ -1,4 +1,4 @@
-"""A right function of the paged convention in plain torch, for tests to bend."""
+"""A correct kernel of the paged convention in plain torch, into which tests plant faults."""
 
 # ruff: noqa: PLR0917  (the signature is that of flash-attn)
 
@@ -17,8 +17,8 @@ sys.modules[_SPEC.name] = PLAIN
 _SPEC.loader.exec_module(PLAIN)
 
 
-def gathered(cache, row, length, fault):
-    """A sequence's keys or values ``(length, kv_heads, dim)``, found by its row of the table."""
+def gather(cache, row, length, fault):
+    """A sequence's keys or values ``(length, kv_heads, dim)``, by its row of the block table."""
     size = cache.shape[1] + (fault == "page_size")
     keys = torch.arange(length)
     flat = row[keys // size].long() * cache.shape[1] + keys % size
@@ -26,7 +26,7 @@ def gathered(cache, row, length, fault):
 
 
 def with_kvcache(fault=""):
-    """``flash_attn_with_kvcache`` on pages, with a planted fault and without what it may write."""
+    """``flash_attn_with_kvcache`` on pages, with a planted fault; it appends no keys."""
 
     def flash_attn_with_kvcache(
         q,
@@ -54,7 +54,7 @@ def with_kvcache(fault=""):
             table = table.flatten()[
                 (torch.arange(most) * batch + torch.arange(batch)[:, None]) % table.numel()
             ]
-        if fault == "shared":  # of the first sequence, for all
+        if fault == "shared":  # the first sequence's first two pages for all
             table = torch.cat((table[:1, :2].expand(batch, 2), table[:, 2:]), 1)
         if fault == "tail":  # whole pages
             lengths = [-(-n // size) * size for n in lengths]
@@ -63,8 +63,7 @@ def with_kvcache(fault=""):
         outs, lses = [], []
         for b, length in enumerate(lengths):
             keys, values = (
-                gathered(cache, table[b], length, fault)[None].float()
-                for cache in (k_cache, v_cache)
+                gather(cache, table[b], length, fault)[None].float() for cache in (k_cache, v_cache)
             )
             rest = (softmax_scale, causal, window_size, softcap, alibi_slopes, fault)
             out, lse = PLAIN.flash(q[b : b + 1].float(), keys, values, *rest, s_aux)

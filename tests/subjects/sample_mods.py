@@ -1,4 +1,4 @@
-"""Masks and score mods that every kernel of attention is asked about; lengths up to 150."""
+"""Masks and score mods for tests of attention kernels; they fit lengths up to 150."""
 
 from attncheck.core.mod_spec import Spec
 

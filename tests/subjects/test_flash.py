@@ -24,7 +24,7 @@ SCORES = {"none": Spec.of("none")} | ALL_SCORES
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
 
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("require_interpreter")
 
 
 @pytest.fixture(params=[Flash2, Flash1], ids=["flash2", "flash1"])

@@ -31,7 +31,7 @@ MASKS = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("require_interpreter")
 
 
 @pytest.fixture(params=[*KERNELS[:2], Flash1, Ideal], ids=lambda kernel: kernel.name)

@@ -28,7 +28,7 @@ BOTTOM_RIGHT = Spec.of("causal_bottom_right")
 SHARED = Paging(size=16, seed=1, shared=1)
 
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("require_interpreter")
 
 
 def small(**changes) -> Problem:
