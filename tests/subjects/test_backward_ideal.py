@@ -156,8 +156,8 @@ def test_gradients_of_irregular_score_mods_agree_with_torch(monkeypatch):
             assert exact_gradients(inputs).excess(outputs) <= 1
 
 
-def round_once(values: torch.Tensor) -> torch.Tensor:
-    """Float64 ``values`` rounded once to fp32."""
+def fl(values: torch.Tensor) -> torch.Tensor:
+    """``fl(x)``: float64 values rounded once to fp32."""
     return values.float().double()
 
 
@@ -170,15 +170,15 @@ def test_dq_has_the_bits_of_the_declared_roundings(dtype, reverse):
     outputs = Ideal(Tiling(block_query=16, block_kv=2, reverse=reverse)).run(inputs)
     q, k, v, dout = (x.double() for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
     c, log2_e = fp32(problem.scale * math.log2(math.e)), fp32(math.log2(math.e))
-    delta = round_once(round_once(dout * outputs.out.double()) - inputs.dlse.double()[..., None])
-    lse = round_once(outputs.lse.double()[..., None] * log2_e)
-    p = round_once(torch.exp2(round_once(round_once(q @ k.mT) * c - lse)))
-    ds = round_once(p * round_once(round_once(dout @ v.mT) - delta))
+    delta = fl(fl(dout * outputs.out.double()) - inputs.dlse.double()[..., None])
+    lse = fl(outputs.lse.double()[..., None] * log2_e)
+    p = fl(torch.exp2(fl(fl(q @ k.mT) * c - lse)))
+    ds = fl(p * fl(fl(dout @ v.mT) - delta))
     ds = round_to(ds, DTYPES[dtype].weights)
     dq = torch.zeros_like(q)
     for start in sorted(range(0, problem.kv, 2), reverse=reverse):
-        dq = round_once(dq + round_once(ds[..., start : start + 2] @ k[:, :, start : start + 2]))
-    dq = round_to(round_once(dq * fp32(problem.scale)), DTYPES[dtype].storage)
+        dq = fl(dq + fl(ds[..., start : start + 2] @ k[:, :, start : start + 2]))
+    dq = round_to(fl(dq * fp32(problem.scale)), DTYPES[dtype].storage)
     assert torch.equal(outputs.dq.double(), dq)
 
 
