@@ -34,9 +34,9 @@ def few_rows(takes):
 @pytest.mark.parametrize("convention", MAKERS)
 def test_correct_kernel_passes_all_crossed_questions(convention):
     subject, takes = load_kernel(convention)
-    found = run_statuses(subject, crossed_cases("bf16", (), takes))
-    assert len(found) >= 15
-    assert set(found.values()) == {"pass"}
+    statuses = run_statuses(subject, crossed_cases("bf16", (), takes))
+    assert len(statuses) >= 15
+    assert set(statuses.values()) == {"pass"}
 
 
 PLANTED = [(name, *each) for name, faults in BY_CHECK.items() for each in faults]
@@ -91,7 +91,7 @@ def test_two_thirds_of_the_pairs_of_each_row_are_new():
 
 
 @pytest.mark.parametrize("sizes", [{"head_dim": 128}, {"query": 64, "kv": 64, "head_dim": 64}])
-def test_narrow_kernel_gets_as_many_questions_that_it_takes(sizes):
+def test_narrow_kernel_gets_at_least_14_questions_that_it_takes(sizes):
     def takes(problem: Problem) -> bool:
         plain = problem.mask.name == "full" and problem.group == 1 and not problem.sink
         plain &= problem.score.name == "none" and problem.paging is None and not problem.backward

@@ -24,7 +24,7 @@ from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import Problem
 
 
-def cells(**changes):
+def plan(**changes):
     defaults = {
         "dtypes": ["bf16"],
         "variants": ["causal"],
@@ -82,12 +82,12 @@ def test_malformed_shape_is_refused(text):
 )
 def test_impossible_shape_is_refused(text):
     with pytest.raises(ProblemError):
-        cells(shapes=[text])
+        plan(shapes=[text])
 
 
 @pytest.mark.parametrize("length", ["1", "2", "3", "5/2", "2/5", "128"])
 @pytest.mark.parametrize(
-    ("variants", "planned"),
+    ("variants", "expected"),
     [
         ([], [*VARIANTS]),
         ([*VARIANTS], [*VARIANTS]),
@@ -95,9 +95,9 @@ def test_impossible_shape_is_refused(text):
     ],
     ids=["default", "named", "all"],
 )
-def test_every_variant_fits_every_length(length, variants, planned):
-    made = cells(variants=variants, shapes=[f"1x1x{length}x4"])
-    assert [c.variant for c in made] == planned
+def test_every_variant_fits_every_length(length, variants, expected):
+    cells = plan(variants=variants, shapes=[f"1x1x{length}x4"])
+    assert [c.variant for c in cells] == expected
 
 
 ATTENTION = [name for name in VARIANTS if name != "softmax"]
@@ -110,8 +110,8 @@ NONE, FULL, CAUSAL = Spec.of("none"), Spec.of("full"), Spec.of("causal")
 )
 def test_default_variants_scale_with_the_lengths(lengths, window, prefix):
     """Windows and prefixes are parts of the keys; documents cover the longer of the two lengths."""
-    made = cells(variants=ATTENTION, shapes=[f"1x1x{lengths}x4"])
-    assert {c.variant: (c.problem.mask, c.problem.score) for c in made} == {
+    cells = plan(variants=ATTENTION, shapes=[f"1x1x{lengths}x4"])
+    assert {c.variant: (c.problem.mask, c.problem.score) for c in cells} == {
         "full": (FULL, NONE),
         "causal": (CAUSAL, NONE),
         "alibi": (CAUSAL, Spec.of("alibi")),
@@ -135,10 +135,10 @@ def test_optional_variants_scale_with_the_lengths(lengths, canvas, kernel, tile,
     """A canvas has a cell for each position of the longer of the two lengths."""
     window = {"canvas": canvas, "kernel": kernel}
     queries, keys = documents
-    made = cells(variants=list(OPTIONAL_VARIANTS), shapes=[f"1x1x{lengths}x4"])
+    cells = plan(variants=list(OPTIONAL_VARIANTS), shapes=[f"1x1x{lengths}x4"])
     bottom_right = Spec.of("causal_bottom_right")
     distance = int(lengths.rpartition("/")[2]) // 4
-    assert {c.variant: (c.problem.mask, c.problem.score) for c in made} == {
+    assert {c.variant: (c.problem.mask, c.problem.score) for c in cells} == {
         "neighborhood": (Spec.of("neighborhood", **window), NONE),
         "neighborhood_tiled": (Spec.of("neighborhood_tiled", **window, tile=tile), NONE),
         "neighborhood_morton": (Spec.of("neighborhood_morton", **window), NONE),
@@ -150,36 +150,36 @@ def test_optional_variants_scale_with_the_lengths(lengths, canvas, kernel, tile,
         "decode": (bottom_right, NONE),
         "paged_decode": (bottom_right, NONE),
     }
-    assert canvas[0] * canvas[1] == max(made[0].problem.query, made[0].problem.kv)
+    assert canvas[0] * canvas[1] == max(cells[0].problem.query, cells[0].problem.kv)
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_only_the_backward_of_relative_bias_asks_for_captured_gradients(backward):
-    made = cells(variants=[ALL], shapes=["1x1x64x4"], backward=backward)
-    captured = {c.variant for c in made if c.problem.dcaptured}
+    cells = plan(variants=[ALL], shapes=["1x1x64x4"], backward=backward)
+    captured = {c.variant for c in cells if c.problem.dcaptured}
     assert captured == ({"relative_bias"} if backward else set())
 
 
 def test_only_their_variants_have_sinks_pages_and_few_rows():
-    made = {c.variant: c.problem for c in cells(variants=[ALL], shapes=["1x1x256x4"])}
-    assert [name for name, problem in made.items() if problem.sink] == ["sink"]
-    pages = {name: problem.paging for name, problem in made.items() if problem.paging}
+    problems = {c.variant: c.problem for c in plan(variants=[ALL], shapes=["1x1x256x4"])}
+    assert [name for name, problem in problems.items() if problem.sink] == ["sink"]
+    pages = {name: problem.paging for name, problem in problems.items() if problem.paging}
     assert pages == dict.fromkeys(("paged", "paged_decode"), Paging(size=64, seed=1))
-    few = {name: (p.query, p.kv) for name, p in made.items() if p.query < p.kv}
+    few = {name: (p.query, p.kv) for name, p in problems.items() if p.query < p.kv}
     assert few == {"decode": (4, 256), "paged_decode": (4, 256)}
-    (small,) = cells(variants=["paged"], shapes=["1x1x255x4"])
+    (small,) = plan(variants=["paged"], shapes=["1x1x255x4"])
     assert small.problem.paging == Paging(size=16, seed=1)
-    (single,) = cells(variants=["decode"], shapes=["1x1x1/9x4"])
+    (single,) = plan(variants=["decode"], shapes=["1x1x1/9x4"])
     assert single.problem.query == 1
 
 
 def test_all_absorbs_named_variants_and_omits_softmax_in_fp8():
-    made = cells(variants=["causal", ALL], dtypes=["e4m3"])
-    assert {c.variant for c in made} == {*ATTENTION, *OPTIONAL_VARIANTS}
+    cells = plan(variants=["causal", ALL], dtypes=["e4m3"])
+    assert {c.variant for c in cells} == {*ATTENTION, *OPTIONAL_VARIANTS}
 
 
 def test_cell_has_the_requested_problem():
-    (cell,) = cells(
+    (cell,) = plan(
         dtypes=["fp16"], shapes=["2x6/3x64/24x16/8"], distributions=["sink"], variants=["causal"]
     )
     assert cell.problem == Problem(
@@ -194,13 +194,13 @@ def test_cell_has_the_requested_problem():
         mask=CAUSAL,
         distribution="sink",
     )
-    assert cells(seed=5)[0].problem.seed == 5
+    assert plan(seed=5)[0].problem.seed == 5
 
 
 def test_default_plan_is_every_variant_with_mha_and_gqa():
-    made = cells(variants=[], shapes=[DEFAULT_SHAPES["cpu"]])
-    attention = [c.problem for c in made if c.variant != "softmax"]
-    (softmax,) = (c.problem for c in made if c.variant == "softmax")
+    cells = plan(variants=[], shapes=[DEFAULT_SHAPES["cpu"]])
+    attention = [c.problem for c in cells if c.variant != "softmax"]
+    (softmax,) = (c.problem for c in cells if c.variant == "softmax")
     assert len(attention) == 2 * len(ATTENTION)
     assert {p.group for p in attention} == {1, 2}
     # Three digits of RMSE need at least 2^16 outputs.
@@ -222,7 +222,7 @@ def test_manual_lists_every_variant_with_its_summary():
 
 
 def test_repeated_dtype_is_planned_once():
-    assert len(cells(dtypes=["bf16", "bf16"])) == 2  # MHA and GQA, once each
+    assert len(plan(dtypes=["bf16", "bf16"])) == 2  # MHA and GQA, once each
 
 
 def test_unknown_variant_lists_the_valid_ones():
@@ -230,14 +230,14 @@ def test_unknown_variant_lists_the_valid_ones():
         UnknownName,
         match=r"'casual' is not known: did you mean 'causal'\? Choose from al",
     ):
-        cells(variants=["casual"])
+        plan(variants=["casual"])
 
 
 def test_shape_beyond_memory_is_refused():
     with pytest.raises(
         ProblemError, match="GiB for inputs and outputs in float64; this machine has"
     ):
-        cells(shapes=["1000x1000x1000000x64"])
+        plan(shapes=["1000x1000x1000000x64"])
 
 
 @pytest.mark.parametrize(
@@ -266,46 +266,46 @@ def test_shape_beyond_memory_is_refused():
 )
 def test_tensors_in_float64_may_fill_the_memory_to_the_byte(monkeypatch, size, arguments, message):
     set_memory(monkeypatch, size)
-    assert cells(**arguments)
+    assert plan(**arguments)
     set_memory(monkeypatch, size - 1)
     with pytest.raises(ProblemError, match=message):
-        cells(**arguments)
+        plan(**arguments)
 
 
 @pytest.mark.parametrize("shape", ["2x16/4x64/24x16/8", "2x16x64/24x16", "1x1x64/24x1"])
 def test_softmax_is_one_cell_of_query_rows_and_kv_columns(shape):
-    (cell,) = cells(variants=["softmax"], shapes=[shape], seed=3)
+    (cell,) = plan(variants=["softmax"], shapes=[shape], seed=3)
     assert cell.problem == Problem(operation="softmax", query=64, kv=24, seed=3)
 
 
 @pytest.mark.parametrize("dtype", ["tf32", "e4m3", "e5m2"])
 def test_softmax_is_omitted_in_dtypes_without_it_and_refused_by_name(dtype):
-    assert [c.variant for c in cells(dtypes=[dtype], variants=[])] == [
+    assert [c.variant for c in plan(dtypes=[dtype], variants=[])] == [
         name for name in ATTENTION for _ in ("MHA", "GQA")
     ]
     with pytest.raises(ProblemError, match=f"softmax has no dtype '{dtype}': choose from fp32, "):
-        cells(dtypes=[dtype], variants=["full", "softmax"])
+        plan(dtypes=[dtype], variants=["full", "softmax"])
 
 
 def test_softmax_is_omitted_for_distributions_without_scores_and_refused_by_name():
-    made = cells(distributions=["ones_v", "sink"], variants=[])
-    assert [c.problem.distribution for c in made if c.variant == "softmax"] == ["sink"]
-    assert {c.variant for c in made if c.problem.distribution == "ones_v"} == set(ATTENTION)
+    cells = plan(distributions=["ones_v", "sink"], variants=[])
+    assert [c.problem.distribution for c in cells if c.variant == "softmax"] == ["sink"]
+    assert {c.variant for c in cells if c.problem.distribution == "ones_v"} == set(ATTENTION)
     with pytest.raises(ProblemError, match="'ones_v' has no scores for softmax"):
-        cells(distributions=["ones_v"], variants=["softmax"])
+        plan(distributions=["ones_v"], variants=["softmax"])
 
 
 def test_backward_plans_every_variant_with_gradients():
-    made = cells(variants=[], backward=True)
-    assert [c.variant for c in made] == [name for name in ATTENTION for _ in ("MHA", "GQA")]
-    assert all(c.problem.backward and not c.problem.dlse for c in made)
-    everything = {c.variant for c in cells(variants=[ALL], backward=True)}
+    cells = plan(variants=[], backward=True)
+    assert [c.variant for c in cells] == [name for name in ATTENTION for _ in ("MHA", "GQA")]
+    assert all(c.problem.backward and not c.problem.dlse for c in cells)
+    everything = {c.variant for c in plan(variants=[ALL], backward=True)}
     assert everything == {*ATTENTION, *OPTIONAL_VARIANTS} - {"paged", "paged_decode"}
-    forward = cells(variants=[])
+    forward = plan(variants=[])
     assert not any(c.problem.backward for c in forward)
     attention = [c for c in forward if c.variant != "softmax"]
-    assert [c.asking(backward=True) for c in attention] == made
-    assert [c.asking(backward=False) for c in made] == attention
+    assert [c.asking(backward=True) for c in attention] == cells
+    assert [c.asking(backward=False) for c in cells] == attention
 
 
 @pytest.mark.parametrize(
@@ -319,19 +319,19 @@ def test_backward_plans_every_variant_with_gradients():
 )
 def test_named_variant_or_dtype_without_gradients_is_refused_in_a_backward(arguments, message):
     with pytest.raises(ProblemError, match=message):
-        cells(**arguments, backward=True)
+        plan(**arguments, backward=True)
 
 
 @pytest.mark.parametrize("variants", [[], ["full"], ["softmax"]])
 def test_unknown_distribution_is_refused_with_any_variants(variants):
     with pytest.raises(UnknownName, match="distribution 'cauchy' is not known"):
-        cells(distributions=["cauchy"], variants=variants)
+        plan(distributions=["cauchy"], variants=variants)
 
 
 @pytest.mark.parametrize("variants", [[], ["full"], ["softmax"]])
 def test_fp64_is_refused_with_any_variants(variants):
     with pytest.raises(UnknownName) as error:
-        cells(dtypes=["fp64"], variants=variants)
+        plan(dtypes=["fp64"], variants=variants)
     assert str(error.value) == (
         "dtype 'fp64' is not known: choose from bf16, e4m3, e5m2, fp16, fp32, tf32."
     )
@@ -339,6 +339,6 @@ def test_fp64_is_refused_with_any_variants(variants):
 
 def test_own_variant_replaces_all_others():
     own = Variant(name="mine", summary="as typed", mods=lambda _: (CAUSAL, Spec.of("alibi")))
-    made = cells(variants=[], own=own)
-    assert [(c.variant, c.problem.group) for c in made] == [("mine", 1), ("mine", 2)]
-    assert {(c.problem.mask, c.problem.score) for c in made} == {(CAUSAL, Spec.of("alibi"))}
+    cells = plan(variants=[], own=own)
+    assert [(c.variant, c.problem.group) for c in cells] == [("mine", 1), ("mine", 2)]
+    assert {(c.problem.mask, c.problem.score) for c in cells} == {(CAUSAL, Spec.of("alibi"))}

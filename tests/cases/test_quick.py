@@ -233,7 +233,7 @@ def test_page_of_an_error_tells_how_to_refuse_a_problem():
 
 
 @pytest.mark.parametrize("fmt", ["table", "md"])
-def test_page_of_a_pass_says_what_it_rests_on(fmt):
+def test_page_of_a_pass_lists_refusals_arithmetic_and_detectable_faults(fmt):
     text = page(check(PLANTED.RIGHT["bare"], "plain", "window", "causal"), fmt)
     assert "PASS planted: 1 question, 2 not supported" in text
     assert "takes no attn\\_mask" in text.replace("attn_mask", "attn\\_mask")

@@ -2,19 +2,10 @@
 
 # ruff: noqa: PLR0917  (the signature is that of flash-attn)
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 
 import torch
-
-_SPEC = importlib.util.spec_from_file_location(
-    "plain_kernels", Path(__file__).with_name("plain_kernels.py")
-)
-PLAIN = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = PLAIN
-_SPEC.loader.exec_module(PLAIN)
+from tests.subjects.plain_kernels import flash
 
 
 def gather(cache, row, length, fault):
@@ -66,7 +57,7 @@ def with_kvcache(fault=""):
                 gather(cache, table[b], length, fault)[None].float() for cache in (k_cache, v_cache)
             )
             rest = (softmax_scale, causal, window_size, softcap, alibi_slopes, fault)
-            out, lse = PLAIN.flash(q[b : b + 1].float(), keys, values, *rest, s_aux)
+            out, lse = flash(q[b : b + 1].float(), keys, values, *rest, s_aux)
             outs.append(out)
             lses.append(lse)
         out, lse = torch.cat(outs), torch.cat(lses)

@@ -1,4 +1,7 @@
-"""Functions of a convention without gradients: how each is refused, and who is asked for any."""
+"""Functions of a convention without gradients: how each is refused, and who is asked for any.
+
+Standalone scripts have no gradients either.
+"""
 
 import pytest
 import torch
@@ -7,12 +10,17 @@ from tests.subjects.plain_kernels import flash_attn_with
 from tests.subjects.test_backward_conventions import PADDING, Native, Tampered, run, sdpa, small
 from torch.nn.attention.flex_attention import flex_attention
 
+from attncheck.core.errors import UsageError
 from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
+from attncheck.diagnose.standalone_script import render_script
 from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.conventions.convention import ConventionOptions
 from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.ideal import Ideal
 from attncheck.verify.executor import Failure, InProcess
+from attncheck.verify.run_case import run_case
 
 
 def no_gradient(q, k, v, causal=False, softmax_scale=None):
@@ -137,3 +145,13 @@ def test_paged_convention_has_no_gradients():
     assert not subject.backward
     assert not subject.concerns(small())
     assert subject.concerns(small(backward=False, paging=Paging(size=16)))
+
+
+def test_standalone_script_for_gradients_is_refused(tmp_path):
+    case = Case(problem=Problem(query=16, head_dim=16, dtype="fp32"))
+    record, path = run_case(Ideal(), case, device="cpu"), tmp_path / "repro.py"
+    arguments = {"kernel": "ideal", "convention": "", "device": "cpu", "facts": {}, "path": path}
+    assert render_script(Ideal(), case, record, **arguments)
+    case = Case(problem=case.problem.replace(backward=True))
+    with pytest.raises(UsageError, match=r"^the script would ask for out and LSE: .*gradients\.$"):
+        render_script(Ideal(), case, record, **arguments)

@@ -35,24 +35,24 @@ def small(**changes) -> Problem:
 def test_placeholder_mask_has_the_layout_of_the_mask(mask, score, dtype):
     """torch is asked whether it supports a Problem with the placeholder in place of the mask."""
     problem = small(mask=MASKS[mask], score=SCORES[score], dtype=dtype)
-    made, like = (f(problem, "cpu") for f in (Sdpa("math")._mask, Sdpa("math")._like_its_mask))
-    if made is None or like is None:
-        assert made is like
+    built, like = (f(problem, "cpu") for f in (Sdpa("math")._mask, Sdpa("math")._like_its_mask))
+    if built is None or like is None:
+        assert built is like
         return
-    assert (like.shape, like.dtype, like.stride()) == (made.shape, made.dtype, made.stride())
-    assert made.shape == mask_size(problem, "cpu")
+    assert (like.shape, like.dtype, like.stride()) == (built.shape, built.dtype, built.stride())
+    assert built.shape == mask_size(problem, "cpu")
 
 
 def test_only_mods_of_the_library_are_cached(monkeypatch):
     """A name of a file may mean another mod next time."""
-    made = []
-    count = call_tensors.once_for_mods(made.append)
+    keys = []
+    record_once = call_tensors.once_for_mods(keys.append)
     for built_in in (library.BUILT_IN, library.BUILT_IN - {"alibi"}):
         monkeypatch.setattr(library, "BUILT_IN", built_in)
         for seed in (1, 2):
             problem = small(score=Spec.of("alibi"), seed=seed)
-            count(call_tensors.ModKey.of(problem, "cpu", "mask", "score"))
-    assert len(made) == 3
+            record_once(call_tensors.ModKey.of(problem, "cpu", "mask", "score"))
+    assert len(keys) == 3
 
 
 MASK = Spec.of("padding", lengths=[5])

@@ -419,11 +419,11 @@ class WarpSum(Ideal):
 
 
 def weigh_in_torch(_grid, arguments):
-    """The first GPU kernel of ideal.cu, the weights of a tile, in torch's operations."""
-    scores, seen, weights, maximum, total, kept, taken, c, lazy, *more = arguments
+    """``ideal_weigh`` of ideal.cu, the weights of a tile, in torch's operations."""
+    scores, seen, weights, maximum, total, out_factor, part_factor, c, lazy, *more = arguments
     _lines, _keys, _rows, _heads, by_step, natural, to_format, *strides = more
     # The GPU kernel gets pointers, and eight bytes for each number.
-    for tensor in (scores, weights, maximum, total, kept, taken, c):
+    for tensor in (scores, weights, maximum, total, out_factor, part_factor, c):
         assert tensor.is_contiguous()
         assert tensor.dtype == torch.float32
     assert seen is None or seen.dtype == torch.bool
@@ -448,16 +448,16 @@ def weigh_in_torch(_grid, arguments):
     )
     before = total * alpha
     maximum.copy_(now)
-    taken.copy_(beta if by_step else torch.ones_like(beta))
-    kept.copy_(before if by_step else alpha)
-    total.copy_(before + taken * WarpSum().row_sum(p, None, 1.0))
+    part_factor.copy_(beta if by_step else torch.ones_like(beta))
+    out_factor.copy_(before if by_step else alpha)
+    total.copy_(before + part_factor * WarpSum().row_sum(p, None, 1.0))
 
 
 def add_in_torch(_grid, arguments):
-    """The second GPU kernel of ideal.cu, which adds a tile to out, in torch's operations."""
-    out, part, kept, taken, total, _lines, _dim, by_step = arguments
-    assert all(tensor.is_contiguous() for tensor in (out, part, kept, taken, total))
-    out.copy_(out * kept[..., None] + taken[..., None] * part)
+    """``ideal_add`` of ideal.cu, which adds a tile to out, in torch's operations."""
+    out, part, out_factor, part_factor, total, _lines, _dim, by_step = arguments
+    assert all(tensor.is_contiguous() for tensor in (out, part, out_factor, part_factor, total))
+    out.copy_(out * out_factor[..., None] + part_factor[..., None] * part)
     if by_step:
         out.div_(torch.where(total == 0, 1.0, total)[..., None])
 

@@ -55,6 +55,7 @@ SUPPORTED = [
     LAST | {"dtype": "e5m2"},
     FIRST | {"mask": both(BOTTOM_RIGHT, FIRST["mask"]), "score": Spec.of("alibi")},
     LAST | {"mask": both(CAUSAL, LAST["mask"]), "score": Spec.of("softcap", cap=2.0)},
+    LAST | {"mask": both(CAUSAL, LAST["mask"]), "sink": True},
     {"mask": Spec.of("document", lengths=[1] * 12), "batch": 1},
 ]
 
@@ -156,11 +157,6 @@ def test_varlen_concerns_sinks_and_neither_pages_nor_softmax():
     assert subject.concerns(small(sink=True))
     assert not subject.concerns(small(paging=Paging(size=16)))
     assert not subject.concerns(Problem(operation="softmax", query=3))
-
-
-def test_sink_with_causal_documents_passes():
-    problem = small(mask=both(CAUSAL, LAST["mask"]), query=LAST["query"], kv=LAST["kv"])
-    assert judge(problem.replace(sink=True)) == "pass"
 
 
 def test_tiling_is_declared_only_where_documents_start_at_tiles():

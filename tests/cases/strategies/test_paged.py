@@ -1,4 +1,4 @@
-"""Strategies for paged KV caches: which page layouts are draw, and what they shrink to."""
+"""Strategies for paged KV caches: which page layouts are drawn, and what they shrink to."""
 
 from __future__ import annotations
 
