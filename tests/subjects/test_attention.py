@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from tests.subjects.sample_mods import MASKS, SCORES
+from tests.subjects.sample_problems import MASKS, SCORES, small
 
 from attncheck.core.formats import DTYPES, MEASURED_DTYPES
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
-from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities import subject
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Flex, Sdpa
@@ -22,11 +21,6 @@ TORCH_KERNELS = ("flex", "sdpa-math", "sdpa-flash")
 IN_DTYPES = [("ideal", dtype) for dtype in MEASURED_DTYPES]
 IN_DTYPES += [(kernel, dtype) for kernel in TORCH_KERNELS for dtype in ("fp32", "bf16")]
 WINDOW_0 = Spec.of("sliding_window", window=0)
-
-
-def small(**changes) -> Problem:
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 40, "head_dim": 16}
-    return Problem(**(sizes | changes))
 
 
 @pytest.mark.parametrize("lengths", [(40, 150), (150, 40)], ids=str)

@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
+from tests.subjects import sample_problems
 from tests.subjects.plain_gradients import exact_gradients, plain_attention
-from tests.subjects.sample_mods import MASKS, SCORES
+from tests.subjects.sample_problems import MASKS, SCORES
 
 from attncheck.core.formats import DTYPES, fp32, round_to
 from attncheck.core.mod_spec import Entry, Spec
@@ -39,8 +40,7 @@ SMALL = Tiling(block_query=16, block_kv=16)
 
 
 def small(**changes) -> Problem:
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 40, "kv": 57, "head_dim": 16}
-    return Problem(**(sizes | {"value_dim": 8, "backward": True} | changes))
+    return sample_problems.small(**({"kv": 57, "value_dim": 8, "backward": True} | changes))
 
 
 def are_equal(one, other) -> bool:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.subjects import sample_problems
 from tests.subjects.plain_gradients import exact_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,8 +26,7 @@ PROBLEMS = {
 
 
 def small(**changes) -> Problem:
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 40, "kv": 57, "head_dim": 16}
-    return Problem(**(sizes | {"backward": True} | changes))
+    return sample_problems.small(**({"kv": 57, "backward": True} | changes))
 
 
 def count_rounded_sums(problem: Problem) -> int:

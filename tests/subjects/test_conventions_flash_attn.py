@@ -24,7 +24,7 @@ WINDOW, SOFTCAP, ALIBI = (
 DOCUMENTS = Spec.of("document", lengths=[5, 0, 9, 6])
 PADDING = Spec.of("padding", lengths=[30, 7])
 UNLIKE = Spec.of("documents", query_lengths=[0, 4, 0, 9, 7], kv_lengths=[3, 9, 2, 9, 7])
-# The first document alone has unlike lengths: bottom-right in each is bottom-right in the whole.
+# Only the first document has unlike lengths: bottom-right in each is bottom-right in the whole.
 SHIFTED = Spec.of("documents", query_lengths=[4, 9, 7], kv_lengths=[9, 9, 7])
 UNSHIFTED = Spec.of("documents", query_lengths=[4, 9, 0, 7], kv_lengths=[4, 9, 0, 7])
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tests.kernels.patched_kernels import PLANTED, faulty_forward
 from tests.kernels.watched_accesses import Watched
-from tests.subjects.sample_mods import MASKS
-from tests.subjects.sample_mods import SCORES as ALL_SCORES
+from tests.subjects.sample_problems import MASKS
+from tests.subjects.sample_problems import SCORES as ALL_SCORES
 
 from attncheck import oracles
 from attncheck.core.mod_spec import Entry, Spec

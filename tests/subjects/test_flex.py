@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from tests.subjects.sample_mods import MASKS, SCORES
+from tests.subjects import sample_problems
+from tests.subjects.sample_problems import MASKS, SCORES
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 
@@ -19,8 +20,7 @@ from attncheck.subjects.torch_kernels import Flex
 
 
 def small(**changes) -> Problem:
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 40, "head_dim": 16, "value_dim": 8}
-    return Problem(**(sizes | changes))
+    return sample_problems.small(**({"value_dim": 8} | changes))
 
 
 def test_lse_is_natural():

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tests.subjects.sample_mods import MASKS, SCORES
+from tests.subjects.sample_problems import MASKS, SCORES, small
 
 from attncheck.core.formats import FORMATS, MEASURED_DTYPES, fp32, round_to
 from attncheck.core.mod_spec import Entry, Spec
@@ -27,11 +27,6 @@ TILINGS = {
     "lazy-int": Tiling(block_query=64, block_kv=16, lazy_rescale=8),
     "reverse-lazy": Tiling(block_query=32, block_kv=16, reverse=True, lazy_rescale=2.0),
 }
-
-
-def small(**changes) -> Problem:
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 40, "head_dim": 16}
-    return Problem(**(sizes | changes))
 
 
 def change_descales(inputs, change):

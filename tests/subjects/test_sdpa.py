@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from tests.subjects.sample_mods import MASKS
+from tests.subjects.sample_problems import MASKS, small
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck.core.mod_spec import Spec
@@ -15,11 +15,6 @@ from attncheck.subjects.conventions.call_tensors import attention_bias, attentio
 from attncheck.subjects.torch_kernels import Sdpa
 
 SOFTCAP = Spec.of("softcap", cap=5.0)
-
-
-def small(**changes) -> Problem:
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 40, "head_dim": 16}
-    return Problem(**(sizes | changes))
 
 
 class OperationRecorder(TorchDispatchMode):

@@ -13,13 +13,13 @@ from attncheck.verify.run_case import run_case
 
 CAUSAL, BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
 DOCUMENT = Spec.of("document", lengths=[5, 0, 1, 6, 9])
-# The first document alone has unlike lengths: bottom-right in each is bottom-right in the whole.
+# Only the first nonempty document has unlike lengths: bottom-right in each is so in the whole.
 FIRST = {
     "mask": Spec.of("documents", query_lengths=[0, 3, 0, 8, 1], kv_lengths=[0, 9, 0, 8, 1]),
     "query": 12,
     "kv": 18,
 }
-# The last document alone has unlike lengths: top-left in each is top-left in the whole.
+# Only the last document with rows has unlike lengths: top-left in each is so in the whole.
 LAST = {
     "mask": Spec.of("documents", query_lengths=[0, 4, 8, 0], kv_lengths=[0, 4, 9, 3]),
     "query": 12,
