@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from tests.subjects.plain_paged import with_kvcache
+from tests.subjects.plain_kernels import with_kvcache
 
 from attncheck.cases import check_cases
 from attncheck.core.mod_spec import Spec
