@@ -1,4 +1,4 @@
-"""The file of a baseline: what is written is read back, and nothing else is."""
+"""Baseline files: the round trip through text, and the refusal of damaged files."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from attncheck.records.baseline_entries import (
 from attncheck.records.record import Environment
 
 GPU = replace(ENVIRONMENT, device="NVIDIA H100", capability="9.0", cuda="13.0")
-HELD = BaselineTensor(
+TENSOR = BaselineTensor(
     rmse=1.25e-3, ideal=1.2e-3, floor=1.1e-3, relative=1.01, freedom=512.0, ensemble=(0.99, 1.02)
 )
 
@@ -37,35 +37,36 @@ def entry(case: str = "case1", kernel: str = "mine", where: Environment = ENVIRO
         device=architecture(where),
         status="pass",
         digest="0123456789abcdef" * 2,
-        tensors={"out": HELD},
+        tensors={"out": TENSOR},
         over_bound=0.31,
         versions=where.id,
     )
 
 
 def baseline(*entries: Entry) -> Baseline:
-    known = {one.id: one for one in (ENVIRONMENT, GPU)}
-    return make_baseline(entries or (entry(),), known, "0.1.0")
+    environments = {one.id: one for one in (ENVIRONMENT, GPU)}
+    return make_baseline(entries or (entry(),), environments, "0.1.0")
 
 
-def test_what_is_written_is_read_back(tmp_path):
-    kept = baseline(entry("b"), entry("a"), entry("a", where=GPU), entry("a", "another"))
-    assert read_baseline(baseline_text(kept)) == kept
+def test_baseline_round_trips_through_text_and_file(tmp_path):
+    original = baseline(entry("b"), entry("a"), entry("a", where=GPU), entry("a", "another"))
+    assert read_baseline(baseline_text(original)) == original
     path = tmp_path / "attncheck-baseline.json"
-    path.write_text(baseline_text(kept))
-    assert read_baseline(path) == kept
-    assert baseline_text(read_baseline(path)) == baseline_text(kept)
+    path.write_text(baseline_text(original))
+    assert read_baseline(path) == original
+    assert baseline_text(read_baseline(path)) == baseline_text(original)
 
 
-def test_an_entry_says_what_was_asked():
+def test_entry_keeps_its_case_and_must_match_its_id():
     case = Case(problem=Problem(query=3))
-    kept = baseline(replace(entry(case.id), asked=case.to_json()))
-    assert read_baseline(baseline_text(kept)) == kept
+    original = baseline(replace(entry(case.id), asked=case.to_json()))
+    assert read_baseline(baseline_text(original)) == original
     with pytest.raises(UsageError, match="another Case than its id says"):
         read_baseline(baseline_text(baseline(replace(entry("another"), asked=case.to_json()))))
 
 
-def test_one_entry_a_line_sorted_so_that_branches_merge():
+def test_text_has_one_sorted_entry_per_line():
+    """Adding an entry adds exactly one line, so that Git merges branches that add others."""
     one, two = (
         baseline_text(baseline(entry("a"), entry("c"))),
         baseline_text(baseline(entry("c"), entry("a"))),
@@ -76,32 +77,32 @@ def test_one_entry_a_line_sorted_so_that_branches_merge():
     assert json.loads(more[-4].rstrip(","))["case"] == "b"
 
 
-def test_architectures_do_not_meet():
-    kept = baseline(entry(), entry(where=GPU))
-    assert {one.device for one in kept.entries} == {"x86_64", "sm 9.0"}
+def test_same_case_on_two_architectures_is_two_entries():
+    entries = baseline(entry(), entry(where=GPU)).entries
+    assert {one.device for one in entries} == {"x86_64", "sm 9.0"}
 
 
-def test_a_name_that_is_no_text_is_kept_as_its_escape():
-    kept = read_baseline(baseline_text(baseline(entry(kernel="mine\ud800\x1b[31m</script>"))))
-    assert kept.entries[0].kernel == "mine\\ud800\x1b[31m</script>"
+def test_kernel_name_with_lone_surrogate_is_stored_escaped():
+    read = read_baseline(baseline_text(baseline(entry(kernel="mine\ud800\x1b[31m</script>"))))
+    assert read.entries[0].kernel == "mine\\ud800\x1b[31m</script>"
 
 
-def _line(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
-    def damaged(text: str) -> str:
+def _change_json(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
+    def damage(text: str) -> str:
         data = json.loads(text)
         change(data)
         return json.dumps(data)
 
-    return damaged
+    return damage
 
 
-def _twice(text: str) -> str:
+def _repeat_entry(text: str) -> str:
     line = next(line for line in text.splitlines() if '"kernel"' in line)
     return text.replace(line, f"{line},\n{line}")
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         pytest.param(lambda text: "", "no baseline", id="empty"),
         pytest.param(lambda text: text[: len(text) // 2], "no baseline", id="cut off"),
@@ -126,11 +127,15 @@ def _twice(text: str) -> str:
             "'rmse' is there twice",
             id="name twice",
         ),
-        pytest.param(_twice, "is there twice: delete one", id="entry twice"),
-        pytest.param(_line(lambda d: d.update(extra=1)), "unknown field", id="unknown field"),
-        pytest.param(_line(lambda d: d.pop("entries")), "missing required", id="no entries"),
+        pytest.param(_repeat_entry, "is there twice: delete one", id="entry twice"),
         pytest.param(
-            _line(lambda d: d.update(environments={})), "environment that is not", id="nowhere"
+            _change_json(lambda d: d.update(extra=1)), "unknown field", id="unknown field"
+        ),
+        pytest.param(_change_json(lambda d: d.pop("entries")), "missing required", id="no entries"),
+        pytest.param(
+            _change_json(lambda d: d.update(environments={})),
+            "environment that is not",
+            id="nowhere",
         ),
         pytest.param(
             lambda text: baseline_text(baseline(replace(entry(), over_bound=-1.0))),
@@ -144,13 +149,13 @@ def _twice(text: str) -> str:
         ),
     ],
 )
-def test_what_is_damaged_is_refused_in_one_line(damage, said, tmp_path):
+def test_damaged_file_is_refused_in_one_line(damage, message, tmp_path):
     path = tmp_path / "attncheck-baseline.json"
     path.write_text(damage(baseline_text(baseline())))
-    with one_line(UsageError, said, start="baseline invalid: "):
+    with one_line(UsageError, message, start="baseline invalid: "):
         read_baseline(path)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_missing_file_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"^baseline invalid: .*cannot be read"):
         read_baseline(tmp_path / "nowhere.json")

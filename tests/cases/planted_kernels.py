@@ -1,4 +1,4 @@
-"""Functions in the sdpa convention: some right, some with one planted fault each."""
+"""Kernels in the sdpa convention: some correct, some with one planted fault each."""
 
 import math
 
@@ -8,20 +8,20 @@ from torch.nn.functional import scaled_dot_product_attention
 HIDDEN = -math.inf
 
 
-def seen(query, key, attn_mask, diagonal=0):
-    """Bool (…, query, kv); of a causal mask up to the ``diagonal``."""
+def visible_keys(query, key, attn_mask, diagonal=0):
+    """Bool (…, query, kv); without ``attn_mask``, up to the ``diagonal`` unless it is None."""
     if attn_mask is not None:
         return attn_mask
     ones = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
     return ones if diagonal is None else ones.tril(diagonal)
 
 
-def heads(query, key, value):
+def repeat_heads(query, key, value):
     group = query.shape[1] // key.shape[1]
     return key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
 
 
-def unfused(  # one step after the other; every fault changes one
+def unfused(  # one step after another; each fault replaces one of them
     query,
     key,
     value,
@@ -31,7 +31,7 @@ def unfused(  # one step after the other; every fault changes one
     enable_gqa=False,
     *,
     diagonal=0,
-    share=heads,
+    share=repeat_heads,
     default=lambda dim: 1 / math.sqrt(dim),
     change=lambda scores: scores,
     visible=lambda mask: mask,
@@ -40,7 +40,7 @@ def unfused(  # one step after the other; every fault changes one
 ):
     key, value = share(query, key, value)
     scores = query.float() @ key.float().mT * (scale or default(query.shape[3]))
-    mask = visible(seen(query, key, attn_mask, diagonal if is_causal else None))
+    mask = visible(visible_keys(query, key, attn_mask, diagonal if is_causal else None))
     scores = change(scores).masked_fill(~mask, HIDDEN)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse[..., None].clamp_min(-3e38))
@@ -48,14 +48,14 @@ def unfused(  # one step after the other; every fault changes one
     return finish(out, lse)
 
 
-def fault(**changes):
+def unfused_with(**changes):
     def kernel(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
         return unfused(query, key, value, attn_mask, is_causal, scale, enable_gqa, **changes)
 
     return kernel
 
 
-def without_its_last_key(mask):
+def hide_last_key_of_ragged_tile(mask):
     mask = mask.clone()
     ragged = mask.shape[-1] % 32
     if ragged > 1:
@@ -95,14 +95,14 @@ def sees_the_next_key(query, key, value, is_causal=False):
 
 def naive_softmax(query, key, value, is_causal=False):
     scores = query.float() @ key.float().mT / math.sqrt(query.shape[3])
-    mask = seen(query, key, None, 0 if is_causal else None)
+    mask = visible_keys(query, key, None, 0 if is_causal else None)
     weights = torch.exp(scores).masked_fill(~mask, 0.0)
     return (weights / weights.sum(-1, keepdim=True)).to(query.dtype) @ value
 
 
 def maximum_from_zero(query, key, value, is_causal=False):
     scores = query.float() @ key.float().mT / math.sqrt(query.shape[3])
-    scores = scores.masked_fill(~seen(query, key, None, 0 if is_causal else None), HIDDEN)
+    scores = scores.masked_fill(~visible_keys(query, key, None, 0 if is_causal else None), HIDDEN)
     weights = torch.exp(scores - scores.amax(-1, keepdim=True).clamp_min(0))
     return (weights / weights.sum(-1, keepdim=True)).to(query.dtype) @ value
 
@@ -134,13 +134,13 @@ def writes(query, key, value):
 
 
 def causal_but_for_even_lengths(query, key, value, is_causal=False):
-    """Its masked loop is skipped where every tile is full."""
+    """The masked loop is skipped where every tile is full."""
     even = query.shape[2] % 64 == key.shape[2] % 64 == 0
     return unfused(query, key, value, None, is_causal and not even)
 
 
 def reads_the_key_head_before(query, key, value):
-    """Of more than seven, the last."""
+    """Of eight key heads, the last reads the seventh."""
     if key.shape[1] > 7:
         key = key.index_copy(1, torch.tensor([7]), key[:, 6:7])
     return unfused(query, key, value)
@@ -149,37 +149,38 @@ def reads_the_key_head_before(query, key, value):
 RIGHT = {
     "torch's": scaled_dot_product_attention,
     "wrapped": wrapped,
-    "unfused": fault(),
+    "unfused": unfused_with(),
     "out alone": out_alone,
     "bare": bare,
 }
-# With what is said of the first failure: a rule, or what was raised.
 WRONG = {
-    "causal without its diagonal": fault(diagonal=-1),
+    "causal without its diagonal": unfused_with(diagonal=-1),
     "causal sees the next key": sees_the_next_key,
     "causal from the bottom right": bottom_right,
     "causal but for even lengths": causal_but_for_even_lengths,
     "the eighth head reads the seventh": reads_the_key_head_before,
     "no scale": no_scale,
     "scale is ignored": ignores_scale,
-    "1/D for 1/sqrt(D)": fault(default=lambda dim: 1 / dim),
-    "scale 1 % off": fault(change=lambda scores: scores * 1.01),
-    "the last key of a ragged tile": fault(visible=without_its_last_key),
-    "a written-out mask is ignored": fault(visible=torch.ones_like),
-    "heads shared in turn": fault(
+    "1/D for 1/sqrt(D)": unfused_with(default=lambda dim: 1 / dim),
+    "scale 1 % off": unfused_with(change=lambda scores: scores * 1.01),
+    "the last key of a ragged tile": unfused_with(visible=hide_last_key_of_ragged_tile),
+    "a written-out mask is ignored": unfused_with(visible=torch.ones_like),
+    "interleaved key heads": unfused_with(
         share=lambda q, k, v: tuple(t.repeat(1, q.shape[1] // k.shape[1], 1, 1) for t in (k, v))
     ),
-    "S in bf16": fault(change=lambda scores: scores.bfloat16().float()),
-    "P in e4m3": fault(weigh=lambda p: p.float().to(torch.float8_e4m3fn).to(p.dtype)),
+    "S in bf16": unfused_with(change=lambda scores: scores.bfloat16().float()),
+    "P in e4m3": unfused_with(weigh=lambda p: p.float().to(torch.float8_e4m3fn).to(p.dtype)),
     "no maximum is subtracted": naive_softmax,
     "maximum from zero": maximum_from_zero,
-    "output x 0.99": fault(finish=lambda out, lse: (out * 0.99, lse)),
-    "half the output": fault(finish=lambda out, lse: (out / 2, lse)),
-    "zeros": fault(finish=lambda out, lse: (out * 0, lse)),
-    "LSE in base 2": fault(finish=lambda out, lse: (out, lse / math.log(2))),
-    "LSE of the maximum alone": fault(finish=lambda out, lse: (out, lse - 1e-3)),
-    "NaN": fault(finish=lambda out, lse: (out / 0 * 0, lse)),
-    "one NaN": fault(finish=lambda out, lse: (out.index_fill(2, torch.tensor([0]), math.nan), lse)),
+    "output x 0.99": unfused_with(finish=lambda out, lse: (out * 0.99, lse)),
+    "half the output": unfused_with(finish=lambda out, lse: (out / 2, lse)),
+    "zeros": unfused_with(finish=lambda out, lse: (out * 0, lse)),
+    "LSE in base 2": unfused_with(finish=lambda out, lse: (out, lse / math.log(2))),
+    "LSE of the maximum alone": unfused_with(finish=lambda out, lse: (out, lse - 1e-3)),
+    "NaN": unfused_with(finish=lambda out, lse: (out / 0 * 0, lse)),
+    "one NaN": unfused_with(
+        finish=lambda out, lse: (out.index_fill(2, torch.tensor([0]), math.nan), lse)
+    ),
     "raises": raises,
     "the first head alone": first_head,
     "out in fp32": in_fp32,

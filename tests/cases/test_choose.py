@@ -1,4 +1,4 @@
-"""A cell by its name."""
+"""Choice of a cell of ``attncheck rmse`` by its name, KERNEL/VARIANT/HEADS/DTYPE."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from attncheck.subjects.torch_kernels import Sdpa
 from attncheck.verify.verify import case_subjects
 
 
-def asked(*variants, dtypes=("fp32",), shapes=("1x2x5x4",)):
+def make_cells(*variants, dtypes=("fp32",), shapes=("1x2x5x4",)):
     cells = plan_cells(
         dtypes=dtypes, variants=variants, shapes=shapes, distributions=["normal"], seed=0
     )
@@ -17,34 +17,34 @@ def asked(*variants, dtypes=("fp32",), shapes=("1x2x5x4",)):
     return list(zip(cells, subjects, strict=True))
 
 
-def name(found):
-    cell, subject = found
+def label(choice):
+    cell, subject = choice
     problem = cell.problem
     return (subject.name, cell.variant, problem.kv_heads, problem.dtype)
 
 
-EVERYTHING = asked("full", "causal", "softmax", dtypes=("fp32", "bf16"))
+EVERYTHING = make_cells("full", "causal", "softmax", dtypes=("fp32", "bf16"))
 
 
 @pytest.mark.parametrize(
-    ("asked_for", "found"),
+    ("name", "expected"),
     [
         ("ideal/causal/MHA/fp32", ("ideal", "causal", 2, "fp32")),
         ("sdpa-math/full/MQA/bf16", ("sdpa-math", "full", 1, "bf16")),
         ("ideal/softmax/fp32", ("ideal", "softmax", 1, "fp32")),  # a softmax has no HEADS
     ],
 )
-def test_a_whole_name_finds_its_cell(asked_for, found):
-    assert name(choose_cell(asked_for, EVERYTHING)) == found
+def test_full_name_chooses_its_cell(name, expected):
+    assert label(choose_cell(name, EVERYTHING)) == expected
 
 
-def test_what_distinguishes_nothing_may_be_left_out():
-    only = asked("causal", shapes=("1x2/1x5x4",))
-    assert name(choose_cell("ideal/causal", only)) == ("ideal", "causal", 1, "fp32")
-    assert name(choose_cell("ideal", only)) == ("ideal", "causal", 1, "fp32")
+@pytest.mark.parametrize("name", ["ideal/causal", "ideal"])
+def test_parts_that_distinguish_nothing_may_be_omitted(name):
+    only = make_cells("causal", shapes=("1x2/1x5x4",))
+    assert label(choose_cell(name, only)) == ("ideal", "causal", 1, "fp32")
 
 
-def test_an_ambiguous_name_lists_the_cells():
+def test_ambiguous_name_lists_the_matching_cells():
     with pytest.raises(UsageError) as excinfo:
         choose_cell("ideal/full/MHA", EVERYTHING)
     assert str(excinfo.value) == (
@@ -53,8 +53,8 @@ def test_an_ambiguous_name_lists_the_cells():
     )
 
 
-def test_cells_that_share_a_name_are_told_apart_by_their_problems():
-    two = asked("full", shapes=("1x2/2x5x4", "1x2/2x6x4"))
+def test_cells_with_the_same_name_are_listed_by_their_problems():
+    two = make_cells("full", shapes=("1x2/2x5x4", "1x2/2x6x4"))
     with pytest.raises(UsageError, match=r"is one of 2 problems .* ask for one shape") as excinfo:
         choose_cell("ideal/full/MHA/fp32", two)
     assert "Q5" in str(excinfo.value)
@@ -67,7 +67,7 @@ OF_SDPA = [f"sdpa-math/{variant}/{end}" for variant in ("causal", "full") for en
 
 
 @pytest.mark.parametrize(
-    ("asked_for", "there_are"),
+    ("name", "choices"),
     [
         ("flash9/causal", ["ideal", "sdpa-math"]),  # 18 labels, too many to list
         ("ideal/causal/GQA", OF_CAUSAL),
@@ -78,21 +78,21 @@ OF_SDPA = [f"sdpa-math/{variant}/{end}" for variant in ("causal", "full") for en
         ("sdpa-math/softmax", OF_SDPA),
     ],
 )
-def test_an_unknown_name_lists_what_there_is(asked_for, there_are):
+def test_unknown_name_lists_the_nearest_choices(name, choices):
     with pytest.raises(UnknownName) as excinfo:
-        choose_cell(asked_for, EVERYTHING)
-    known = str(excinfo.value).removeprefix(f"cell {asked_for!r} is not known: ")
-    assert known.partition("hoose from ")[2] == f"{', '.join(there_are)}."
+        choose_cell(name, EVERYTHING)
+    message = str(excinfo.value).removeprefix(f"cell {name!r} is not known: ")
+    assert message.partition("hoose from ")[2] == f"{', '.join(choices)}."
 
 
-def test_a_misspelt_part_of_a_name_is_corrected():
+def test_misspelt_part_of_a_name_is_corrected():
     with pytest.raises(UnknownName, match=r"did you mean 'sdpa-math/causal'\? Choose from sdpa"):
         choose_cell("sdpa-math/casual", EVERYTHING)
 
 
-def test_a_name_with_a_slash_is_a_name():
+def test_kernel_name_may_contain_a_slash():
     class Mine(Ideal):
         name = "my/kernel"
 
-    both = [(asked("full")[0][0], [Mine(), Ideal()])]
-    assert name(choose_cell("my/kernel/full", both))[0] == "my/kernel"
+    both = [(make_cells("full")[0][0], [Mine(), Ideal()])]
+    assert label(choose_cell("my/kernel/full", both))[0] == "my/kernel"

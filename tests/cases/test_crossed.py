@@ -1,4 +1,4 @@
-"""Questions made of the axes: what they are, that right functions pass, which faults they show."""
+"""Questions of a check that are rows of the axes: their choice, and which faults they find."""
 
 import pytest
 from tests.planted_kernels.by_convention import BY_CHECK, BY_GATE, MAKERS
@@ -16,91 +16,91 @@ pytestmark = pytest.mark.usefixtures("shared_evidence")
 FAILED = {"fail", "error"}
 
 
-def kernel(convention, fault=""):
+def load_kernel(convention, fault=""):
     subject = adopted(MAKERS[convention](fault), "planted", convention)
     return subject, subject_takes(subject, "cpu")
 
 
-def statuses(subject, cases):
+def run_statuses(subject, cases):
+    """Name of the question → status of the kernel's Record."""
     return {one.name: run_case(subject, one.case, device="cpu", brief=True).status for one in cases}
 
 
+def few_rows(takes):
+    plain = plain_row(row_problem({"dtype": "bf16"}, "tiny", 0), "tiny")
+    return FewRows(takes, plain, "tiny")
+
+
 @pytest.mark.parametrize("convention", MAKERS)
-def test_a_right_function_passes_all_of_it(convention):
-    subject, takes = kernel(convention)
-    found = statuses(subject, crossed_cases("bf16", (), takes))
-    assert len(found) >= 15
-    assert set(found.values()) == {"pass"}
+def test_correct_kernel_passes_all_crossed_questions(convention):
+    subject, takes = load_kernel(convention)
+    statuses = run_statuses(subject, crossed_cases("bf16", (), takes))
+    assert len(statuses) >= 15
+    assert set(statuses.values()) == {"pass"}
 
 
 PLANTED = [(name, *each) for name, faults in BY_CHECK.items() for each in faults]
 
 
 @pytest.mark.parametrize(("parameter", "convention", "fault"), PLANTED)
-def test_a_fault_of_one_value_is_shown(parameter, convention, fault):
-    subject, takes = kernel(convention, fault)
+def test_fault_at_one_value_of_a_parameter_is_found(parameter, convention, fault):
+    subject, takes = load_kernel(convention, fault)
     cases = crossed_cases("bf16", (), takes)
-    assert any(statuses(subject, [one])[one.name] in FAILED for one in cases), parameter
+    assert any(run_statuses(subject, [one])[one.name] in FAILED for one in cases), parameter
 
 
 @pytest.mark.parametrize(("convention", "fault"), [each for of in BY_GATE.values() for each in of])
-def test_a_fault_that_a_check_leaves_to_the_gate_is_shown_by_its_rows(convention, fault):
-    subject, takes = kernel(convention, fault)
+def test_fault_left_to_the_gate_is_found_by_rows_of_the_gate(convention, fault):
+    subject, takes = load_kernel(convention, fault)
     rows = [{"dtype": "bf16", "shape": "ragged", "scale": scale} for scale in ("zero", "negative")]
     rows.append({"score": "alibi by sequence", "mask": "causal", "shape": "even"})
     rows[-1]["heads"] = "sequences GQA"
     problems = [row_problem(row, "tiny", 0) for row in rows]
     cases = [Case(problem=problem) for problem in problems if takes(problem)]
-    found = [run_case(subject, case, device="cpu", brief=True).status for case in cases]
-    assert "fail" in found
+    assert "fail" in [run_case(subject, case, device="cpu", brief=True).status for case in cases]
 
 
-def test_no_question_of_before_shows_them():
-    """But for ``clamped scores``, which ramps do."""
-    known = [one for one in check_cases("bf16") if one.name in {"ragged", "causal", "gqa", "scale"}]
+def test_named_questions_alone_miss_the_planted_faults():
+    """These faults need the crossed questions; a sample of them, without ``clamped scores``.
+
+    Ramps find ``clamped scores``.
+    """
+    named = [one for one in check_cases("bf16") if one.name in {"ragged", "causal", "gqa", "scale"}]
     for _, convention, fault in PLANTED[::6][1:]:
-        subject, _ = kernel(convention, fault)
-        assert set(statuses(subject, known).values()) <= {"pass", "unsupported"}, fault
+        subject, _ = load_kernel(convention, fault)
+        assert set(run_statuses(subject, named).values()) <= {"pass", "unsupported"}, fault
 
 
-# What is chosen.
+# The choice of rows.
 
 
-def test_every_value_that_is_taken_is_asked_and_its_gradients():
-    ideal = Ideal()
-    takes = subject_takes(ideal, "cpu")
-    few = FewRows(takes, plain_row(row_problem({"dtype": "bf16"}, "tiny", 0), "tiny"), "tiny")
+def test_rows_cover_every_supported_value_and_gradients_in_most_rows():
+    few = few_rows(subject_takes(Ideal(), "cpu"))
     axes, rows = few.axes(), list(few.rows(14))
     for name in AXES:
-        asked = {row[name] for row in rows}
+        crossed = {row[name] for row in rows}
         alone = {row[name] for row in few.alone()}
-        assert asked | alone | {""} >= set(axes[name]), name
+        assert crossed | alone | {""} >= set(axes[name]), name
     assert sum(bool(row["backward"]) for row in rows) > len(rows) / 2
 
 
-def test_fewer_rows_have_most_of_the_pairs_of_many():
-    takes = subject_takes(Ideal(), "cpu")
-
-    def pairs(count):
-        few = FewRows(takes, plain_row(row_problem({"dtype": "bf16"}, "tiny", 0), "tiny"), "tiny")
-        items = [list(row.items()) for row in few.rows(count)]
-        return len({frozenset((a, b)) for row in items for a in row for b in row if a != b})
-
-    # Each row brings as many new ones as it can: two thirds of all pairs of values in it.
-    assert pairs(14) > 14 * 55 * 2 / 3
+def test_two_thirds_of_the_pairs_of_each_row_are_new():
+    rows = [list(row.items()) for row in few_rows(subject_takes(Ideal(), "cpu")).rows(14)]
+    pairs = {frozenset((a, b)) for row in rows for a in row for b in row if a != b}
+    assert len(pairs) > 14 * 55 * 2 / 3  # a row has 55 pairs of values
 
 
-@pytest.mark.parametrize("taken", [{"head_dim": 128}, {"query": 64, "kv": 64, "head_dim": 64}])
-def test_a_kernel_of_one_layout_is_asked_as_much_within_it(taken):
+@pytest.mark.parametrize("sizes", [{"head_dim": 128}, {"query": 64, "kv": 64, "head_dim": 64}])
+def test_narrow_kernel_gets_at_least_14_questions_that_it_takes(sizes):
     def takes(problem: Problem) -> bool:
         plain = problem.mask.name == "full" and problem.group == 1 and not problem.sink
         plain &= problem.score.name == "none" and problem.paging is None and not problem.backward
-        return plain and all(getattr(problem, name) == value for name, value in taken.items())
+        return plain and all(getattr(problem, name) == value for name, value in sizes.items())
 
     cases = crossed_cases("bf16", (), takes)
     assert all(takes(one.case.problem) for one in cases)
     assert len({one.case.id for one in cases}) == len(cases) >= 14
 
 
-def test_nothing_is_asked_of_a_kernel_that_takes_nothing():
+def test_kernel_that_takes_nothing_gets_no_questions():
     assert crossed_cases("bf16", (), lambda _: False) == []

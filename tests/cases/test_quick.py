@@ -1,4 +1,4 @@
-"""The quick plan: what it asks, that right kernels pass, and which question shows which fault."""
+"""The questions of ``attncheck check``: their cases, which faults each finds, and the page."""
 
 import importlib.util
 import sys
@@ -23,7 +23,7 @@ from attncheck.verify.verify import verify
 pytestmark = pytest.mark.usefixtures("shared_evidence")
 
 
-def module_of(path):
+def load_module(path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -31,74 +31,73 @@ def module_of(path):
     return module
 
 
-PLANTED = module_of(Path(__file__).with_name("planted_kernels.py"))
-NAMED = {question.name: question for question in check_cases("bf16")}
+PLANTED = load_module(Path(__file__).with_name("planted_kernels.py"))
+BF16 = {question.name: question for question in check_cases("bf16")}
 FP16 = {question.name: question for question in check_cases("fp16")}
 
 
-def answered(function, *names, known=NAMED):
-    """The Report of a kernel asked ``names``."""
+def check(function, *names, questions=BF16):
+    """The Report of a kernel on the questions ``names``."""
     subject = adopted(function, "planted", "sdpa")
-    cases = [(name, known[name].case) for name in names]
+    cases = [(name, questions[name].case) for name in names]
     return verify(subject, cases, device="cpu", command="attncheck check planted")
 
 
-# What is asked.
+# The questions.
 
 
-def test_every_dtype_has_its_questions():
-    for dtype in ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"):
-        asked = check_cases(dtype)
-        names = [question.name for question in asked]
-        assert len(set(names)) == len(names)
-        assert {question.case.problem.dtype for question in asked} == {dtype}
-        assert all(question.summary for question in asked)
+@pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"])
+def test_questions_have_unique_names_their_dtype_and_a_summary(dtype):
+    questions = check_cases(dtype)
+    names = [question.name for question in questions]
+    assert len(set(names)) == len(names)
+    assert {question.case.problem.dtype for question in questions} == {dtype}
+    assert all(question.summary for question in questions)
 
 
-def test_cases_are_data_and_small_enough_for_an_interpreter():
-    for question in NAMED.values():
+def test_cases_round_trip_through_json_and_are_small_enough_for_an_interpreter():
+    for question in BF16.values():
         problem = question.case.problem
         assert Case.from_json(question.case.to_json()) == question.case
         assert problem.batch * problem.heads * problem.query * problem.kv <= 2**16
 
 
-def test_what_bites_is_there():
-    problems = [question.case.problem for question in NAMED.values()]
+def test_questions_reach_the_sizes_and_probes_that_break_kernels():
+    problems = [question.case.problem for question in BF16.values()]
     assert {problem.head_dim for problem in problems} == {64, 80, 96, 128}
     assert {problem.group for problem in problems} == {1, 3}
     rectangles = {problem.query - problem.kv > 0 for problem in problems if problem.mask != FULL}
     assert rectangles == {True, False}
     assert any(problem.kv % 16 for problem in problems)
-    probes = {question.case.question for question in NAMED.values()} - {"compare"}
+    probes = {question.case.question for question in BF16.values()} - {"compare"}
     assert {"decode", "ones", "ramp", "negative", "positive", "two_level", "isolated"} <= probes
 
 
 @pytest.mark.parametrize("dims", [(64,), (32, 256)])
-def test_head_dims_may_be_named(dims):
+def test_head_dims_can_be_chosen(dims):
     assert {q.case.problem.head_dim for q in check_cases("bf16", dims)} == set(dims)
 
 
 @pytest.mark.parametrize(
     ("dtype", "dims", "error"), [("fp64", (), UnknownName), ("bf16", (257,), ProblemError)]
 )
-def test_what_cannot_be_asked(dtype, dims, error):
+def test_unknown_dtype_or_head_dim_is_refused(dtype, dims, error):
     with pytest.raises(error):
         check_cases(dtype, dims)
 
 
-def test_one_key_is_its_value_and_a_row_of_no_key_is_seen():
-    """Two layouts are what their summaries say."""
-    assert NAMED["one-key"].case.problem.kv == 1
-    problem = NAMED["empty-rows"].case.problem
+def test_one_key_question_has_one_key_and_empty_rows_question_hides_a_key():
+    assert BF16["one-key"].case.problem.kv == 1
+    problem = BF16["empty-rows"].case.problem
     indices = (draw_inputs(problem).q.new_zeros(1).long(),) * 3
     assert not problem.mask_mod()(*indices, indices[0])
 
 
-# Right kernels.
+# Correct kernels.
 
 
-def test_a_right_kernel_passes_all_of_it_and_nothing_is_out_of_sight():
-    report = answered(PLANTED.RIGHT["wrapped"], *NAMED)
+def test_correct_kernel_passes_every_question_and_no_fault_would_be_missed():
+    report = check(PLANTED.RIGHT["wrapped"], *BF16)
     assert {record.status for record in report.records} == {"pass"}
     assert check_outcome(report) == "pass"
     assert worst_record(report) is None
@@ -109,23 +108,23 @@ def test_a_right_kernel_passes_all_of_it_and_nothing_is_out_of_sight():
 SOME = ("decode-causal", "ramp-ragged", "causal-tall", "large")
 
 
-@pytest.mark.parametrize("known", [NAMED, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["torch's", "wrapped", "unfused", "out alone", "bare"])
-def test_other_right_kernels_pass_what_they_take(name, known):
-    report = answered(PLANTED.RIGHT[name], *SOME, known=known)
+@pytest.mark.parametrize("questions", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", PLANTED.RIGHT)
+def test_correct_kernels_pass_the_questions_that_they_take(name, questions):
+    report = check(PLANTED.RIGHT[name], *SOME, questions=questions)
     statuses = {record.status for record in report.records}
     assert statuses <= {"pass", "unsupported"}
     assert check_outcome(report) == "pass"
 
 
-def test_weights_that_are_rounded_after_the_division_are_right_too():
-    report = answered(PLANTED.RIGHT["unfused"], "two_level-ragged", known=FP16)
+def test_rounding_weights_after_the_division_passes():
+    report = check(PLANTED.RIGHT["unfused"], "two_level-ragged", questions=FP16)
     assert check_outcome(report) == "pass"
 
 
-# Wrong ones: the question that shows the fault, and the rule.
+# Planted faults: a question that finds each, and the rule that it breaks.
 
-SHOWN = [
+FOUND = [
     ("causal without its diagonal", "decode-causal", "finite"),
     ("causal sees the next key", "decode-causal", "structure"),
     ("causal sees the next key", "causal-tall", "bound"),
@@ -143,7 +142,7 @@ SHOWN = [
     ("the last key of a ragged tile", "one-query", "bound"),
     ("a written-out mask is ignored", "decode-window", "structure"),
     ("a written-out mask is ignored", "empty-rows", "empty rows"),
-    ("heads shared in turn", "decode-gqa", "structure"),
+    ("interleaved key heads", "decode-gqa", "structure"),
     ("S in bf16", "outliers", "bound"),
     ("P in e4m3", "uniform", "bound"),
     ("no maximum is subtracted", "large", "finite"),
@@ -158,9 +157,9 @@ SHOWN = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "question", "rule"), SHOWN)
-def test_a_planted_fault_is_shown(fault, question, rule):
-    report = answered(PLANTED.WRONG[fault], question)
+@pytest.mark.parametrize(("fault", "question", "rule"), FOUND)
+def test_planted_fault_fails_its_question(fault, question, rule):
+    report = check(PLANTED.WRONG[fault], question)
     (record,) = report.records
     assert (record.status, record.judgement.rule) == ("fail", rule), record.judgement.reason
     assert check_outcome(report) == "fail"
@@ -179,34 +178,32 @@ def test_a_planted_fault_is_shown(fault, question, rule):
         ("writes to q", "mutation", "wrote to its input q."),
     ],
 )
-def test_what_is_no_answer_breaks_a_rule_of_the_call(fault, rule, reason):
-    report = answered(PLANTED.WRONG[fault], "plain")
+def test_invalid_output_or_mutated_input_breaks_a_rule_of_the_call(fault, rule, reason):
+    report = check(PLANTED.WRONG[fault], "plain")
     (record,) = report.records
-    found = record.judgement
-    assert (record.status, found.rule, found.reason) == ("fail", rule, reason)
+    judgement = record.judgement
+    assert (record.status, judgement.rule, judgement.reason) == ("fail", rule, reason)
     assert check_outcome(report) == "fail"
-    page = render(report, "md", check_document)
-    assert f"{rule}: {reason}".replace("_", "\\_") in page
+    assert f"{rule}: {reason}".replace("_", "\\_") in page(report, "md")
 
 
-def test_what_is_raised_is_an_error():
-    report = answered(PLANTED.WRONG["raises"], "plain")
-    said = [(r.status, without_place(r.reason)) for r in report.records]
-    assert said == [("error", "RuntimeError: planted")]
+def test_exception_of_a_kernel_is_an_error():
+    report = check(PLANTED.WRONG["raises"], "plain")
+    errors = [(r.status, without_place(r.reason)) for r in report.records]
+    assert errors == [("error", "RuntimeError: planted")]
     assert check_outcome(report) == "fail"
 
 
-def test_every_planted_fault_is_shown_here():
+def test_every_planted_fault_has_a_test_here():
     unjudged = {"raises", "the first head alone", "out in fp32", "writes to q"}
-    assert {fault for fault, *_ in SHOWN} | unjudged == set(PLANTED.WRONG)
+    assert {fault for fault, *_ in FOUND} | unjudged == set(PLANTED.WRONG)
 
 
-def test_a_refusal_is_no_fault():
-    report = answered(PLANTED.refuses, "plain", "scale", "one-key")
+def test_refusal_is_unsupported_and_not_a_failure():
+    report = check(PLANTED.refuses, "plain", "scale", "one-key")
     assert [record.status for record in report.records] == ["pass", "unsupported", "unsupported"]
     assert report.records[2].reason == "ValueError: head_dim=80 must be 64"
-    nothing = answered(PLANTED.refuses_all, "plain")
-    assert check_outcome(nothing) == "untested"
+    assert check_outcome(check(PLANTED.refuses_all, "plain")) == "untested"
 
 
 # The page.
@@ -216,8 +213,8 @@ def page(report, fmt="table"):
     return render(report, fmt, check_document)
 
 
-def test_an_exact_probe_is_shown_before_everything_else():
-    report = answered(PLANTED.WRONG["causal sees the next key"], "causal", "decode-causal")
+def test_failed_exact_probe_is_shown_first():
+    report = check(PLANTED.WRONG["causal sees the next key"], "causal", "decode-causal")
     assert worst_record(report).variant == "decode-causal"
     text = page(report)
     assert "FAIL planted: 2 of 2 questions failed" in text
@@ -225,67 +222,66 @@ def test_an_exact_probe_is_shown_before_everything_else():
     assert "\nReproduce: attncheck check planted --question decode-causal\n" in text
 
 
-def test_the_larger_share_is_the_worse():
-    report = answered(PLANTED.WRONG["zeros"], "plain", "one-hot")
+def test_worst_record_has_the_largest_error_over_its_bound():
+    report = check(PLANTED.WRONG["zeros"], "plain", "one-hot")
     shares = {r.variant: r.judgement.out_over_bound for r in report.records}
     assert worst_record(report).variant == max(shares, key=shares.get)
 
 
-def test_an_error_is_shown_where_nothing_else_is():
-    both = answered(PLANTED.WRONG["raises"], "plain")
-    assert "ValueError or NotImplementedError" in page(both)
+def test_page_of_an_error_tells_how_to_refuse_a_problem():
+    assert "ValueError or NotImplementedError" in page(check(PLANTED.WRONG["raises"], "plain"))
 
 
 @pytest.mark.parametrize("fmt", ["table", "md"])
-def test_a_pass_says_what_it_rests_on(fmt):
-    text = page(answered(PLANTED.RIGHT["bare"], "plain", "window", "causal"), fmt)
+def test_page_of_a_pass_lists_refusals_arithmetic_and_detectable_faults(fmt):
+    text = page(check(PLANTED.RIGHT["bare"], "plain", "window", "causal"), fmt)
     assert "PASS planted: 1 question, 2 not supported" in text
     assert "takes no attn\\_mask" in text.replace("attn_mask", "attn\\_mask")
     assert "judged as bf16: products of bf16" in text
     assert "would have shown" in text
 
 
-def test_a_plan_that_is_blind_is_no_pass():
-    """Asked no more than whether one key gives its value: no scale, no key can be missed."""
-    report = answered(PLANTED.RIGHT["torch's"], "one-key")
+def test_insensitive_plan_fails():
+    """A question with one key alone cannot notice a wrong scale or a lost key."""
+    report = check(PLANTED.RIGHT["torch's"], "one-key")
     assert "a scale 1 % off" in missed_faults(report.records)
     assert check_outcome(report) == "fail"
     assert "insensitive: no question would have noticed" in page(report)
     assert "insensitive" in page(report, "md")
 
 
-def test_a_question_asked_by_name_need_not_see_everything():
-    report = answered(PLANTED.RIGHT["torch's"], "one-key")
+def test_insensitive_question_passes_when_asked_by_name():
+    report = check(PLANTED.RIGHT["torch's"], "one-key")
     command = "attncheck check planted --question one-key"
     report = msgspec.structs.replace(report, command=command)
     assert check_outcome(report) == "pass"
     assert "insensitive" not in page(report)
 
 
-def test_nothing_tested_says_so():
-    text = page(answered(PLANTED.refuses_all, "plain"))
+def test_page_says_when_nothing_was_tested():
+    text = page(check(PLANTED.refuses_all, "plain"))
     assert "NOTHING TESTED planted" in text
     assert "NotImplementedError: only on a GPU" in text
 
 
-def test_a_kernel_that_refuses_all_is_told_how_to_ask_for_others():
-    report = answered(PLANTED.refuses_all, "plain")
+def test_page_suggests_other_head_dims_when_all_were_refused():
+    report = check(PLANTED.refuses_all, "plain")
     head_dims = sorted({one.case["problem"]["head_dim"] for one in report.records})
-    asked = f"head_dim {', '.join(map(str, head_dims))} in bf16"
-    hint = f"The kernel refused {asked}: NotImplementedError: only on a GPU. If it takes others"
+    refused = f"head_dim {', '.join(map(str, head_dims))} in bf16"
+    hint = f"The kernel refused {refused}: NotImplementedError: only on a GPU. If it takes others"
     assert hint in " ".join(page(report).split())
-    # A question that was asked by name may be refused for a mask: another head_dim is no help.
+    # A question asked by name may be refused for its mask, where another head_dim is no help.
     by_name = msgspec.structs.replace(report, command="attncheck check planted --question plain")
     assert "refused head_dim" not in page(by_name)
 
 
-def test_an_unknown_format():
+def test_unknown_format_is_refused():
     with pytest.raises(UnknownName, match="choose from csv, html, json, md, table"):
-        page(answered(PLANTED.refuses_all, "plain"), "pdf")
+        page(check(PLANTED.refuses_all, "plain"), "pdf")
 
 
 @pytest.mark.parametrize("cases", [check_cases, call_cases])
-def test_a_case_by_name_is_the_one_of_all_and_others_are_not_looked_for(cases):
+def test_question_by_name_is_found_without_building_the_others(cases):
     for one in cases("bf16"):
         tried = set()
         named = cases("bf16", names=[one.name], takes=lambda p, t=tried: t.add(p) or True)

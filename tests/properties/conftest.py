@@ -1,4 +1,4 @@
-"""The properties and the planted kernels as objects, and the search for a Case that fails."""
+"""The properties and the planted kernels as objects, and the search for a failing Case."""
 
 import importlib.util
 from functools import cache
@@ -23,44 +23,44 @@ TIER = TIERS["pr"]
 
 
 @cache
-def _module(path: Path) -> ModuleType:
+def _load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"of_the_suite_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Suite:
-    """What the tests of the suite need of it."""
+    """The property suite: its properties, kernels under test, and searches for failing Cases."""
 
     @property
     @cache  # noqa: B019  # one object, as long as the session
     def properties(self) -> dict[str, PropertySpec]:
-        """What each property asks, by ``module.test`` without ``test_``."""
-        found = {}
+        """The PropertySpec of each property, by ``module.test`` without ``test_``."""
+        specs = {}
         for path in sorted((ROOT / "properties").glob("test_*.py")):
-            for name, test in vars(_module(path)).items():
+            for name, test in vars(_load(path)).items():
                 marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == MARK]
                 if name.startswith("test_") and marks:
                     short = f"{path.stem.removeprefix('test_')}.{name.removeprefix('test_')}"
-                    found[short] = marks[0].args[0]
-        return found
+                    specs[short] = marks[0].args[0]
+        return specs
 
     def under_test(self, fault: str, family: str, dtype: str) -> UnderTest:
-        """A planted kernel as the suite asks it."""
+        """A planted kernel, as the suite tests it."""
         subject = kernel(fault)
         return UnderTest(subject.name, subject, "cpu", dtype=dtype, family=family, tier=TIER)
 
-    def failing(
-        self, kernel: UnderTest, asked: PropertySpec, *, shrink: bool = False
+    def find_failure(
+        self, kernel: UnderTest, spec: PropertySpec, *, shrink: bool = False
     ) -> Case | None:
-        """A Case that ``kernel`` fails, among as many as the tier draws; None if there is none."""
+        """A Case that ``kernel`` fails, of as many as the tier draws; None if it fails none."""
         phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
         try:
             return hypothesis.find(
-                cases(kernel, asked),
+                cases(kernel, spec),
                 lambda case: self.fails(kernel, case),
                 settings=settings(
                     max_examples=TIER.examples,
@@ -75,7 +75,7 @@ class Suite:
             return None
 
     def fails(self, kernel: UnderTest, case: Case) -> bool:
-        """Whether it does."""
+        """Whether ``kernel`` fails ``case``."""
         return kernel.answer(case).status in FAILED_STATUSES
 
 

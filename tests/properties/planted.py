@@ -1,4 +1,4 @@
-"""Kernels with one planted fault each, and one without: ``--kernel tests/…/planted.py::wide``."""
+"""Kernels with a planted fault each, and one without, for ``--kernel tests/…/planted.py::wide``."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ class Right(Ideal):
 
 
 class Wide(Ideal):
-    """One key too many."""
+    """A causal mask one key too wide."""
 
     name = "planted-wide"
 
@@ -26,7 +26,7 @@ class Wide(Ideal):
 
 
 class Strict(Ideal):
-    """Drops the diagonal."""
+    """A mask without its diagonal."""
 
     name = "planted-strict"
 
@@ -42,7 +42,7 @@ class _OneKeyMore(Problem):
 
 
 class WideFlash2(Flash2):
-    """One key too many in the mask that the Triton kernel gets."""
+    """A Triton kernel whose causal mask is one key too wide."""
 
     name = "planted-wide-flash2"
 
@@ -52,7 +52,7 @@ class WideFlash2(Flash2):
 
 
 class Raising(Ideal):
-    """Fails on two or more keys."""
+    """Raises on two or more keys."""
 
     name = "planted-raising"
 
@@ -63,7 +63,7 @@ class Raising(Ideal):
 
 
 class Picky(Ideal):
-    """Takes nothing."""
+    """Refuses every problem."""
 
     name = "planted-picky"
 

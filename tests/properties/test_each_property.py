@@ -1,4 +1,4 @@
-"""Every property fails a kernel with the fault that it is for, for each question that it asks."""
+"""Every property fails a kernel with the fault that it is meant for, by each of its questions."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import pytest
 from attncheck.probes import PROBES
 from attncheck.relations import RELATIONS
 
-# module.test, question, fault, family if not the first, dtype if not fp32
+# Lines of: module.test question fault [family, else the first] [dtype, else fp32]
 PLANTED = """
 softmax.softmax_is_exact compare SoftmaxPadded
 softmax.shift_and_order_of_scores softmax_shift SoftmaxWithoutMaximum
@@ -187,31 +187,31 @@ LAYOUTS = "layouts.strides_do_not_matter"
 
 
 @pytest.mark.parametrize("row", ROWS, ids="-".join)
-def test_a_property_fails_the_fault_it_is_for(suite, row):
+def test_property_fails_its_planted_fault(suite, row):
     name, question, fault, *rest = row
-    asked = suite.properties[name]
-    family, dtype = [*rest, *(asked.families[0], "fp32")[len(rest) :]]
+    spec = suite.properties[name]
+    family, dtype = [*rest, *(spec.families[0], "fp32")[len(rest) :]]
     kernel = suite.under_test(fault, family, dtype)
-    case = suite.failing(kernel, dataclasses.replace(asked, questions=(question,)))
+    case = suite.find_failure(kernel, dataclasses.replace(spec, questions=(question,)))
     assert case is not None, f"{fault} passes"
     assert case.question == question
 
 
 @pytest.mark.parametrize("question", [name for name in RELATIONS if name.startswith("strides")])
-def test_strides_are_used(suite, question):
-    asked = dataclasses.replace(suite.properties[LAYOUTS], questions=(question,))
+def test_strides_property_fails_kernels_that_ignore_strides_or_offsets(suite, question):
+    spec = dataclasses.replace(suite.properties[LAYOUTS], questions=(question,))
     faults = {"strides_offset": "OffsetIgnored", "strides_far": "WrappedOffsets"}
     fault = faults.get(question, "AsContiguous")
-    assert suite.failing(suite.under_test(fault, "full", "fp32"), asked)
+    assert suite.find_failure(suite.under_test(fault, "full", "fp32"), spec)
 
 
-def test_every_property_and_question_has_its_fault(suite):
-    asked = {(name, q) for name, each in suite.properties.items() for q in each.questions}
+def test_every_property_and_question_has_a_planted_fault(suite):
+    pairs = {(name, q) for name, spec in suite.properties.items() for q in spec.questions}
     assert {(name, question) for name, question, *_ in ROWS} == {
-        pair for pair in asked if pair[0] != LAYOUTS
+        pair for pair in pairs if pair[0] != LAYOUTS
     }
 
 
-def test_every_question_is_asked_by_a_property(suite):
-    asked = {question for each in suite.properties.values() for question in each.questions}
-    assert asked == {"compare", *RELATIONS, *PROBES}
+def test_every_relation_and_probe_is_a_question_of_a_property(suite):
+    questions = {question for spec in suite.properties.values() for question in spec.questions}
+    assert questions == {"compare", *RELATIONS, *PROBES}

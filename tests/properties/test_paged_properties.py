@@ -1,4 +1,4 @@
-"""What is asked of pages, of a kernel that finds every key where it lies."""
+"""Properties of paged attention: a correct kernel passes them, and all of them draw pages."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from attncheck.suite.property_spec import cases
 
-ASKED = {
+FAMILIES = {
     "attention_is_exact": "causal_bottom_right",
     "decoding_is_exact": "padding",
     "rows_see_their_keys": "padding",
@@ -18,10 +18,10 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_a_right_kernel_passes(suite, name):
-    """The faults of its pages are faults of it: nothing else of them is wrong."""
-    kernel = suite.under_test("Gathering", ASKED[name], "bf16")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_correct_kernel_passes(suite, name):
+    """Kernels with planted faults in their pages differ from this one in the fault alone."""
+    kernel = suite.under_test("Gathering", FAMILIES[name], "bf16")
     few = settings(max_examples=6, derandomize=True, database=None, deadline=None)
 
     @settings(few, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
@@ -30,14 +30,14 @@ def test_a_right_kernel_passes(suite, name):
         kernel.must_hold(case)
 
     holds()
-    asked = kernel.tally.problems
-    assert asked["pass"] == sum(asked.values()) == few.max_examples
+    statuses = kernel.tally.problems
+    assert statuses["pass"] == sum(statuses.values()) == few.max_examples
 
 
-def test_every_property_of_pages_draws_pages(suite):
-    of_pages = {name for name in suite.properties if name.startswith("paged.")}
-    assert of_pages == {f"paged.{name}" for name in ASKED}
-    assert all(suite.properties[name].kind.paged for name in of_pages)
+def test_every_paged_property_draws_pages(suite):
+    paged = {name for name in suite.properties if name.startswith("paged.")}
+    assert paged == {f"paged.{name}" for name in FAMILIES}
+    assert all(suite.properties[name].kind.paged for name in paged)
     assert not dataclasses.replace(
         suite.properties["paged.attention_is_exact"], problems={}
     ).kind.paged

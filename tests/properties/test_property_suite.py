@@ -1,4 +1,4 @@
-"""The properties as a user runs them: which kernels they fail, on what, and with which words."""
+"""``pytest properties`` as a user runs it: which kernels fail, on what, and the report."""
 
 import os
 import re
@@ -17,7 +17,7 @@ Judge = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def judge(warm_python):
-    """``pytest properties …`` from the root, in one dtype."""
+    """``judge(*arguments)``: run ``pytest`` on properties from the root, in fp32."""
     env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -33,17 +33,20 @@ def kernel(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def wide(judge):
-    """By two properties of four: ``test_each_property.py`` has a fault that each of them fails."""
+    """The run of a too wide mask in two of the four causal properties.
+
+    ``test_each_property.py`` has a fault for each of the four.
+    """
     return judge("properties/test_causal.py", "-k", "future_keys or first_row", kernel("wide"))
 
 
-def test_a_mask_one_key_too_wide_fails(wide):
+def test_mask_one_key_too_wide_fails(wide):
     assert wide.returncode == 1
     assert f"{FUTURE}[planted.wide-fp32-causal]" in wide.stdout
     assert "passed" not in wide.stdout
 
 
-def test_it_shrinks_to_one_row_and_two_keys(wide):
+def test_failure_is_shrunk_to_one_row_and_two_keys(wide):
     assert "problem    fp32 causal B1 H1 Q1 K2 D1 normal seed 0\n" in wide.stdout
     assert "question   future_keys row=0: " in wide.stdout
     assert re.search(
@@ -51,13 +54,13 @@ def test_it_shrinks_to_one_row_and_two_keys(wide):
     )
 
 
-def test_what_failed_is_the_whole_text(wide):
+def test_report_has_no_traceback_and_no_text_of_hypothesis(wide):
     assert not re.search(
         r"hypothesis|traceback|\d+ hidden", wide.stdout.lower().replace("/hyp", "")
     )
 
 
-def test_its_reproducer_reproduces_it(wide, warm_python):
+def test_printed_command_reproduces_the_failure(wide, warm_python):
     _, _, after = wide.stdout.partition(f"{FUTURE}[planted.wide-fp32-causal]")
     command = re.search(r"Reproduce: attncheck (repro \w{10})\n", after)
     assert command
@@ -66,32 +69,42 @@ def test_its_reproducer_reproduces_it(wide, warm_python):
     assert "bit for bit" in again.stdout
 
 
-def test_a_triton_mask_one_key_too_wide_fails(judge):
-    done = judge("properties/test_causal.py", "-k", "future_keys", kernel("WideFlash2"))
+@pytest.mark.parametrize(
+    ("name", "file", "expression", "texts"),
+    [
+        (
+            "WideFlash2",
+            "test_causal.py",
+            "future_keys",
+            ["problem    fp32 causal B1 H1 Q1 K2 D1 normal seed 0\n"],
+        ),
+        (
+            "Strict",
+            "test_causal.py",
+            "exact",
+            ["problem    fp32 causal B1 H1 Q1 K1 D1 normal seed 0\n"],
+        ),
+        (
+            "Raising",
+            "test_determinism.py",
+            "two_runs and full",
+            ["RuntimeError: illegal memory access", " Q1 K2 D1 "],
+        ),
+    ],
+)
+def test_planted_fault_fails_on_its_smallest_problem(judge, name, file, expression, texts):
+    done = judge(f"properties/{file}", "-k", expression, kernel(name))
     assert done.returncode == 1
-    assert "problem    fp32 causal B1 H1 Q1 K2 D1 normal seed 0\n" in done.stdout
+    assert all(text in done.stdout for text in texts)
 
 
-def test_a_dropped_diagonal_fails(judge):
-    done = judge("properties/test_causal.py", "-k", "exact", kernel("Strict"))
-    assert done.returncode == 1
-    assert "problem    fp32 causal B1 H1 Q1 K1 D1 normal seed 0\n" in done.stdout
-
-
-def test_a_kernel_that_raises_fails_with_its_message(judge):
-    done = judge("properties/test_determinism.py", "-k", "two_runs and full", kernel("Raising"))
-    assert done.returncode == 1
-    assert "RuntimeError: illegal memory access" in done.stdout
-    assert " Q1 K2 D1 " in done.stdout
-
-
-def test_a_kernel_without_fault_passes(judge):
+def test_correct_kernel_passes(judge):
     done = judge("properties/test_causal.py", kernel("right"))
     assert (done.returncode, done.stdout.count("failed")) == (0, 0)
     assert "passed" in done.stdout
 
 
-def test_a_kernel_that_takes_nothing_does_not_pass(judge):
+def test_kernel_that_refuses_everything_does_not_pass(judge):
     done = judge("properties/test_causal.py", kernel("Picky"))
     assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
     assert f"no tests of {PLANTED}::Picky in fp32: head_dim must be 512" in done.stdout
@@ -107,14 +120,14 @@ def test_a_kernel_that_takes_nothing_does_not_pass(judge):
         (kernel("Absent"), "cannot run on cpu: it needs a quantum computer"),
     ],
 )
-def test_a_wrong_kernel_ends_pytest_in_one_line(judge, option, message):
+def test_unusable_kernel_is_a_one_line_usage_error(judge, option, message):
     done = judge("properties", option)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert message in done.stderr.splitlines()[0]
     assert "Traceback" not in done.stderr + done.stdout
 
 
-def test_the_plugin_imports_nothing_heavy():
+def test_pytest_plugin_imports_nothing_heavy():
     code = (
         "import sys, attncheck.suite.pytest_plugin; "
         "print(*{'torch', 'triton', 'hypothesis', 'numpy'} & set(sys.modules))"

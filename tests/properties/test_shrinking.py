@@ -1,4 +1,4 @@
-"""What failures shrink to, beside the smallest failing problem that a small grid has."""
+"""Shrinking of failures, compared with the smallest failing problem of an exhaustive grid."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,7 @@ import pytest
 
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
-from attncheck.verify import question_fit as of_kernels
+from attncheck.verify.question_fit import allowed_parameters, question_problem, unfit_reason
 
 QUERIES = (1, 2, 17)
 LONGEST = 40
@@ -43,10 +43,10 @@ BOTTOM_RIGHT = partial(plain, name="causal_bottom_right")
 
 @dataclass(frozen=True)
 class Fault:
-    """A planted fault, the property that finds it, and the masks of the grid."""
+    """A planted fault, the property that finds it, and the axes of its grid."""
 
     planted: str
-    finds: str
+    found_by: str
     question: str = "compare"
     masks: Callable[[int, int], list[Spec]] = plain
     tile: int = 16
@@ -103,27 +103,26 @@ def grid(fault: Fault) -> Iterator[Case]:
                 mask=mask,
                 seed=seed,
             )
-            yield from asked(fault.question, problem)
+            yield from make_cases(fault.question, problem)
 
 
-def asked(question: str, problem: Problem) -> Iterator[Case]:
-    """The Cases with the first two of each of the question's numbers, if it can be asked."""
-    problem = of_kernels.question_problem(question, problem)
-    if of_kernels.unfit_reason(question, problem) is None:
-        allowed = of_kernels.allowed_parameters(question, problem)
+def make_cases(question: str, problem: Problem) -> Iterator[Case]:
+    """Cases with the first two values of each parameter, or none if the question does not fit."""
+    problem = question_problem(question, problem)
+    if unfit_reason(question, problem) is None:
+        allowed = allowed_parameters(question, problem)
         for values in itertools.product(*(each[:2] for each in allowed.values())):
             numbers = dict(zip(allowed, values, strict=True))
             yield Case(problem=problem, question=question, parameters=numbers)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_it_shrinks_to_within_a_tile_of_the_smallest_that_fails(suite, fault):
-    of_property = suite.properties[fault.finds]
+def test_failure_shrinks_to_within_a_tile_of_the_smallest(suite, fault):
     kernel = suite.under_test(fault.planted, fault.family, "fp32")
     smallest = next(case.problem for case in grid(fault) if suite.fails(kernel, case))
-    only = dataclasses.replace(of_property, questions=(fault.question,))
-    case = suite.failing(kernel, only, shrink=True)
+    spec = dataclasses.replace(suite.properties[fault.found_by], questions=(fault.question,))
+    case = suite.find_failure(kernel, spec, shrink=True)
     assert case is not None
     for length in ("query", "kv", "head_dim"):
-        apart = getattr(case.problem, length) - getattr(smallest, length)
-        assert abs(apart) <= fault.tile, f"{length}: {case.problem}, smallest: {smallest}"
+        difference = getattr(case.problem, length) - getattr(smallest, length)
+        assert abs(difference) <= fault.tile, f"{length}: {case.problem}, smallest: {smallest}"

@@ -1,4 +1,4 @@
-"""Gradients of the plain formula in float64, and how far a right kernel may be from them."""
+"""Exact gradients in float64, and how far a correct kernel may be from them."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ def plain_attention(inputs: Inputs, q, k, v, sink=None) -> Attention:
 
 @torch.enable_grad()
 def slopes(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
-    given = x.detach().requires_grad_()
-    modified = inputs.problem.score_mod()(given, *indices(*x.shape))
-    (found,) = torch.autograd.grad(modified.sum(), given)
-    return found
+    """The derivative of the score mod at every score of ``x``."""
+    leaf = x.detach().requires_grad_()
+    modified = inputs.problem.score_mod()(leaf, *indices(*x.shape))
+    return torch.autograd.grad(modified.sum(), leaf)[0]
 
 
 @dataclass(frozen=True, eq=False)
 class ExactGradients:
-    """Exact gradients by name, and the largest rounding error that a right kernel can make.
+    """Exact gradients by name, and the largest rounding error that a correct kernel can make.
 
     First-order errors are added, each count rounded up; u is the unit roundoff of fp32, w that of
     the format in which P and dS are multiplied, p that of operands where it is shorter than the
     storage's, n the keys of a row, m the rows of all heads that share a key head:
 
-    * a score, a weight, LSE and O as in ``conftest.Exact``; P is of LSE, and has its error too;
+    * a score, a weight, LSE and O as in ``conftest.Exact``; P is made from LSE and has its error;
     * dP: D products of operands rounded to p;
     * delta: of the rounded O, or Σ P·dP, as an unfused kernel has it: both are allowed;
     * dS = P·(dP − delta)·f′: four roundings, and f′ at a score that is off by its own error, where
       the difference over twice that stands for f″; then rounded to w;
-    * dQ: n products and sums; dK, dV: m; two roundings more for the scale; the storage's format.
+    * dQ: n products and sums; dK, dV: m; two more roundings for the scale; the storage's format.
 
     Attributes:
         exact: dq, dk, dv, and dsink.
@@ -58,27 +58,27 @@ class ExactGradients:
         """Largest |error| / allowance of each gradient."""
         assert set(outputs.gradients()) == set(self.exact)
         return {
-            name: _ratio(got, self.exact[name], self.allowance[name])
-            for name, got in outputs.gradients().items()
+            name: _ratio(result, self.exact[name], self.allowance[name])
+            for name, result in outputs.gradients().items()
         }
 
     def excess(self, outputs: Outputs) -> float:
-        """The largest of all: above 1 it is more than rounding."""
+        """The largest of all ratios; above 1 means more than rounding."""
         return max(self.ratios(outputs).values())
 
 
-def _ratio(got: torch.Tensor, exact: torch.Tensor, allowance: torch.Tensor) -> float:
-    assert got.shape == exact.shape
-    error = (got.double() - exact).abs()
+def _ratio(result: torch.Tensor, exact: torch.Tensor, allowance: torch.Tensor) -> float:
+    assert result.shape == exact.shape
+    error = (result.double() - exact).abs()
     ratio = torch.where(error == 0, 0.0, error / allowance)
     return torch.where(ratio.isnan(), torch.inf, ratio).max().item()
 
 
 def exact_gradients(inputs: Inputs, *, sums_in_storage: int = 0) -> ExactGradients:
-    """The exact gradients.
+    """The exact gradients and their allowances.
 
     Args:
-        inputs: Of a Problem with a backward.
+        inputs: Inputs of a Problem with a backward.
         sums_in_storage: How often a kernel rounds a running dQ, dK or dV to the storage format.
     """
     leaves = [t.detach().requires_grad_() for t in inputs.promoted()]
@@ -106,7 +106,7 @@ class _Errors:
         self._backward(self._forward(), dlse)
 
     def _forward(self) -> torch.Tensor:
-        """The error of O; P's relative one."""
+        """Return the error of O; set the relative error of P."""
         problem, plain, n = self.problem, self.plain, self.problem.kv
         largest = torch.where(plain.seen & plain.z.isfinite(), plain.z.abs(), 0.0).amax(-1)
         if self.inputs.sink is not None:
@@ -124,7 +124,7 @@ class _Errors:
         return out + output.unit_roundoff * (plain.out.abs() + out) + output.subnormal_spacing
 
     def _backward(self, out_error: torch.Tensor, dlse: torch.Tensor) -> None:
-        """Sizes and errors of P and dX, as they are multiplied."""
+        """Set the sizes and errors of P and dX, as operands of the products."""
         problem, p = self.problem, self.weights
         n, dims = problem.kv, problem.value_dim
         size_dp = self.dout.abs() @ self.v.mT

@@ -1,4 +1,7 @@
-"""Right functions of every convention in plain torch, for tests to bend."""
+"""Correct kernels of the flash_attn, varlen and paged conventions, into which tests plant faults.
+
+They are plain torch; ``attend`` computes attention for other conventions too.
+"""
 
 # ruff: noqa: PLR0917  (signatures are those of flash-attn)
 
@@ -16,7 +19,7 @@ def attend(q, k, v, seen, scale=None, score_mod=None, sinks=None):
     if score_mod is not None:
         scores = score_mod(scores, *indices(scores))
     scores = scores.masked_fill(~seen, -math.inf)
-    if sinks is not None:  # one score more, whose weight goes nowhere
+    if sinks is not None:  # one more score, whose weight is dropped
         more = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, more], -1)
     lse = scores.logsumexp(-1)
@@ -29,7 +32,7 @@ def indices(scores):
 
 
 def banded(query, kv, left, right, at):
-    """What rows see from ``i + at - left`` to ``i + at + right``; −1 is no limit."""
+    """Whether row i sees key j, from ``i + at - left`` to ``i + at + right``; −1 is no limit."""
     distance = torch.arange(kv) - torch.arange(query)[:, None] - at
     seen = torch.ones(query, kv, dtype=torch.bool)
     seen &= (distance >= -left) if left >= 0 else True
@@ -44,13 +47,13 @@ def flash(q, k, v, scale, causal, window, softcap, slopes, fault="", sinks=None)
     right = 0 if causal else right
     left += (fault == "window") * (left >= 0)
 
-    def scored(score, b, h, i, j):
+    def modify(score, b, h, i, j):
         score = softcap * torch.tanh(score / softcap) if softcap else score
         sign = 1 if fault == "alibi" else -1
         return score if slopes is None else score + sign * slopes[h] * (i + at - j).abs()
 
     seen = banded(query, kv, left, right, at)
-    out, lse = attend(*(x.transpose(1, 2) for x in (q, k, v)), seen, scale, scored, sinks)
+    out, lse = attend(*(x.transpose(1, 2) for x in (q, k, v)), seen, scale, modify, sinks)
     return out.transpose(1, 2), lse
 
 
@@ -115,9 +118,68 @@ def varlen_with(fault=""):
             outs.append(out[0])
             lses.append(lse[0])
         out, lse = torch.cat(outs), torch.cat(lses, 1)
-        if fault == "padded_lse":  # none, but what flash-attn gave before 2.6
+        if fault == "padded_lse":  # no fault: the layout of flash-attn before 2.6
             lse = torch.nn.utils.rnn.pad_sequence([x.mT for x in lses], batch_first=True).mT
         lse = lse.mT if fault == "total_first" else lse
         return (out, lse, None) if return_attn_probs else out
 
     return flash_attn_varlen_func
+
+
+def gather(cache, row, length, fault):
+    """A sequence's keys or values ``(length, kv_heads, dim)``, by its row of the block table."""
+    size = cache.shape[1] + (fault == "page_size")
+    keys = torch.arange(length)
+    flat = row[keys // size].long() * cache.shape[1] + keys % size
+    return cache.flatten(0, 1)[flat.clamp(max=cache.shape[0] * cache.shape[1] - 1)]
+
+
+def with_kvcache(fault=""):
+    """``flash_attn_with_kvcache`` on pages, with a planted fault; it appends no keys."""
+
+    def flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k=None,
+        v=None,
+        cache_seqlens=None,
+        block_table=None,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        num_splits=0,
+        return_softmax_lse=False,
+        s_aux=None,
+    ):
+        assert k is None
+        assert v is None
+        assert cache_seqlens.dtype == block_table.dtype == torch.int32
+        size, (batch, most) = k_cache.shape[1], block_table.shape
+        table, lengths = block_table, cache_seqlens.tolist()
+        if fault == "transposed":
+            table = table.flatten()[
+                (torch.arange(most) * batch + torch.arange(batch)[:, None]) % table.numel()
+            ]
+        if fault == "shared":  # the first sequence's first two pages for all
+            table = torch.cat((table[:1, :2].expand(batch, 2), table[:, 2:]), 1)
+        if fault == "tail":  # whole pages
+            lengths = [-(-n // size) * size for n in lengths]
+        if fault == "beyond":
+            lengths = [most * size] * batch
+        outs, lses = [], []
+        for b, length in enumerate(lengths):
+            keys, values = (
+                gather(cache, table[b], length, fault)[None].float() for cache in (k_cache, v_cache)
+            )
+            rest = (softmax_scale, causal, window_size, softcap, alibi_slopes, fault)
+            out, lse = flash(q[b : b + 1].float(), keys, values, *rest, s_aux)
+            outs.append(out)
+            lses.append(lse)
+        out, lse = torch.cat(outs), torch.cat(lses)
+        lse = lse.masked_fill(lse.isneginf(), math.inf)
+        return (out.to(q.dtype), lse) if return_softmax_lse else out.to(q.dtype)
+
+    return flash_attn_with_kvcache

@@ -1,4 +1,4 @@
-"""Gradients of functions of a convention by autograd: brought back, refused, or found wrong."""
+"""Gradients of functions of every convention, taken by autograd and mapped to the Problem's."""
 
 import inspect
 import math
@@ -29,7 +29,7 @@ def small(**changes) -> Problem:
 
 
 class Tampered(torch.autograd.Function):
-    """The same numbers, and a wrong gradient."""
+    """The identity, whose backward applies ``change`` to the gradient."""
 
     @staticmethod
     def forward(ctx, tensor, change):
@@ -41,26 +41,29 @@ class Tampered(torch.autograd.Function):
         return ctx.change(gradient), None
 
 
-def last_dropped(gradient):
+def drop_last_row(gradient):
     return torch.cat([gradient[..., :-1, :], torch.zeros_like(gradient[..., -1:, :])], -2)
 
 
 FAULTS = {
     "dq": (0, lambda gradient: gradient * 1.5),
-    "dk": (1, last_dropped),
+    "dk": (1, drop_last_row),
     "dv": (2, lambda gradient: gradient.roll(1, -1)),
     "no delta": (1, torch.zeros_like),
 }
 
 
-def wrong(kernel, fault):
-    """``kernel`` with an input whose gradient is wrong."""
+def tamper(tensors, fault):
+    """``tensors``, of which one has a wrong gradient."""
     place, change = FAULTS[fault]
+    return [Tampered.apply(t, change) if i == place else t for i, t in enumerate(tensors)]
+
+
+def with_fault(kernel, fault):
+    """``kernel`` with an input whose gradient is wrong."""
 
     def tampered(*tensors, **keywords):
-        given = [*tensors]
-        given[place] = Tampered.apply(given[place], change)
-        return kernel(*given, **keywords)
+        return kernel(*tamper(tensors, fault), **keywords)
 
     tampered.__signature__ = inspect.signature(kernel)
     return tampered
@@ -95,10 +98,7 @@ class Native(Subject):
         def call():
             q, k, v = leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
             if self.fault:
-                place, change = FAULTS[self.fault]
-                given = [q, k, v]
-                given[place] = Tampered.apply(given[place], change)
-                q, k, v = given
+                q, k, v = tamper(leaves, self.fault)
             plain = plain_attention(inputs, q.double(), k.double(), v.double())
             out, lse = plain.out.to(inputs.v.dtype), plain.lse.float()
             dq, dk, dv = torch.autograd.grad((out, lse), leaves, (inputs.dout, inputs.dlse))
@@ -116,27 +116,27 @@ KERNELS = {
 }
 
 
-def subject_of(convention, fault=""):
+def make_subject(convention, fault=""):
     kernel = KERNELS[convention][0]
     if convention == "native":
-        found = Native()
-        found.fault = fault
-        return found
-    found = adopted(wrong(kernel, fault) if fault else kernel, "kernel", convention)
-    assert isinstance(found, Subject), found
-    return found
+        subject = Native()
+        subject.fault = fault
+        return subject
+    subject = adopted(with_fault(kernel, fault) if fault else kernel, "kernel", convention)
+    assert isinstance(subject, Subject), subject
+    return subject
 
 
 def run(subject, inputs) -> Outputs:
-    found = InProcess().run(subject, inputs)
-    assert isinstance(found, Execution), found
-    return found.outputs
+    result = InProcess().run(subject, inputs)
+    assert isinstance(result, Execution), result
+    return result.outputs
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("convention", KERNELS)
-def test_gradients_are_brought_back(convention, dtype):
-    subject = subject_of(convention)
+def test_gradients_are_within_rounding(convention, dtype):
+    subject = make_subject(convention)
     problem = small(dtype=dtype, **KERNELS[convention][1])
     assert subject.concerns(problem)
     assert subject.unsupported(problem, "cpu") is None
@@ -146,41 +146,44 @@ def test_gradients_are_brought_back(convention, dtype):
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("convention", KERNELS)
-def test_a_wrong_backward_is_more_than_rounding(convention, fault):
+def test_wrong_backward_is_more_than_rounding_and_leaves_out_unchanged(convention, fault):
     problem = small(dtype="bf16", **KERNELS[convention][1])
     inputs = draw_inputs(problem)
-    outputs = run(subject_of(convention, fault), inputs)
+    outputs = run(make_subject(convention, fault), inputs)
     assert exact_gradients(inputs).excess(outputs) > 1
-    right = run(subject_of(convention), inputs)
+    right = run(make_subject(convention), inputs)
     assert torch.equal(outputs.out, right.out)
 
 
-def test_keys_of_padding_are_not_passed_and_have_no_gradient():
+def test_padded_keys_have_gradients_of_zero_in_varlen():
     inputs = draw_inputs(small(mask=PADDING))
-    outputs = run(subject_of("varlen"), inputs)
+    outputs = run(make_subject("varlen"), inputs)
     assert exact_gradients(inputs).excess(outputs) <= 1
     assert outputs.dk[0, :, :9].any()
     assert not outputs.dk[0, :, 9:].any()
 
 
-def test_a_call_may_be_repeated_and_a_forward_alone_is_not_followed():
+def test_repeated_calls_give_equal_tensors_without_a_graph():
     inputs = draw_inputs(small(mask=DOCUMENTS, query=30))
-    call = subject_of("varlen").prepare(inputs)
+    call = make_subject("varlen").prepare(inputs)
     one, other = call().tensors(), call().tensors()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert not any(tensor.requires_grad for tensor in one.values())
-    graded = []
+
+
+def test_forward_alone_runs_without_autograd():
+    tracked = []
 
     def kernel(q, k, v):
-        graded.append(torch.is_grad_enabled() or q.requires_grad)
+        tracked.append(torch.is_grad_enabled() or q.requires_grad)
         return scaled_dot_product_attention(q, k, v)
 
     plain = small(backward=False, kv_heads=4, value_dim=16)
     assert run(adopted(kernel, "kernel"), draw_inputs(plain)).gradients() == {}
-    assert graded == [False]
+    assert tracked == [False]
 
 
-def test_dlse_in_base_2():
+def test_gradient_of_base_2_lse_is_converted():
     def base2(q, k, v, softmax_scale=None, causal=False, return_lse=False):
         kernel = flash_attn_with()
         out, lse, _ = kernel(q, k, v, 0.0, softmax_scale, causal, return_attn_probs=True)
@@ -192,7 +195,7 @@ def test_dlse_in_base_2():
     assert exact_gradients(inputs).excess(run(adopted(base2, "kernel"), inputs)) > 1
 
 
-def test_gradients_of_sinks():
+def test_gradients_of_sinks_are_within_rounding_or_refused():
     def kernel(query, key, value, sinks=None, enable_gqa=False):
         seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
         return attend(query, key, value, seen, sinks=sinks)[0]
@@ -202,7 +205,7 @@ def test_gradients_of_sinks():
 
     inputs = draw_inputs(small(sink=True))
     assert exact_gradients(inputs).excess(run(adopted(kernel, "kernel"), inputs)) <= 1
-    found = InProcess().run(adopted(constant, "kernel"), inputs)
-    assert isinstance(found, Failure)
-    assert found.kind == "refused"
-    assert found.message == "its result has no gradient with respect to its sinks"
+    failure = InProcess().run(adopted(constant, "kernel"), inputs)
+    assert isinstance(failure, Failure)
+    assert failure.kind == "refused"
+    assert failure.message == "its result has no gradient with respect to its sinks"

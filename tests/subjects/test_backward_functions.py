@@ -1,4 +1,4 @@
-"""A backward function of a kernel's own: what it is passed, and what a table says of gradients."""
+"""Backward functions that a user names, and what a capability table declares of gradients."""
 
 import math
 
@@ -6,30 +6,25 @@ import pytest
 import torch
 from tests.subjects.plain_gradients import exact_gradients
 from tests.subjects.plain_kernels import banded
+from tests.subjects.test_backward_conventions import run, small
 
 from attncheck.core.errors import UsageError
 from attncheck.core.formats import FORMATS
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
-from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.capability_table import read_table, render_table
 from attncheck.subjects.capabilities.declared import Declared
 from attncheck.subjects.conventions.convention import ConventionOptions
 from attncheck.subjects.conventions.declarations import adopted
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import load_subject
-from attncheck.verify.executor import Execution, Failure, InProcess
+from attncheck.verify.executor import Failure, InProcess
 
 BOTTOM_RIGHT = Spec.of("causal_bottom_right")
 
 
-def small(**changes) -> Problem:
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 20, "kv": 30, "head_dim": 16}
-    return Problem(**(sizes | {"value_dim": 8, "backward": True} | changes))
-
-
-def scores(q, k, causal, scale):
-    """Of ``(batch, heads, length, dim)`` in fp32, hidden ones −∞."""
+def masked_scores(q, k, causal, scale):
+    """Scores of ``(batch, heads, length, dim)`` in fp32, −∞ where hidden, and the scale."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     x = q.float() @ k.float().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
     at = k.shape[2] - q.shape[2]
@@ -40,7 +35,7 @@ def scores(q, k, causal, scale):
 @torch.no_grad()
 def forward(q, k, v, softmax_scale=None, causal=False, return_lse=False):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    x, _ = scores(q, k, causal, softmax_scale)
+    x, _ = masked_scores(q, k, causal, softmax_scale)
     out = x.softmax(-1) @ v.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
     out = out.to(q.dtype).transpose(1, 2)
     return (out, x.logsumexp(-1)) if return_lse else out
@@ -51,7 +46,7 @@ def backward(dout, q, k, v, out, lse, *, softmax_scale=None, causal=False, dlse=
     assert not torch.is_grad_enabled()
     dout, q, k, v, out = (x.float().transpose(1, 2) for x in (dout, q, k, v, out))
     group = q.shape[1] // k.shape[1]
-    x, scale = scores(q, k, causal, softmax_scale)
+    x, scale = masked_scores(q, k, causal, softmax_scale)
     p = torch.exp(x - lse[..., None])
     delta = (dout * out).sum(-1) - (0 if dlse is None else dlse)
     ds = p * (dout @ v.repeat_interleave(group, 1).mT - delta[..., None])
@@ -71,7 +66,7 @@ def without_causal(dout, q, k, v, out, lse, softmax_scale=None):
     return backward(dout, q, k, v, out, lse, softmax_scale=softmax_scale)
 
 
-def subject_with(function):
+def subject_with_backward(function):
     return adopted(forward, "kernel", "flash_attn", ConventionOptions(backward=function))
 
 
@@ -80,16 +75,13 @@ def subject_with(function):
 )
 def test_gradients_are_those_of_the_function(changes):
     inputs = draw_inputs(small(**changes))
-    found = InProcess().run(subject_with(backward), inputs)
-    assert isinstance(found, Execution), found
-    assert exact_gradients(inputs).excess(found.outputs) <= 1
-    wrong = InProcess().run(subject_with(without_delta), inputs)
-    assert isinstance(wrong, Execution), wrong
-    assert exact_gradients(inputs).excess(wrong.outputs) > 1
+    exact = exact_gradients(inputs)
+    assert exact.excess(run(subject_with_backward(backward), inputs)) <= 1
+    assert exact.excess(run(subject_with_backward(without_delta), inputs)) > 1
 
 
-def test_what_it_cannot_be_passed_is_not_asked():
-    subject = subject_with(without_causal)
+def test_arguments_that_the_backward_lacks_are_unsupported():
+    subject = subject_with_backward(without_causal)
     assert subject.unsupported(small(), "cpu") is None
     masked = small(mask=BOTTOM_RIGHT)
     assert subject.unsupported(masked, "cpu") == "its backward takes no causal"
@@ -98,23 +90,23 @@ def test_what_it_cannot_be_passed_is_not_asked():
 
 
 @pytest.mark.parametrize(
-    ("give", "said"),
+    ("damage", "message"),
     [
-        (lambda found: found[:2], "its backward returned list of 2: it should give (dq, dk, dv)"),
-        (lambda found: found[0], "its backward returned Tensor: it should give (dq, dk, dv)"),
-        (lambda found: [found[1], *found[1:]], "dq.shape=(2, 30, 2, 16), but should be (2, 20, 4"),
-        (lambda found: [x.float() for x in found], "dq.dtype=torch.float32, but should be torch"),
-        (lambda found: [None, *found[1:]], "dq is NoneType, but should be a tensor"),
+        (lambda grads: grads[:2], "its backward returned list of 2: it should give (dq, dk, dv)"),
+        (lambda grads: grads[0], "its backward returned Tensor: it should give (dq, dk, dv)"),
+        (lambda grads: [grads[1], *grads[1:]], "dq.shape=(2, 30, 2, 16), but should be (2, 20, 4"),
+        (lambda grads: [x.float() for x in grads], "dq.dtype=torch.float32, but should be torch"),
+        (lambda grads: [None, *grads[1:]], "dq is NoneType, but should be a tensor"),
     ],
 )
-def test_what_are_no_gradients_is_said(give, said):
-    def other(dout, q, k, v, out, lse, **keywords):
-        return give(backward(dout, q, k, v, out, lse, **keywords))
+def test_invalid_gradients_break_the_contract(damage, message):
+    def invalid(dout, q, k, v, out, lse, **keywords):
+        return damage(backward(dout, q, k, v, out, lse, **keywords))
 
-    found = InProcess().run(subject_with(other), draw_inputs(small()))
-    assert isinstance(found, Failure)
-    assert found.kind == "contract"
-    assert found.message.startswith(said)
+    failure = InProcess().run(subject_with_backward(invalid), draw_inputs(small()))
+    assert isinstance(failure, Failure)
+    assert failure.kind == "contract"
+    assert failure.message.startswith(message)
 
 
 FILE = """
@@ -129,35 +121,36 @@ backward = {backward}
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
+def load_mine(tmp_path, monkeypatch):
+    """``load_mine(backward)``: the kernel of a table with this entry for its backward."""
     (tmp_path / "kernels.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
 
-    def loaded(backward):
+    def load(backward):
         (tmp_path / "attncheck.toml").write_text(TABLE.format(backward=backward))
         return load_subject("mine")
 
-    return loaded
+    return load
 
 
-def test_a_table_names_the_function(mine):
+def test_table_names_the_backward(load_mine):
     inputs = draw_inputs(small(mask=BOTTOM_RIGHT))
-    outputs = mine('"kernels.py::backward"').run(inputs)
+    outputs = load_mine('"kernels.py::backward"').run(inputs)
     assert exact_gradients(inputs).excess(outputs) <= 1
-    wrong = mine('"kernels.py::without_delta"').run(inputs)
+    wrong = load_mine('"kernels.py::without_delta"').run(inputs)
     assert exact_gradients(inputs).excess(wrong) > 1
 
 
-def test_a_table_says_that_there_is_none(mine):
-    subject = mine("false")
+def test_table_declares_that_there_is_no_backward(load_mine):
+    subject = load_mine("false")
     assert not subject.backward
     assert not subject.concerns(small())
     assert subject.concerns(small(backward=False))
-    assert mine('"autograd"').concerns(small())
+    assert load_mine('"autograd"').concerns(small())
 
 
 @pytest.mark.parametrize(
-    ("said", "error"),
+    ("backward", "error"),
     [
         ('"kernels.py::gone"', "its backward: .*has no 'gone'"),
         ('"kernels.py::__name__"', "its backward .* is str: it must be a function"),
@@ -166,44 +159,54 @@ def test_a_table_says_that_there_is_none(mine):
         ("3", "backward: expected .*, got whole number"),
     ],
 )
-def test_what_a_table_cannot_say(mine, said, error):
+def test_invalid_backward_in_a_table_is_refused(load_mine, backward, error):
     with pytest.raises(UsageError, match=error):
-        mine(said)
+        load_mine(backward)
 
 
-def test_what_a_table_declares_must_be_given():
-    table = {"entry": "mine.py::kernel", "dtypes": ["bf16"], "masks": ["none"], "head_dims": "any"}
-    table |= {"gqa": True, "rectangular": True, "scale": True}
+DECLARATION = {
+    "entry": "mine.py::kernel",
+    "dtypes": ["bf16"],
+    "masks": ["none"],
+    "head_dims": "any",
+    "gqa": True,
+    "rectangular": True,
+    "scale": True,
+}
+
+
+def test_declared_backward_that_refuses_is_an_error():
     problem = small()
-    silent, said = (read_table(table | more, "mine") for more in ({}, {"backward": "autograd"}))
-    assert not silent.declares(problem)
-    assert silent.declares(problem.replace(backward=False))
-    assert said.declares(problem)
-    subject = Declared(adopted(forward, "kernel", "flash_attn"), said, "mine")
-    found = InProcess().run(subject, draw_inputs(problem))
-    assert isinstance(found, Failure)
-    assert found.kind == "error"
-    assert "declared, but refused: its result has no gradient" in found.message
-    assert 'backward = "autograd"' in render_table(said, "kernels.mine", {})
+    forward_only = read_table(DECLARATION, "mine")
+    assert not forward_only.declares(problem)
+    assert forward_only.declares(problem.replace(backward=False))
+    table = read_table(DECLARATION | {"backward": "autograd"}, "mine")
+    assert table.declares(problem)
+    subject = Declared(adopted(forward, "kernel", "flash_attn"), table, "mine")
+    failure = InProcess().run(subject, draw_inputs(problem))
+    assert isinstance(failure, Failure)
+    assert failure.kind == "error"
+    assert "declared, but refused: its result has no gradient" in failure.message
+    assert 'backward = "autograd"' in render_table(table, "kernels.mine", {})
 
 
-def test_a_table_without_lse_keeps_the_gradients():
+def test_table_without_lse_keeps_the_gradients():
     table = read_table({"entry": "ideal", "lse": False}, "mine")
     outputs = Declared(Ideal(), table, "mine").run(draw_inputs(small()))
     assert outputs.lse is None
     assert set(outputs.gradients()) == {"dq", "dk", "dv"}
 
 
-def test_an_override_for_gradients_holds_for_them_alone():
+def test_override_of_the_backward_leaves_the_forward_alone():
     override = {"when": {"phase": "backward"}, "max_query": 8}
     table = read_table({"entry": "ideal", "override": [override]}, "mine")
     assert table.refuses(small()) == "length 20: its table says max_query = 8"
     assert table.refuses(small(backward=False)) is None
 
 
-def test_a_table_declares_what_gradients_round():
-    said = {"rounds_value_products": "bf16", "sums_rounded_heads": False}
-    table = read_table({"entry": "mine.py::kernel", "arithmetic": said}, "mine")
+def test_table_declares_the_roundings_of_gradients():
+    rounded = {"rounds_value_products": "bf16", "sums_rounded_heads": False}
+    table = read_table({"entry": "mine.py::kernel", "arithmetic": rounded}, "mine")
     assert 'rounds_value_products = "bf16"' in render_table(table, "kernels.mine", {})
     subject = Declared(adopted(forward, "kernel", "flash_attn"), table, "mine")
     assert subject.summary.endswith("declares looser arithmetic: rounds_value_products=bf16")
@@ -219,67 +222,59 @@ def test_a_table_declares_what_gradients_round():
         read_table({"entry": "a:b", "arithmetic": {"rounds_value_products": True}}, "mine")
 
 
-def test_a_function_is_assumed_to_round_as_an_unfused_formula_does():
+def test_undeclared_function_is_assumed_to_round_as_an_unfused_formula():
     subject = adopted(forward, "kernel", "flash_attn")
     for dtype, fmt in (("bf16", FORMATS["bf16"]), ("fp16", FORMATS["fp16"]), ("fp32", None)):
         arithmetic = subject.arithmetic(small(dtype=dtype), "cpu")
         assert arithmetic.rounds_value_products == fmt
         assert arithmetic.sums_rounded_heads == (fmt is not None)
-        alone = subject.arithmetic(small(dtype=dtype, backward=False), "cpu")
-        assert alone.rounds_value_products is None
+        of_forward = subject.arithmetic(small(dtype=dtype, backward=False), "cpu")
+        assert of_forward.rounds_value_products is None
+
+
+def with_starred_tensors(*tensors, softmax_scale=None, causal=False, dlse=None):
+    return backward(*tensors, softmax_scale=softmax_scale, causal=causal, dlse=dlse)
+
+
+def with_positional_dlse(dout, q, k, v, out, lse, dlse, **keywords):
+    return backward(dout, q, k, v, out, lse, dlse=dlse, **keywords)
 
 
 @pytest.mark.parametrize("changes", [{}, {"dlse": True}], ids=str)
-def test_keywords_behind_any_number_of_tensors_are_its_keywords(changes):
-    def behind(*tensors, softmax_scale=None, causal=False, dlse=None):
-        return backward(*tensors, softmax_scale=softmax_scale, causal=causal, dlse=dlse)
-
+@pytest.mark.parametrize("function", [with_starred_tensors, with_positional_dlse])
+def test_backward_may_have_starred_tensors_or_a_required_dlse(function, changes):
+    """Keywords after ``*tensors`` are found; a required dlse is None without a loss of LSE."""
     inputs = draw_inputs(small(**changes))
-    found = InProcess().run(subject_with(behind), inputs)
-    assert isinstance(found, Execution), found
-    assert exact_gradients(inputs).excess(found.outputs) <= 1
+    assert exact_gradients(inputs).excess(run(subject_with_backward(function), inputs)) <= 1
 
 
-@pytest.mark.parametrize("changes", [{}, {"dlse": True}], ids=str)
-def test_one_that_needs_the_gradient_of_lse_is_given_none_where_there_is_none(changes):
-    def needing(dout, q, k, v, out, lse, dlse, **keywords):
-        return backward(dout, q, k, v, out, lse, dlse=dlse, **keywords)
-
-    inputs = draw_inputs(small(**changes))
-    found = InProcess().run(subject_with(needing), inputs)
-    assert isinstance(found, Execution), found
-    assert exact_gradients(inputs).excess(found.outputs) <= 1
-
-
-def test_what_it_does_to_the_forwards_results_is_not_the_forwards_fault():
-    def using_up(dout, q, k, v, out, lse, **keywords):
-        found = backward(dout, q, k, v, out.clone(), lse.clone(), **keywords)
+def test_backward_that_overwrites_out_and_lse_leaves_the_forward_results_intact():
+    def overwrite(dout, q, k, v, out, lse, **keywords):
+        grads = backward(dout, q, k, v, out.clone(), lse.clone(), **keywords)
         out.zero_()
         lse.zero_()
-        return found
+        return grads
 
     inputs = draw_inputs(small())
-    right, found = (InProcess().run(subject_with(f), inputs) for f in (backward, using_up))
-    assert torch.equal(found.outputs.out, right.outputs.out)
-    assert exact_gradients(inputs).excess(found.outputs) <= 1
+    expected, outputs = (run(subject_with_backward(f), inputs) for f in (backward, overwrite))
+    assert torch.equal(outputs.out, expected.out)
+    assert exact_gradients(inputs).excess(outputs) <= 1
 
 
-def test_a_table_has_no_place_for_a_loss_of_lse():
-    table = {"entry": "mine.py::kernel", "dtypes": ["bf16"], "masks": ["none"], "head_dims": "any"}
-    table |= {"gqa": True, "rectangular": True, "scale": True, "backward": "autograd"}
-    assert read_table(table, "mine").declares(small())
-    assert not read_table(table, "mine").declares(small(dlse=True))
-    assert not read_table(table, "mine").declares(small(sink=True))
-    assert not read_table(table | {"empty_row": "nan"}, "mine").declares(small())
+def test_table_with_autograd_does_not_declare_dlse_sinks_or_nan_in_empty_rows():
+    autograd = DECLARATION | {"backward": "autograd"}
+    assert read_table(autograd, "mine").declares(small())
+    assert not read_table(autograd, "mine").declares(small(dlse=True))
+    assert not read_table(autograd, "mine").declares(small(sink=True))
+    assert not read_table(autograd | {"empty_row": "nan"}, "mine").declares(small())
 
 
-def test_a_kernel_without_lse_may_refuse_a_loss_of_it_whatever_its_table_says():
+def test_kernel_declared_without_lse_may_refuse_a_loss_of_lse():
     def plain(q, k, v, softmax_scale=None, causal=False):
         return forward(q, k, v, softmax_scale=softmax_scale, causal=causal)
 
-    table = {"entry": "mine.py::kernel", "dtypes": ["bf16"], "masks": ["none"], "head_dims": "any"}
-    table |= {"gqa": True, "rectangular": True, "scale": True, "backward": "autograd", "lse": False}
-    subject = Declared(adopted(plain, "kernel", "flash_attn"), read_table(table, "mine"), "mine")
-    found = InProcess().run(subject, draw_inputs(small(dlse=True)))
-    assert isinstance(found, Failure)
-    assert found.kind == "refused"
+    table = read_table(DECLARATION | {"backward": "autograd", "lse": False}, "mine")
+    subject = Declared(adopted(plain, "kernel", "flash_attn"), table, "mine")
+    failure = InProcess().run(subject, draw_inputs(small(dlse=True)))
+    assert isinstance(failure, Failure)
+    assert failure.kind == "refused"

@@ -1,12 +1,13 @@
-"""The ideal kernel's gradients: right within the roundings it declares, and making each of them."""
+"""Gradients of the ideal kernel: within its rounding bounds, and bit for bit as it declares."""
 
 import dataclasses
 import math
 
 import pytest
 import torch
+from tests.subjects import sample_problems
 from tests.subjects.plain_gradients import exact_gradients, plain_attention
-from tests.subjects.sample_mods import MASKS, SCORES
+from tests.subjects.sample_problems import MASKS, SCORES
 
 from attncheck.core.formats import DTYPES, fp32, round_to
 from attncheck.core.mod_spec import Entry, Spec
@@ -21,7 +22,7 @@ from attncheck.verify.run_case import run_case
 
 DTYPE_NAMES = ["fp32", "tf32", "fp16", "bf16"]
 CHAIN = SCORES["chain"]
-ASKED = {
+PROBLEMS = {
     "plain": {},
     "dlse": {"dlse": True},
     "sink": {"sink": True},
@@ -39,34 +40,33 @@ SMALL = Tiling(block_query=16, block_kv=16)
 
 
 def small(**changes) -> Problem:
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 40, "kv": 57, "head_dim": 16}
-    return Problem(**(sizes | {"value_dim": 8, "backward": True} | changes))
+    return sample_problems.small(**({"kv": 57, "value_dim": 8, "backward": True} | changes))
 
 
-def same(one, other) -> bool:
+def are_equal(one, other) -> bool:
     pairs = zip(one.tensors().items(), other.tensors().items(), strict=True)
     return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
-def test_only_rounds(dtype, asked):
-    inputs = draw_inputs(small(dtype=dtype, **ASKED[asked]))
-    run = InProcess().run(Ideal(), inputs)  # which looks at shapes and dtypes
+def test_gradients_are_within_rounding(dtype, problem):
+    inputs = draw_inputs(small(dtype=dtype, **PROBLEMS[problem]))
+    run = InProcess().run(Ideal(), inputs)  # which checks shapes and dtypes
     assert isinstance(run, Execution)
     assert exact_gradients(inputs).excess(run.outputs) <= 1
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("order", ["reverse_sums", "scale_first"])
-def test_operations_in_another_order_only_round(order, asked):
-    inputs = draw_inputs(small(dtype="fp32", **ASKED[asked]))
+def test_gradients_with_reordered_operations_are_within_rounding(order, problem):
+    inputs = draw_inputs(small(dtype="fp32", **PROBLEMS[problem]))
     outputs = Ideal(**{order: True}).run(inputs)
     assert exact_gradients(inputs).excess(outputs) <= 1
-    assert not same(outputs, Ideal().run(inputs))
+    assert not are_equal(outputs, Ideal().run(inputs))
 
 
-def test_captured_numbers_have_gradients_in_another_order():
+def test_captured_gradients_with_the_scale_first_are_within_the_bound():
     problem = small(dtype="bf16", score=SCORES["alibi"], dcaptured=True)
     record = run_case(Ideal(scale_first=True), Case(problem=problem), device="cpu")
     assert record.judgement.gradients_over_bound["dcaptured"] <= 1
@@ -74,14 +74,14 @@ def test_captured_numbers_have_gradients_in_another_order():
 
 @pytest.mark.parametrize("lengths", [(40, 40), (57, 40)], ids=str)
 @pytest.mark.parametrize("mask", [*list(MASKS)[:4], "padding"])
-def test_only_rounds_under_a_mask(mask, lengths):
+def test_gradients_under_a_mask_are_within_rounding(mask, lengths):
     query, kv = lengths
     inputs = draw_inputs(small(query=query, kv=kv, dtype="bf16", mask=MASKS[mask], dlse=True))
     assert exact_gradients(inputs).excess(Ideal().run(inputs)) <= 1
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
-def test_a_tiling_changes_bits_and_only_rounds(tiling):
+def test_tiling_changes_bits_within_rounding(tiling):
     inputs = draw_inputs(small(dtype="fp32", dlse=True, query=70))
     outputs = Ideal(TILINGS[tiling]).run(inputs)
     assert exact_gradients(inputs).excess(outputs) <= 1
@@ -89,24 +89,24 @@ def test_a_tiling_changes_bits_and_only_rounds(tiling):
         assert not torch.equal(outputs.dk, Ideal().run(inputs).dk)
 
 
-def test_a_forward_alone_has_no_gradients_and_the_same_bits():
+def test_forward_alone_has_the_same_bits_and_no_gradients():
     inputs = draw_inputs(small(dtype="bf16"))
-    both, alone = Ideal().run(inputs), Ideal().run(inputs.forward())
-    assert alone.gradients() == {}
-    assert torch.equal(both.out, alone.out)
-    assert torch.equal(both.lse, alone.lse)
+    both, forward = Ideal().run(inputs), Ideal().run(inputs.forward())
+    assert forward.gradients() == {}
+    assert torch.equal(both.out, forward.out)
+    assert torch.equal(both.lse, forward.lse)
 
 
-def test_rows_may_be_computed_in_parts(monkeypatch):
+def test_rows_computed_in_parts_have_the_same_bits(monkeypatch):
     inputs = draw_inputs(small(query=100, dtype="fp32", sink=True))
     tilings = [SMALL, dataclasses.replace(SMALL, reverse=True)]
     whole = [Ideal(tiling).run(inputs) for tiling in tilings]
     monkeypatch.setitem(ideal._ROWS_AT_A_TIME, "cpu", 1)
     parts = [Ideal(tiling).run(inputs) for tiling in tilings]
-    assert all(map(same, whole, parts))
+    assert all(map(are_equal, whole, parts))
 
 
-def test_rows_that_see_nothing_and_keys_that_none_sees_have_gradients_of_zero():
+def test_empty_rows_and_unseen_keys_have_gradients_of_zero():
     padding = draw_inputs(small(mask=MASKS["padding"], dlse=True))
     outputs = Ideal().run(padding)
     assert not any(x[0].any() for x in (outputs.dq, outputs.dk, outputs.dv))
@@ -115,10 +115,9 @@ def test_rows_that_see_nothing_and_keys_that_none_sees_have_gradients_of_zero():
 
 
 @pytest.mark.parametrize("filling", [math.nan, math.inf])
-@pytest.mark.parametrize("score", ["none", "softcap"])
-def test_what_is_hidden_reaches_no_gradient_of_what_sees_it_not(filling, score):
-    spec = ASKED["softcap"]["score"] if score == "softcap" else Spec.of("none")
-    inputs = draw_inputs(small(query=57, mask=MASKS["causal"], score=spec, dtype="bf16"))
+@pytest.mark.parametrize("score", [Spec.of("none"), Spec.of("softcap", cap=5.0)], ids=str)
+def test_hidden_keys_that_are_not_finite_reach_only_rows_that_see_them(filling, score):
+    inputs = draw_inputs(small(query=57, mask=MASKS["causal"], score=score, dtype="bf16"))
     k, v = inputs.k.clone(), inputs.v.clone()
     k[:, :, 40:], v[:, :, 40:] = filling, filling
     before, after = Ideal(SMALL).run(inputs), Ideal(SMALL).run(inputs.replace(k=k, v=v))
@@ -126,7 +125,7 @@ def test_what_is_hidden_reaches_no_gradient_of_what_sees_it_not(filling, score):
     assert not after.dq[:, :, 40:].isfinite().all()
 
 
-def test_a_row_that_is_not_finite_reaches_the_keys_that_it_sees():
+def test_row_of_nan_reaches_only_the_keys_that_it_sees():
     inputs = draw_inputs(small(query=57, mask=MASKS["causal"], dtype="bf16"))
     q, dout = inputs.q.clone(), inputs.dout.clone()
     q[:, :, 20], dout[:, :, 20] = math.nan, math.nan
@@ -137,8 +136,8 @@ def test_a_row_that_is_not_finite_reaches_the_keys_that_it_sees():
         assert other[:, :, :21].isnan().all()
 
 
-def test_gradients_of_an_odd_score_mod_are_torchs(monkeypatch):
-    """At a kink, where a score is constant, and where it is −∞."""
+def test_gradients_of_irregular_score_mods_agree_with_torch(monkeypatch):
+    """Score mods with a kink, with constant scores, and with scores of −∞."""
     mods = {
         "relu": lambda score, b, h, q_idx, kv_idx: torch.relu(score),
         "constant": lambda score, b, h, q_idx, kv_idx: kv_idx * 0.25,
@@ -157,29 +156,29 @@ def test_gradients_of_an_odd_score_mod_are_torchs(monkeypatch):
             assert exact_gradients(inputs).excess(outputs) <= 1
 
 
-def once(values: torch.Tensor) -> torch.Tensor:
-    """Float64 ``values`` rounded once to fp32."""
+def fl(values: torch.Tensor) -> torch.Tensor:
+    """``fl(x)``: float64 values rounded once to fp32."""
     return values.float().double()
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_every_bit_of_dq_is_that_of_the_roundings_it_declares(dtype, reverse):
-    """Two keys at a time; float64 holds the products of one column, and sums of two, exactly."""
+def test_dq_has_the_bits_of_the_declared_roundings(dtype, reverse):
+    """dQ is recomputed two keys at a time: float64 holds such sums of products exactly."""
     problem = Problem(query=256, kv=12, head_dim=1, scale=1.3, dtype=dtype, backward=True)
     inputs = draw_inputs(problem.replace(dlse=True))
     outputs = Ideal(Tiling(block_query=16, block_kv=2, reverse=reverse)).run(inputs)
     q, k, v, dout = (x.double() for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
     c, log2_e = fp32(problem.scale * math.log2(math.e)), fp32(math.log2(math.e))
-    delta = once(once(dout * outputs.out.double()) - inputs.dlse.double()[..., None])
-    lse = once(outputs.lse.double()[..., None] * log2_e)
-    p = once(torch.exp2(once(once(q @ k.mT) * c - lse)))
-    ds = once(p * once(once(dout @ v.mT) - delta))
+    delta = fl(fl(dout * outputs.out.double()) - inputs.dlse.double()[..., None])
+    lse = fl(outputs.lse.double()[..., None] * log2_e)
+    p = fl(torch.exp2(fl(fl(q @ k.mT) * c - lse)))
+    ds = fl(p * fl(fl(dout @ v.mT) - delta))
     ds = round_to(ds, DTYPES[dtype].weights)
     dq = torch.zeros_like(q)
     for start in sorted(range(0, problem.kv, 2), reverse=reverse):
-        dq = once(dq + once(ds[..., start : start + 2] @ k[:, :, start : start + 2]))
-    dq = round_to(once(dq * fp32(problem.scale)), DTYPES[dtype].storage)
+        dq = fl(dq + fl(ds[..., start : start + 2] @ k[:, :, start : start + 2]))
+    dq = round_to(fl(dq * fp32(problem.scale)), DTYPES[dtype].storage)
     assert torch.equal(outputs.dq.double(), dq)
 
 
@@ -208,16 +207,16 @@ class DkWithoutScale(Ideal):
         return super().scaled(total, scale) if total.shape[1] == 4 else total
 
 
-class OneTile(Ideal):
+class FirstTileOnly(Ideal):
     def gradient_added(self, running, part):
         return torch.where(running == 0, part, running)
 
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
 @pytest.mark.parametrize(
-    "fault", [NoDelta, DlseIgnored, MaskForgotten, NoSlope, DkWithoutScale, OneTile]
+    "fault", [NoDelta, DlseIgnored, MaskForgotten, NoSlope, DkWithoutScale, FirstTileOnly]
 )
-def test_a_planted_fault_is_more_than_rounding(fault, dtype):
+def test_planted_fault_is_more_than_rounding(fault, dtype):
     softcap = Spec.of("softcap", cap=1.0)
     problem = small(dtype=dtype, dlse=True, mask=MASKS["causal"], score=softcap)
     inputs = draw_inputs(problem)
@@ -226,23 +225,23 @@ def test_a_planted_fault_is_more_than_rounding(fault, dtype):
     assert exact.excess(fault(SMALL).run(inputs)) > 1
 
 
-def test_the_plain_formula_is_what_it_says():
-    """What everything here is measured by: against differences of its own loss."""
+def test_exact_gradients_agree_with_difference_quotients():
+    """The reference of these tests is checked against differences of its own loss."""
     inputs = draw_inputs(small(sink=True, dlse=True, score=CHAIN, dtype="fp32", query=5, kv=7))
     exact = exact_gradients(inputs)
     dout, dlse = inputs.loss()
     tensors = [*inputs.promoted(), inputs.sink.double()]
 
-    def loss(*given):
-        plain = plain_attention(inputs, *given)
+    def loss(*arguments):
+        plain = plain_attention(inputs, *arguments)
         return ((plain.out * dout).sum() + (plain.lse * dlse).sum()).item()
 
     step = 2.0**-17  # the cube root of float64's unit: both errors are its square
     for place, name in enumerate(("dq", "dk", "dv", "dsink")):
         ahead, behind = ([*tensors] for _ in range(2))
-        for side, given in ((step, ahead), (-step, behind)):
-            given[place] = given[place].clone()
-            given[place].view(-1)[1] += side
+        for side, moved in ((step, ahead), (-step, behind)):
+            moved[place] = moved[place].clone()
+            moved[place].view(-1)[1] += side
         slope = (loss(*ahead) - loss(*behind)) / (2 * step)
-        found = exact.exact[name].reshape(-1)[1].item()
-        assert abs(slope - found) < 2.0**-24 * (1 + abs(found))
+        gradient = exact.exact[name].reshape(-1)[1].item()
+        assert abs(slope - gradient) < 2.0**-24 * (1 + abs(gradient))

@@ -1,4 +1,7 @@
-"""Functions of a convention that have no gradients to give: what each says."""
+"""Functions of a convention without gradients: how each is refused, and who is asked for any.
+
+Standalone scripts have no gradients either.
+"""
 
 import pytest
 import torch
@@ -7,12 +10,17 @@ from tests.subjects.plain_kernels import flash_attn_with
 from tests.subjects.test_backward_conventions import PADDING, Native, Tampered, run, sdpa, small
 from torch.nn.attention.flex_attention import flex_attention
 
+from attncheck.core.errors import UsageError
 from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
+from attncheck.diagnose.standalone_script import render_script
 from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.conventions.convention import ConventionOptions
 from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.ideal import Ideal
 from attncheck.verify.executor import Failure, InProcess
+from attncheck.verify.run_case import run_case
 
 
 def no_gradient(q, k, v, causal=False, softmax_scale=None):
@@ -55,33 +63,33 @@ def backward_raises(q, k, v, causal=False, softmax_scale=None):
         ),
     ],
 )
-def test_what_has_no_gradient_says_so(function, changes, kind, message):
-    found = InProcess().run(adopted(function, "kernel"), draw_inputs(small(**changes)))
-    assert isinstance(found, Failure)
-    assert (found.kind, found.message) == (kind, message)
+def test_missing_gradient_is_refused_or_breaks_the_contract(function, changes, kind, message):
+    failure = InProcess().run(adopted(function, "kernel"), draw_inputs(small(**changes)))
+    assert isinstance(failure, Failure)
+    assert (failure.kind, failure.message) == (kind, message)
 
 
-def test_torchs_flex_attention_refuses_on_the_cpu():
-    found = InProcess().run(
+def test_flex_attention_refuses_a_backward_on_the_cpu():
+    failure = InProcess().run(
         adopted(flex_attention, "flex"), draw_inputs(small(head_dim=16, value_dim=16))
     )
-    assert isinstance(found, Failure)
-    assert found.kind == "refused"
-    assert "does not support backward on CPU" in found.message
+    assert isinstance(failure, Failure)
+    assert failure.kind == "refused"
+    assert "does not support backward on CPU" in failure.message
 
 
-def test_a_wrong_shape_is_the_executors_to_say():
+def test_wrong_shape_of_out_is_reported_before_gradients_are_taken():
     def transposed(q, k, v, is_causal=False, enable_gqa=False):
         return sdpa(q, k, v).transpose(1, 2)
 
-    found = InProcess().run(adopted(transposed, "kernel"), draw_inputs(small()))
-    assert isinstance(found, Failure)
-    assert found.kind == "contract"
-    assert found.message.startswith("out.shape=")
+    failure = InProcess().run(adopted(transposed, "kernel"), draw_inputs(small()))
+    assert isinstance(failure, Failure)
+    assert failure.kind == "contract"
+    assert failure.message.startswith("out.shape=")
 
 
-@pytest.mark.parametrize("how", ["mean", "unspecified"])
-def test_rows_that_see_no_key_and_give_something_are_no_part_of_the_loss(how):
+@pytest.mark.parametrize("empty_row", ["mean", "unspecified"])
+def test_empty_rows_declared_nonzero_are_excluded_from_the_loss(empty_row):
     def sentinel(query, key, value, attn_mask=None, enable_gqa=False):
         group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, 1) for x in (key, value))
@@ -90,45 +98,46 @@ def test_rows_that_see_no_key_and_give_something_are_no_part_of_the_loss(how):
         return scores.softmax(-1) @ value
 
     inputs = draw_inputs(small(dtype="fp32", mask=Spec.of("padding", lengths=[0, 30])))
-    zero = adopted(sentinel, "kernel")
-    said = adopted(sentinel, "kernel", options=ConventionOptions(empty_row=how))
-    assert exact_gradients(inputs).excess(zero.run(inputs)) > 1
-    assert exact_gradients(inputs).excess(run(said, inputs)) <= 1
+    undeclared = adopted(sentinel, "kernel")
+    declared = adopted(sentinel, "kernel", options=ConventionOptions(empty_row=empty_row))
+    assert exact_gradients(inputs).excess(undeclared.run(inputs)) > 1
+    assert exact_gradients(inputs).excess(run(declared, inputs)) <= 1
 
 
-def test_rows_of_nan_leave_no_gradient_to_ask_for():
+def test_backward_with_empty_rows_of_nan_is_unsupported():
     options = ConventionOptions(empty_row="nan")
     subject = adopted(sdpa, "kernel", "sdpa", options)
-    dead = small(mask=Spec.of("padding", lengths=[0, 30]))
-    assert subject.unsupported(dead, "cpu") == (
+    with_empty_rows = small(mask=Spec.of("padding", lengths=[0, 30]))
+    assert subject.unsupported(with_empty_rows, "cpu") == (
         "its rows that see no key are NaN, and so is every gradient of a key beside them"
     )
-    assert subject.unsupported(dead.replace(backward=False), "cpu") is None
+    assert subject.unsupported(with_empty_rows.replace(backward=False), "cpu") is None
     assert subject.unsupported(small(mask=PADDING), "cpu") is None
 
 
-def test_who_is_asked():
-    asked, forward = small(), small(backward=False)
-    without = ConventionOptions(backward=None)
-    for options in (ConventionOptions(), without):
-        subject = adopted(sdpa, "kernel", "sdpa", options)
-        assert subject.backward == subject.concerns(asked) == (options is not without)
-        assert subject.concerns(forward)
-    quiet = adopted(detached_lse, "kernel", options=ConventionOptions(returns_lse=False))
-    assert quiet.unsupported(small(dlse=True), "cpu") == (
-        "it gives no LSE, of which the loss is a function"
-    )
-    assert quiet.unsupported(asked, "cpu") is None
-
-    class Forward(Native):
+def test_backward_concerns_only_subjects_that_declare_one():
+    class ForwardOnly(Native):
         backward = False
 
-    assert Native().concerns(asked)
-    assert not Forward().concerns(asked)
-    assert Forward().concerns(forward)
+    without = ConventionOptions(backward=None)
+    for subject, backward in (
+        (adopted(sdpa, "kernel", "sdpa", ConventionOptions()), True),
+        (adopted(sdpa, "kernel", "sdpa", without), False),
+        (Native(), True),
+        (ForwardOnly(), False),
+    ):
+        assert subject.backward == subject.concerns(small()) == backward
+        assert subject.concerns(small(backward=False))
 
 
-def test_the_paged_convention_has_no_gradients():
+def test_loss_of_lse_is_unsupported_without_lse():
+    subject = adopted(detached_lse, "kernel", options=ConventionOptions(returns_lse=False))
+    reason = "it gives no LSE, of which the loss is a function"
+    assert subject.unsupported(small(dlse=True), "cpu") == reason
+    assert subject.unsupported(small(), "cpu") is None
+
+
+def test_paged_convention_has_no_gradients():
     def paged(q, k, v, cache_seqlens, block_table):
         return q
 
@@ -136,3 +145,13 @@ def test_the_paged_convention_has_no_gradients():
     assert not subject.backward
     assert not subject.concerns(small())
     assert subject.concerns(small(backward=False, paging=Paging(size=16)))
+
+
+def test_standalone_script_for_gradients_is_refused(tmp_path):
+    case = Case(problem=Problem(query=16, head_dim=16, dtype="fp32"))
+    record, path = run_case(Ideal(), case, device="cpu"), tmp_path / "repro.py"
+    arguments = {"kernel": "ideal", "convention": "", "device": "cpu", "facts": {}, "path": path}
+    assert render_script(Ideal(), case, record, **arguments)
+    case = Case(problem=case.problem.replace(backward=True))
+    with pytest.raises(UsageError, match=r"^the script would ask for out and LSE: .*gradients\.$"):
+        render_script(Ideal(), case, record, **arguments)

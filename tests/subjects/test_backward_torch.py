@@ -1,7 +1,8 @@
-"""Gradients of torch's own kernels on a CPU, and what they round on the way."""
+"""Gradients of torch's own kernels on a CPU, and the roundings that their arithmetic declares."""
 
 import pytest
 import torch
+from tests.subjects import sample_problems
 from tests.subjects.plain_gradients import exact_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,94 +15,86 @@ from attncheck.subjects.conventions.torch_arithmetic import with_rounded_sums, w
 from attncheck.subjects.torch_kernels import Flex, Sdpa
 from attncheck.verify.executor import Execution, InProcess
 
-MASKS = {
-    "full": Spec.of("full"),
-    "causal": Spec.of("causal"),
-    "window": Spec.of("sliding_window", window=7),
-    "padding": Spec.of("padding", lengths=[0, 33]),
+CAUSAL, WINDOW = Spec.of("causal"), Spec.of("sliding_window", window=7)
+PROBLEMS = {
+    "full": {},
+    "causal": {"mask": CAUSAL},
+    "window": {"mask": WINDOW},
+    "padding": {"mask": Spec.of("padding", lengths=[0, 33])},
+    "alibi": {"mask": CAUSAL, "score": Spec.of("alibi")},
 }
 
 
 def small(**changes) -> Problem:
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 40, "kv": 57, "head_dim": 16}
-    return Problem(**(sizes | {"backward": True} | changes))
+    return sample_problems.small(**({"kv": 57, "backward": True} | changes))
 
 
-def rounded_sums(problem: Problem) -> int:
-    """How often flash rounds a running dK: tiles of 32 rows, of every head that shares it."""
+def count_rounded_sums(problem: Problem) -> int:
+    """How often flash rounds a running dK: once for 32 rows of each head that shares it."""
     tiles = -(-problem.query // 32)
     return tiles * problem.group if problem.dtype != "fp32" else 0
 
 
 def run(subject, inputs):
     assert subject.unsupported(inputs.problem, "cpu") is None
-    found = InProcess().run(subject, inputs)
-    assert isinstance(found, Execution), found
-    return found.outputs
+    result = InProcess().run(subject, inputs)
+    assert isinstance(result, Execution), result
+    return result.outputs
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("backend", ["math", "flash"])
-def test_gradients_of_sdpa(backend, dtype, mask):
-    problem = small(dtype=dtype, mask=MASKS[mask])
+def test_gradients_of_sdpa_are_within_rounding(backend, dtype, name):
+    problem = small(dtype=dtype, **PROBLEMS[name])
     inputs = draw_inputs(problem)
-    sums = rounded_sums(problem) if backend == "flash" else 0
+    sums = count_rounded_sums(problem) if backend == "flash" else 0
     outputs = run(Sdpa(backend), inputs)
     assert exact_gradients(inputs, sums_in_storage=sums).excess(outputs) <= 1
 
 
 @pytest.mark.parametrize("backend", ["math", "flash"])
-def test_an_added_score_has_no_gradient_of_its_own(backend):
-    inputs = draw_inputs(small(dtype="bf16", score=Spec.of("alibi"), mask=MASKS["causal"]))
-    sums = rounded_sums(inputs.problem) if backend == "flash" else 0
-    outputs = run(Sdpa(backend), inputs)
-    assert exact_gradients(inputs, sums_in_storage=sums).excess(outputs) <= 1
-
-
-@pytest.mark.parametrize("backend", ["math", "flash"])
-def test_another_loss_is_more_than_rounding(backend):
-    """Of the mask beside the one that was asked for."""
-    inputs = draw_inputs(small(dtype="bf16", mask=MASKS["window"]))
+def test_gradients_of_a_window_one_key_too_wide_are_more_than_rounding(backend):
+    inputs = draw_inputs(small(dtype="bf16", mask=WINDOW))
     wider = inputs.problem.replace(mask=Spec.of("sliding_window", window=8))
-    sums = rounded_sums(inputs.problem)
+    sums = count_rounded_sums(inputs.problem)
     outputs = Sdpa(backend).run(inputs.replace(problem=wider))
     assert exact_gradients(inputs, sums_in_storage=sums).excess(outputs) > 1
 
 
-class Rounded(TorchDispatchMode):
-    """Operations of a backward that give 16-bit numbers, by name."""
+class RoundingOperations(TorchDispatchMode):
+    """Names of the operations that return bf16."""
 
     def __init__(self):
         super().__init__()
         self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = func(*args, **(kwargs or {}))
-        first = given[0] if isinstance(given, tuple) else given
+        result = func(*args, **(kwargs or {}))
+        first = result[0] if isinstance(result, tuple) else result
         if isinstance(first, torch.Tensor) and first.dtype == torch.bfloat16:
             self.names.append(func.overloadpacket.__name__)
-        return given
+        return result
 
 
-def test_the_unfused_formula_rounds_only_its_results():
-    """Neither dP nor the gradients of a head: its arithmetic declares no such thing."""
+def test_sdpa_math_rounds_only_its_results():
+    """It rounds neither dP nor the gradients of a head, as its arithmetic declares."""
     problem = small(dtype="bf16")
     call = Sdpa("math").prepare(draw_inputs(problem))
-    with Rounded() as rounded:
+    with RoundingOperations() as rounding:
         call()
-    assert set(rounded.names) <= {"_to_copy", "detach", "alias"}
-    assert rounded.names.count("_to_copy") <= 5  # out, its weights, dq, dk and dv
+    assert set(rounding.names) <= {"_to_copy", "detach", "alias"}
+    assert rounding.names.count("_to_copy") <= 5  # out, its weights, dq, dk and dv
     arithmetic = Sdpa("math").arithmetic(problem, "cpu")
     assert arithmetic.rounds_value_products is None
     assert not arithmetic.sums_rounded_heads
 
 
 @pytest.mark.parametrize(("query", "heads"), [(160, 1), (32, 8)], ids=["tiles", "heads"])
-def test_flash_adds_gradients_of_16_bits_up_in_16_bits(query, heads):
-    """With one key dV is the sum of dO: 2,048 of the first 32 rows, and 4 of all 32 that follow.
+def test_sdpa_flash_sums_bf16_gradients_in_bf16(query, heads):
+    """With one key dV is the sum of dO: 2,048 from the first 32 rows, 4 from each further 32.
 
-    Beside 2,048 bf16 has numbers 16 apart: what is added in it stays there.
+    Near 2,048 bf16 numbers are 16 apart: a running sum in bf16 loses every 4 that is added.
     """
     problem = small(batch=1, heads=heads, kv_heads=1, query=query, kv=1, dtype="bf16")
     inputs = draw_inputs(problem)
@@ -119,10 +112,11 @@ def test_flash_adds_gradients_of_16_bits_up_in_16_bits(query, heads):
 
 
 @pytest.mark.parametrize(("query", "rows"), [(191, 32), (192, 64), (767, 64), (768, 256)])
-def test_tiles_of_flash_on_the_cpu_grow_with_the_rows(query, rows):
-    """With 2,048 in a row of the first tile and less than 8 in each other one, all others are lost.
+def test_tiles_of_sdpa_flash_on_the_cpu_grow_with_the_rows(query, rows):
+    """A tile of ``rows`` rows loses a single 6 beside 2,048, and keeps the sum of two, 12.
 
-    Were the tile longer, it would hold two of them: 12 beside 2,048 are not lost.
+    The first tile has 2,048 in a row. One 6 in each other tile is lost; with two in each, or if
+    the tiles were longer, the sums are not lost.
     """
     problem = small(batch=1, heads=1, kv_heads=1, query=query, kv=1, dtype="bf16")
     inputs = draw_inputs(problem)
@@ -135,20 +129,20 @@ def test_tiles_of_flash_on_the_cpu_grow_with_the_rows(query, rows):
     assert Sdpa("flash").arithmetic(problem, "cpu").dkv_parts == -(-query // rows)
 
 
-def test_a_gpus_fused_kernels_declare_what_they_round():
+def test_fused_kernels_on_a_gpu_declare_their_roundings():
     shared = small(heads=4, kv_heads=2, dtype="bf16")
     alone, wide = shared.replace(kv_heads=4), shared.replace(dtype="fp32")
-    found = [
+    arithmetics = [
         with_rounded_sums(default_arithmetic(each.formats), each, "cuda")
         for each in (shared, alone, wide)
     ]
-    assert [each.sums_rounded_heads for each in found] == [True, False, False]
-    assert [each.dkv_parts for each in found] == [1, 1, 1]
+    assert [each.sums_rounded_heads for each in arithmetics] == [True, False, False]
+    assert [each.dkv_parts for each in arithmetics] == [1, 1, 1]
     assert with_rounded_weights(default_arithmetic(shared.formats)).rereads_weights
     assert not with_rounded_weights(default_arithmetic(wide.formats)).rereads_weights
 
 
-def test_who_gives_gradients_and_of_what():
+def test_builtin_kernels_declare_and_refuse_gradients():
     assert all(
         named_kernels.subject_named(name).backward for name in ("ideal", "sdpa-math", "flex")
     )
@@ -163,7 +157,7 @@ def test_who_gives_gradients_and_of_what():
     assert "scores and weights in fp32" in Sdpa("math").unsupported(large, "cpu")
 
 
-def test_the_graph_is_gone():
+def test_repeated_calls_give_equal_gradients_without_a_graph():
     outputs = Sdpa("flash").run(draw_inputs(small()))
     assert not any(tensor.requires_grad for tensor in outputs.tensors().values())
     call = Sdpa("flash").prepare(draw_inputs(small()))

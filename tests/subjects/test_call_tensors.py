@@ -1,4 +1,4 @@
-"""Masks written out once, and which Problems share a trace."""
+"""Mask tensors of a call, and which Problems share the trace of a mask or score mod."""
 
 import pytest
 
@@ -32,26 +32,27 @@ def small(**changes) -> Problem:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_torch_is_asked_about_a_tensor_like_the_mask(mask, score, dtype):
+def test_placeholder_mask_has_the_layout_of_the_mask(mask, score, dtype):
+    """torch is asked whether it supports a Problem with the placeholder in place of the mask."""
     problem = small(mask=MASKS[mask], score=SCORES[score], dtype=dtype)
-    made, like = (f(problem, "cpu") for f in (Sdpa("math")._mask, Sdpa("math")._like_its_mask))
-    if made is None or like is None:
-        assert made is like
+    built, like = (f(problem, "cpu") for f in (Sdpa("math")._mask, Sdpa("math")._like_its_mask))
+    if built is None or like is None:
+        assert built is like
         return
-    assert (like.shape, like.dtype, like.stride()) == (made.shape, made.dtype, made.stride())
-    assert made.shape == mask_size(problem, "cpu")
+    assert (like.shape, like.dtype, like.stride()) == (built.shape, built.dtype, built.stride())
+    assert built.shape == mask_size(problem, "cpu")
 
 
-def test_what_a_name_of_a_file_means_is_not_kept(monkeypatch):
-    """Next time it may mean something else; what the library's mean is asked once."""
-    made = []
-    count = call_tensors.once_for_mods(made.append)
+def test_only_mods_of_the_library_are_cached(monkeypatch):
+    """A name of a file may mean another mod next time."""
+    keys = []
+    record_once = call_tensors.once_for_mods(keys.append)
     for built_in in (library.BUILT_IN, library.BUILT_IN - {"alibi"}):
         monkeypatch.setattr(library, "BUILT_IN", built_in)
         for seed in (1, 2):
             problem = small(score=Spec.of("alibi"), seed=seed)
-            count(call_tensors.ModKey.of(problem, "cpu", "mask", "score"))
-    assert len(made) == 3
+            record_once(call_tensors.ModKey.of(problem, "cpu", "mask", "score"))
+    assert len(keys) == 3
 
 
 MASK = Spec.of("padding", lengths=[5])
@@ -60,54 +61,54 @@ READERS = (kernel_mods.mask_expression, kernel_mods.score_expression, kernel_mod
 
 
 @pytest.fixture
-def nothing_kept():
-    """No trace kept from before, and none that was checked by a stand-in kept for later."""
-    kept = (kernel_mods._mask, kernel_mods._score)
-    for each in kept:
-        each.forget()
+def empty_trace_cache():
+    """Forget earlier traces, and afterwards those that a test checked with a stand-in."""
+    caches = (kernel_mods._mask, kernel_mods._score)
+    for cache in caches:
+        cache.forget()
     yield
-    for each in kept:
-        each.forget()
+    for cache in caches:
+        cache.forget()
 
 
 @pytest.mark.parametrize("read", READERS)
-def test_dtype_seed_and_head_dim_are_not_a_mods(read):
+def test_problems_of_another_dtype_seed_or_head_dim_share_a_trace(read):
     other = PROBLEM.replace(dtype="fp32", seed=3, head_dim=16, scale=USUAL_SCALE)
     assert read(PROBLEM, "cpu") is read(other, "cpu")
 
 
 @pytest.mark.parametrize("read", READERS[:2])
 @pytest.mark.parametrize("change", [{"kv": 10}, {"query": 7}, {"heads": 2, "kv_heads": 2}])
-@pytest.mark.usefixtures("nothing_kept")
-def test_a_trace_that_dimensions_share_is_checked_in_each(monkeypatch, read, change):
-    """The library's mods have one trace whatever the lengths: what it says there is asked anew."""
-    asked = []
+@pytest.mark.usefixtures("empty_trace_cache")
+def test_shared_trace_is_checked_once_for_each_dimensions(monkeypatch, read, change):
+    """A library mod has one trace for all lengths; it is compared with the mod at each of them."""
+    checked = []
 
-    def checked(_, __, dimensions, **___):
-        asked.append(dimensions)
+    def record_check(_, __, dimensions, **___):
+        checked.append(dimensions)
         return 0
 
-    monkeypatch.setattr(trace, "count_disagreements", checked)
+    monkeypatch.setattr(trace, "count_disagreements", record_check)
     problems = [PROBLEM, PROBLEM.replace(**change)]
     for problem in [*problems, *problems]:
         read(problem, "cpu")
-    assert asked == [problem.dimensions for problem in problems]
+    assert checked == [problem.dimensions for problem in problems]
 
 
-def test_dimensions_are_a_masks():
+def test_trace_of_a_mask_captures_the_dimensions():
     bottom = PROBLEM.replace(mask=Spec.of("causal_bottom_right"))
     first, second = (kernel_mods.mask_expression(bottom.replace(kv=kv), "cpu") for kv in (9, 10))
     assert (first.captured, second.captured) == ((3,), (4,))
 
 
-def test_numbers_are_a_mods():
+def test_masks_with_other_numbers_do_not_share_a_trace():
     other = PROBLEM.replace(mask=Spec.of("padding", lengths=[4]))
     assert kernel_mods.mask_expression(PROBLEM, "cpu") is not kernel_mods.mask_expression(
         other, "cpu"
     )
 
 
-def test_a_wrong_trace_is_refused_each_time_with_the_problem_it_was_asked_for(monkeypatch):
+def test_wrong_trace_is_refused_each_time_with_the_problem_of_the_call(monkeypatch):
     monkeypatch.setattr(trace, "count_disagreements", lambda *_, **__: 3)
     problems = [PROBLEM.replace(query=61, seed=seed) for seed in (1, 2)]
     for problem in problems:

@@ -1,5 +1,7 @@
-"""Who gives gradients of what a score mod reads: ours as the judge allows, torch's flex of the very
-tensors that its callable captures, all others in no Problem."""
+"""Gradients of the tensors that a score mod captures: triton-flash2, ideal and flex give them.
+
+flex differentiates the very tensors that its callable captures; all other kernels refuse.
+"""
 
 import pytest
 import torch
@@ -36,50 +38,50 @@ REASON = "it gives no gradients of the tensors that a score mod reads"
 
 def problem(**changes) -> Problem:
     sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "query": 20, "kv": 27, "head_dim": 16}
-    asked = {"mask": Spec.of("causal"), "backward": True, "dlse": True, "dcaptured": True}
-    return Problem(**(sizes | {"dtype": "fp32", "score": Spec.of("alibi")} | asked | changes))
+    gradients = {"backward": True, "dlse": True, "dcaptured": True}
+    mods = {"mask": Spec.of("causal"), "score": Spec.of("alibi")}
+    return Problem(**(sizes | {"dtype": "fp32"} | mods | gradients | changes))
 
 
-def passes(subject, asked: Problem) -> bool:
-    record = run_case(subject, Case(problem=asked), device="cpu")
+def passes(subject, problem: Problem) -> bool:
+    record = run_case(subject, Case(problem=problem), device="cpu")
     assert record.gradients is None or "dcaptured" in record.gradients
     return record.status == "pass"
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("score", SCORES)
-def test_our_kernel_gives_them(score, dtype):
+def test_flash2_gives_correct_captured_gradients(score, dtype):
     assert passes(Flash2((16, 16)), problem(score=SCORES[score], dtype=dtype))
 
 
 @pytest.mark.parametrize("subject", [Flash2Atomic((16, 16)), Flash2((16, 32), dense=True)])
-def test_other_launches_of_it_do(subject):
+def test_other_launches_of_flash2_give_correct_captured_gradients(subject):
     assert passes(subject, problem(score=SCORES["a cap over a bias"], dtype="fp16"))
 
 
-def test_what_nobody_asks_for_is_not_there():
-    found = Flash2().run(draw_inputs(problem(dcaptured=False)))
-    assert found.dcaptured is None
+def test_captured_gradients_are_not_computed_unasked():
+    assert Flash2().run(draw_inputs(problem(dcaptured=False))).dcaptured is None
 
 
-def test_its_launch_for_them_has_one_stage():
-    """Else a table would be in shared memory several times."""
-    asked = problem(dtype="bf16")
-    rows, keys = Flash2().gradient_launches(asked, "cuda")
-    plain = Flash2().gradient_launches(asked.replace(dcaptured=False), "cuda")
+def test_flash2_launch_for_captured_gradients_has_one_stage():
+    """With more stages, a table would be in shared memory several times."""
+    captured = problem(dtype="bf16")
+    rows, keys = Flash2().gradient_launches(captured, "cuda")
+    plain = Flash2().gradient_launches(captured.replace(dcaptured=False), "cuda")
     assert rows.stages == 1 < plain[0].stages
     assert keys == plain[1]
 
 
-def test_who_gives_them():
-    asked, plain = problem(), problem(dcaptured=False)
+def test_only_ideal_flash2_and_flex_give_captured_gradients():
+    captured, plain = problem(), problem(dcaptured=False)
     able = set()
     for name in named_kernels.builtin_names():
         subject = named_kernels.subject_named(name)
         if not subject.concerns(plain) or subject.absent("cpu"):
             continue
-        assert subject.concerns(asked)
-        if InProcess().refusal(subject, asked, "cpu") == REASON:
+        assert subject.concerns(captured)
+        if InProcess().refusal(subject, captured, "cpu") == REASON:
             assert not subject.captured
         else:
             able.add(name)
@@ -87,7 +89,7 @@ def test_who_gives_them():
     assert able == {"ideal", "triton-flash2", "flex"}
 
 
-def test_a_table_of_what_a_kernel_takes_changes_nothing_of_it():
+def test_capability_table_does_not_change_who_gives_captured_gradients():
     table = Capabilities(entry="triton-flash2", dtypes=("fp32",))
     assert InProcess().refusal(Declared(Flash2(), table, "mine"), problem(), "cpu") is None
     sdpa = Declared(named_kernels.subject_named("sdpa-math"), table, "mine")
@@ -95,7 +97,7 @@ def test_a_table_of_what_a_kernel_takes_changes_nothing_of_it():
 
 
 def formula(q, k, v, score, blocks, scale):
-    """What flex_attention computes, as torch differentiates it; causal."""
+    """Causal flex_attention by the plain formula, which torch differentiates on a CPU too."""
     del blocks
     shape = (*q.shape[:3], k.shape[2])
     at = [
@@ -108,20 +110,20 @@ def formula(q, k, v, score, blocks, scale):
 
 
 class FlexByFormula(Flex):
-    """As on a GPU, where torch has a backward: what is asked for, and of which tensors."""
+    """Flex as on a GPU, where torch has a backward."""
 
     def unsupported(self, problem, device):
         return None
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_flex_follows_the_tensors_of_the_callable_that_it_passes(score, monkeypatch):
+def test_flex_gives_correct_captured_gradients(score, monkeypatch):
     monkeypatch.setattr(torch_kernels, "_eager", formula)
     assert passes(FlexByFormula(), problem(score=SCORES[score]))
 
 
-def test_flex_leaves_tensors_as_they_were(monkeypatch):
-    """Somebody's own may be in use elsewhere."""
+def test_flex_restores_requires_grad_of_captured_tensors(monkeypatch):
+    """A user's tensor may be in use elsewhere."""
     table = torch.randn(2, 5)
 
     def mod(score, b, h, q_idx, kv_idx):
@@ -129,43 +131,44 @@ def test_flex_leaves_tensors_as_they_were(monkeypatch):
 
     entry = Entry(summary="of this test", build=lambda *_: mod)
     monkeypatch.setitem(library.SCORES, "of this test", entry)
-    seen = []
+    tracked = []
 
-    def watched(*arguments):
-        seen.append(table.requires_grad)
+    def record_tracking(*arguments):
+        tracked.append(table.requires_grad)
         return formula(*arguments)
 
-    monkeypatch.setattr(torch_kernels, "_eager", watched)
+    monkeypatch.setattr(torch_kernels, "_eager", record_tracking)
     inputs = draw_inputs(problem(score=Spec.of("of this test")))
-    found = FlexByFormula().run(inputs)
-    assert found.dcaptured.shape == (10,)
+    assert FlexByFormula().run(inputs).dcaptured.shape == (10,)
     FlexByFormula().run(draw_inputs(inputs.problem.replace(dcaptured=False)))
-    assert seen == [True, False]
+    assert tracked == [True, False]
     assert not table.requires_grad
     table.requires_grad_()
     FlexByFormula().run(inputs)
     assert table.requires_grad
 
 
-def test_flex_refuses_what_torch_does_not_add_up():
+def test_flex_refuses_a_tensor_that_is_read_twice():
+    """torch adds up no gradients of several reads of one tensor."""
     from torch._inductor.exc import InductorError
 
     def call():
-        said = "Using multiple indexing operations on the same tensor that requires gradients"
-        raise InductorError(NotImplementedError(said), None)
+        message = "Using multiple indexing operations on the same tensor that requires gradients"
+        raise InductorError(NotImplementedError(message), None)
 
     with pytest.raises(Refused, match="torch adds no gradients up of a tensor read twice"):
         torch_kernels._compile_now(call)
 
 
-def test_flex_hands_on_what_its_wrapper_captures():
-    """The score mod that it passes is a function around the Problem's."""
+def test_flex_finds_tensors_captured_within_its_wrapper():
+    """The score mod that flex passes is a function around the Problem's."""
     mod = torch_kernels.flex_score_mod(problem(score=BIAS), "cpu")
-    (found,) = captured_tensors(mod)
-    assert found.numel() == 2 * 2 * 20 * 27
+    (tensor,) = captured_tensors(mod)
+    assert tensor.numel() == 2 * 2 * 20 * 27
 
 
-def test_flex_refuses_a_table_whose_gradient_torch_rounds(monkeypatch):
+def test_flex_refuses_a_captured_tensor_in_bf16(monkeypatch):
+    """torch would round its gradient to 16 bits."""
     table = torch.randn(2, 5, dtype=torch.bfloat16)
 
     def mod(score, b, h, q_idx, kv_idx):

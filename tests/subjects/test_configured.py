@@ -1,4 +1,4 @@
-"""Kernels by the names that a project, or an installed package, has given them."""
+"""Kernels named in a project's configuration file or published by an installed package."""
 
 import subprocess
 import sys
@@ -33,20 +33,20 @@ def project(tmp_path, monkeypatch):
 
 @pytest.fixture
 def points(monkeypatch):
-    """``points(name="module:attribute", …)``: what packages have published."""
+    """``points(name="module:attribute", …)``: let packages have published these entry points."""
 
     def publish(*pairs, **values):
-        found = [
+        published = [
             EntryPoint(name, value, configuration.GROUP)
             for name, value in (*pairs, *values.items())
         ]
-        monkeypatch.setattr(configuration.metadata, "entry_points", lambda group: found)
+        monkeypatch.setattr(configuration.metadata, "entry_points", lambda group: published)
 
     return publish
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_a_kernel_of_the_nearest_file_upwards(project, name):
+def test_kernel_is_loaded_from_a_file_of_a_parent_folder(project, name):
     (project / name).write_text(MINE.format(header=HEADERS[name]))
     subject = load_subject("mine")
     assert isinstance(subject, Declared)
@@ -55,7 +55,7 @@ def test_a_kernel_of_the_nearest_file_upwards(project, name):
     assert "mine" in kernel_names()
 
 
-def test_a_nearer_file_comes_first_and_one_without_kernels_is_passed(project):
+def test_nearest_attncheck_configuration_wins_and_other_pyprojects_are_skipped(project):
     (project / "pyproject.toml").write_text(MINE.format(header=HEADERS["pyproject.toml"]))
     (project / "below" / "pyproject.toml").write_text("[tool.other]\nx = 1\n")
     assert load_subject("mine").name == "mine"
@@ -65,7 +65,7 @@ def test_a_nearer_file_comes_first_and_one_without_kernels_is_passed(project):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[tool.attncheck.kernels.mine]\nentry = ?\n", "is no TOML: .*line 2"),
         ("[tool.attncheck.kernel.mine]\n", "key 'kernel' is not known: did you mean 'kernels'"),
@@ -84,38 +84,38 @@ def test_a_nearer_file_comes_first_and_one_without_kernels_is_passed(project):
         ),
     ],
 )
-def test_a_file_that_cannot_be_is_one_line(project, text, said):
+def test_invalid_configuration_is_refused_in_one_line(project, text, message):
     (project / "pyproject.toml").write_text(text)
-    with one_line(UsageError, match=said):
+    with one_line(UsageError, match=message):
         load_subject("mine")
 
 
-def test_two_files_of_one_folder(project):
+def test_two_configuration_files_in_one_folder_are_refused(project):
     for name, header in HEADERS.items():
         (project / name).write_text(MINE.format(header=header))
     with pytest.raises(UsageError, match=r"attncheck.toml and pyproject.toml .* keep one"):
         load_subject("mine")
 
 
-def test_an_unknown_name_lists_all_of_them(project, points):
+def test_unknown_kernel_lists_builtin_configured_and_published_names(project, points):
     (project / "pyproject.toml").write_text(MINE.format(header=HEADERS["pyproject.toml"]))
     points(theirs="somewhere:kernel")
     with pytest.raises(UnknownName, match=r"choose from flex, ideal, mine, .*theirs"):
         load_subject("yours")
 
 
-def test_a_broken_file_is_no_reason_to_refuse_a_kernel_of_attnchecks(project):
+def test_builtin_kernel_loads_beside_a_broken_configuration(project):
     (project / "pyproject.toml").write_text("[tool.attncheck")
     assert load_subject("ideal").name == "ideal"
 
 
-def test_a_name_that_attncheck_has_too_is_not_guessed(project):
+def test_configured_kernel_with_the_name_of_a_builtin_is_refused(project):
     (project / "attncheck.toml").write_text("[kernels.ideal]\nentry = 'kernels.py::kernel'\n")
     with pytest.raises(UsageError, match="one of yours is called so too"):
         load_subject("ideal")
 
 
-def test_a_module_beside_the_file(project):
+def test_entry_may_be_a_module_beside_the_configuration(project):
     (project / "beside_the_file.py").write_text(KERNEL)
     (project / "attncheck.toml").write_text(
         '[kernels.mine]\nentry = "beside_the_file:kernel"\nconvention = "sdpa"\n'
@@ -123,7 +123,7 @@ def test_a_module_beside_the_file(project):
     assert load_subject("mine").name == "mine"
 
 
-def test_a_table_for_a_kernel_of_attnchecks(project):
+def test_table_may_declare_capabilities_of_a_builtin_kernel(project):
     (project / "attncheck.toml").write_text(
         '[kernels.mine]\nentry = "ideal"\nempty_row = "zero"\nlse = true\npromises = ["repeat"]\n'
     )
@@ -155,18 +155,18 @@ def package(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize(
-    ("value", "tabled"),
+    ("value", "has_table"),
     [("subject", False), ("function", False), ("table", True), ("named [extra]", True)],
 )
-def test_an_entry_point_may_be_a_kernel_or_a_table(points, value, tabled):
+def test_entry_point_may_be_a_kernel_or_a_table(points, value, has_table):
     points(theirs=f"published_kernels:{value}")
     subject = load_subject("theirs")
     assert subject.name == "theirs"
-    assert isinstance(subject, Declared) is tabled
+    assert isinstance(subject, Declared) is has_table
 
 
 @pytest.mark.usefixtures("package")
-def test_a_wrong_entry_point_is_one_line(points):
+def test_invalid_entry_point_is_refused(points):
     points(theirs="published_kernels:wrong", gone="no_such_package_at_all:x")
     with pytest.raises(UsageError, match=r"entry point 'theirs' .* key 'head_dim' is not known"):
         load_subject("theirs")
@@ -174,31 +174,31 @@ def test_a_wrong_entry_point_is_one_line(points):
         load_subject("gone")
 
 
-def test_two_packages_with_one_name(points):
+def test_entry_points_of_two_packages_with_one_name_are_refused(points):
     points(("theirs", "one:kernel"), ("theirs", "two:kernel"))
     with pytest.raises(UsageError, match="several entry points: one:kernel and two:kernel"):
         load_subject("theirs")
 
 
-def test_the_same_entry_point_found_twice_is_one(points):
+def test_duplicate_entry_point_counts_once(points):
     points(("theirs", "one:kernel"), ("theirs", "one:kernel"))
     assert len(configuration.entry_points()["theirs"]) == 1
 
 
-def test_packages_are_looked_through_once_until_one_is_installed(tmp_path, monkeypatch):
+def test_entry_points_are_cached_until_a_package_is_installed(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    looked, find = [], configuration.metadata.entry_points
-    counted = lambda group: looked.append(group) or find(group=group)  # noqa: E731
-    monkeypatch.setattr(configuration.metadata, "entry_points", counted)
+    searches, find = [], configuration.metadata.entry_points
+    count = lambda group: searches.append(group) or find(group=group)  # noqa: E731
+    monkeypatch.setattr(configuration.metadata, "entry_points", count)
     assert "mine" not in configuration.entry_points()
     configuration.entry_points()
-    assert len(looked) == 1
+    assert len(searches) == 1
     info = tmp_path / "mine-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Name: mine\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[{configuration.GROUP}]\nmine = module:kernel\n")
     assert "mine" in configuration.entry_points()
-    assert len(looked) == 2
+    assert len(searches) == 2
 
 
 OLD = """[tool.attncheck.kernels.mine]
@@ -223,25 +223,27 @@ TABLE = "[tool.attncheck.kernels.mine]\nentry = 'new.py::kernel'\n"
         ),
     ],
 )
-def test_a_table_is_added_or_replaced_and_nothing_else_moves(tmp_path, before, after):
+def test_table_is_added_or_replaced_without_other_changes(tmp_path, before, after):
     path = tmp_path / "pyproject.toml"
     path.write_bytes(before.encode())
     path.chmod(0o640)
     write_file(path, with_table(path, "mine", TABLE))
-    wanted = after if "\r\n" not in before else after.replace(TABLE, TABLE.replace("\n", "\r\n"))
-    assert path.read_bytes().decode() == wanted
+    expected = after if "\r\n" not in before else after.replace(TABLE, TABLE.replace("\n", "\r\n"))
+    assert path.read_bytes().decode() == expected
     assert path.stat().st_mode & 0o777 == 0o640
     assert [one.name for one in tmp_path.iterdir()] == ["pyproject.toml"]
 
 
-def test_what_cannot_be_edited_is_left_alone(tmp_path):
+def test_inline_table_is_refused_and_left_unchanged(tmp_path):
     path = tmp_path / "pyproject.toml"
-    path.write_text("tool.attncheck.kernels = { mine = { entry = 'a:b' } }\n")
+    text = "tool.attncheck.kernels = { mine = { entry = 'a:b' } }\n"
+    path.write_text(text)
     with pytest.raises(UsageError, match="cannot be added to: do it there"):
         with_table(path, "mine", TABLE)
+    assert path.read_text() == text
 
 
-def test_a_link_is_followed(tmp_path):
+def test_symbolic_link_is_written_through(tmp_path):
     (tmp_path / "real.toml").write_text("x = 1\n")
     (tmp_path / "pyproject.toml").symlink_to(tmp_path / "real.toml")
     write_file(tmp_path / "pyproject.toml", "x = 2\n")
@@ -249,14 +251,13 @@ def test_a_link_is_followed(tmp_path):
     assert (tmp_path / "real.toml").read_text() == "x = 2\n"
 
 
-def test_an_entry_is_relative_to_its_file(project):
-    assert (
-        entry_from("kernels.py::kernel", project / "pyproject.toml") == "below/kernels.py::kernel"
-    )
-    assert entry_from("package:kernel", project / "pyproject.toml") == "package:kernel"
+def test_entry_of_a_file_is_relative_to_the_configuration(project):
+    configuration_file = project / "pyproject.toml"
+    assert entry_from("kernels.py::kernel", configuration_file) == "below/kernels.py::kernel"
+    assert entry_from("package:kernel", configuration_file) == "package:kernel"
 
 
-def test_the_help_of_every_verb_needs_no_torch():
+def test_help_of_probe_init_and_list_does_not_import_torch():
     code = (
         "import sys; from attncheck.cli import attncheck\n"
         "for verb in ('probe', 'init', 'list'):\n"

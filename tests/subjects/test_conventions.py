@@ -1,4 +1,4 @@
-"""Functions in a calling convention as Subjects: what they are asked, and what they are given."""
+"""Functions in a calling convention as Subjects: support, arguments, results, names, arithmetic."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ def sdpa(function) -> Subject:
     return subject
 
 
-def whole(
+def complete(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
     return scaled_dot_product_attention(
@@ -45,22 +45,22 @@ def bare(query, key, value):
     return scaled_dot_product_attention(query, key, value)
 
 
-class Notes:
-    """A kernel of the whole convention that notes its keywords."""
+class KeywordRecorder:
+    """A kernel of the complete convention that records its keywords."""
 
     def __call__(self, q, k, v, /, **keywords):
         self.keywords = keywords
-        self.graded = torch.is_grad_enabled()
+        self.grad_enabled = torch.is_grad_enabled()
         return scaled_dot_product_attention(q, k, v, **keywords)
 
 
-# What is asked.
+# Supported Problems and passed arguments.
 
 
 @pytest.mark.parametrize(
     "function",
-    [whole, scaled_dot_product_attention, Notes()],
-    ids=["whole", "torch's", "object"],
+    [complete, scaled_dot_product_attention, KeywordRecorder()],
+    ids=["complete", "torch's", "object"],
 )
 @pytest.mark.parametrize(
     "changes",
@@ -76,7 +76,7 @@ class Notes:
     ],
     ids=str,
 )
-def test_the_whole_convention_reaches_the_kernel(function, changes, exact):
+def test_complete_kernel_is_within_rounding_on_every_problem(function, changes, exact):
     problem = small(**changes)
     subject = sdpa(function)
     assert subject.unsupported(problem, "cpu") is None
@@ -84,10 +84,10 @@ def test_the_whole_convention_reaches_the_kernel(function, changes, exact):
     assert exact(inputs).excess(subject.run(inputs)) <= 1
 
 
-def test_a_wrong_mask_is_more_than_rounding(exact):
+def test_wrong_mask_is_more_than_rounding(exact):
     inputs = draw_inputs(small(mask=CAUSAL))
     full = inputs.replace(problem=inputs.problem.replace(mask=Spec.of("full")))
-    assert exact(inputs).excess(sdpa(whole).run(full)) > 1
+    assert exact(inputs).excess(sdpa(complete).run(full)) > 1
 
 
 @pytest.mark.parametrize(
@@ -101,11 +101,11 @@ def test_a_wrong_mask_is_more_than_rounding(exact):
         ({"scale": 0.25}, None),  # 1/√16
     ],
 )
-def test_what_the_signature_lacks_is_not_asked(changes, reason):
+def test_problem_that_the_signature_cannot_express_is_unsupported(changes, reason):
     assert sdpa(bare).unsupported(small(**changes), "cpu") == reason
 
 
-def test_a_causal_mask_is_written_out_where_there_is_no_flag(exact):
+def test_causal_mask_is_passed_as_attn_mask_without_a_flag(exact):
     def masked(q, k, v, attn_mask=None):
         return scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
 
@@ -114,8 +114,8 @@ def test_a_causal_mask_is_written_out_where_there_is_no_flag(exact):
     assert exact(inputs).excess(sdpa(masked).run(inputs)) <= 1
 
 
-@pytest.mark.parametrize("function", [whole, bare])
-def test_what_the_convention_lacks_is_not_asked(function):
+@pytest.mark.parametrize("function", [complete, bare])
+def test_problem_that_the_convention_cannot_express_is_unsupported(function):
     subject = sdpa(function)
     assert subject.unsupported(small(dtype="e4m3"), "cpu").endswith("which fp8 inputs need")
     alibi = small(score=Spec.of("alibi"))
@@ -124,32 +124,33 @@ def test_what_the_convention_lacks_is_not_asked(function):
     assert subject.unsupported(small(dtype="tf32"), "cuda") is None
     assert not subject.concerns(Problem(operation="softmax", query=8))
     wide = small(mask=WINDOW, query=2_000_000, kv=2_000_000)
-    assert "attn_mask would take" in (sdpa(whole).unsupported(wide, "cpu") or "")
+    assert "attn_mask would take" in (sdpa(complete).unsupported(wide, "cpu") or "")
 
 
-def test_the_default_scale_is_left_out_so_that_it_is_examined_too():
-    notes = Notes()
-    sdpa(notes).run(draw_inputs(small()))
-    assert notes.keywords == {"dropout_p": 0.0, "is_causal": False, "enable_gqa": False}
-    assert not notes.graded
-    sdpa(notes).run(draw_inputs(small(scale=0.7, mask=WINDOW)))
-    assert notes.keywords["scale"] == small(scale=0.7).scale
-    assert notes.keywords["attn_mask"].dtype == torch.bool
-    assert notes.keywords["attn_mask"].shape == (1, 1, 20, 30)
+def test_default_scale_is_not_passed():
+    """The kernel's own default scale is tested too."""
+    recorder = KeywordRecorder()
+    sdpa(recorder).run(draw_inputs(small()))
+    assert recorder.keywords == {"dropout_p": 0.0, "is_causal": False, "enable_gqa": False}
+    assert not recorder.grad_enabled
+    sdpa(recorder).run(draw_inputs(small(scale=0.7, mask=WINDOW)))
+    assert recorder.keywords["scale"] == small(scale=0.7).scale
+    assert recorder.keywords["attn_mask"].dtype == torch.bool
+    assert recorder.keywords["attn_mask"].shape == (1, 1, 20, 30)
 
 
-def test_what_has_no_default_is_passed():
+def test_arguments_without_defaults_are_passed():
     def strict(q, k, v, attn_mask, scale, *, is_causal):
         return scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale)
 
     assert isinstance(InProcess().run(sdpa(strict), draw_inputs(small(mask=CAUSAL))), Execution)
 
 
-# Other names for the same.
+# Other names of the same arguments.
 
 
 def tutorial(q, k, v, causal, sm_scale):
-    """What Triton's tutorial has: both are required."""
+    """The signature of Triton's tutorial, where both are required."""
     return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale)
 
 
@@ -170,7 +171,7 @@ def one_mask(q, k, v, mask=None, softmax_scale=None):
         (one_mask, {"mask": CAUSAL}, None),
     ],
 )
-def test_other_names_for_the_same_are_known(function, changes, reason, exact):
+def test_other_names_of_arguments_are_recognised(function, changes, reason, exact):
     problem = small(**changes)
     subject = adopted(function, "kernel")
     assert subject.summary.startswith("sdpa convention")
@@ -180,7 +181,7 @@ def test_other_names_for_the_same_are_known(function, changes, reason, exact):
         assert exact(inputs).excess(subject.run(inputs)) <= 1
 
 
-def test_what_goes_into_keywords_has_torchs_names():
+def test_starred_keywords_are_passed_with_torch_names():
     passed = {}
 
     def kernel(q, k, v, *, sm_scale=None, **keywords):
@@ -192,14 +193,14 @@ def test_what_goes_into_keywords_has_torchs_names():
     assert passed["sm_scale"] == small(scale=0.7).scale
 
 
-def test_a_flag_that_is_aligned_otherwise_is_not_asked_of_the_other_mask():
+def test_causal_flag_declared_bottom_right_does_not_support_top_left():
     options = ConventionOptions(causal="bottom_right")
     subject = adopted(tutorial, "kernel", "sdpa", options)
     assert subject.unsupported(small(mask=CAUSAL), "cpu") == "takes no attn_mask"
     assert subject.unsupported(small(mask=Spec.of("causal_bottom_right")), "cpu") is None
 
 
-def test_lse_is_asked_for_where_the_signature_has_a_flag():
+def test_lse_is_requested_only_through_a_flag_of_the_signature():
     def flagged(q, k, v, return_lse=False):
         scores = (q @ k.mT) / math.sqrt(q.shape[-1])
         out = scores.softmax(-1) @ v
@@ -209,22 +210,22 @@ def test_lse_is_asked_for_where_the_signature_has_a_flag():
     assert sdpa(flagged).run(inputs).lse is not None
     options = ConventionOptions(returns_lse=False)
     assert adopted(flagged, "kernel", None, options).run(inputs).lse is None
-    notes = Notes()
-    sdpa(notes).run(inputs)
-    assert "return_lse" not in notes.keywords
+    recorder = KeywordRecorder()
+    sdpa(recorder).run(inputs)
+    assert "return_lse" not in recorder.keywords
 
 
-def test_a_softmax_is_no_question_for_a_function_of_attention():
+@pytest.mark.parametrize("name", ["sdpa", "flash_attn", "flex"])
+def test_softmax_is_unsupported_by_conventions_of_attention(name):
     softmax = Problem(operation="softmax", query=8)
-    for name in ("sdpa", "flash_attn", "flex"):
-        subject = adopted(bare, "kernel", name)
-        assert subject.unsupported(softmax, "cpu") == f"the {name} convention is of attention"
+    subject = adopted(bare, "kernel", name)
+    assert subject.unsupported(softmax, "cpu") == f"the {name} convention is of attention"
 
 
-def of_flash_attn(q, k, v): ...
+def flash_attn_function(q, k, v): ...
 
 
-of_flash_attn.__module__ = "flash_attn.flash_attn_interface"
+flash_attn_function.__module__ = "flash_attn.flash_attn_interface"
 
 
 @pytest.mark.parametrize(
@@ -241,25 +242,25 @@ of_flash_attn.__module__ = "flash_attn.flash_attn_interface"
         ("q, k, v, block_mask=None, scale=None, enable_gqa=False", "flex"),
     ],
 )
-def test_the_convention_that_a_signature_shows_is_taken_and_said(signature, convention):
+def test_convention_is_detected_from_the_signature(signature, convention):
     kernel = eval(f"lambda {signature}: q")  # noqa: S307  # a signature of this file's
     assert adopted(kernel, "kernel").summary.startswith(f"{convention} convention: takes ")
 
 
-def test_a_name_shows_it_where_the_signature_does_not():
-    assert adopted(of_flash_attn, "kernel").summary.startswith("flash_attn convention")
+def test_convention_is_detected_from_the_module_of_a_function():
+    assert adopted(flash_attn_function, "kernel").summary.startswith("flash_attn convention")
     from torch.nn.attention.flex_attention import flex_attention
 
-    taken = "score_mod, block_mask, scale, enable_gqa, return_aux, return_lse"
-    assert adopted(flex_attention, "kernel").summary == f"flex convention: takes {taken}"
+    arguments = "score_mod, block_mask, scale, enable_gqa, return_aux, return_lse"
+    assert adopted(flex_attention, "kernel").summary == f"flex convention: takes {arguments}"
 
 
-def test_a_subject_has_no_options_but_its_own():
+def test_options_are_refused_for_a_subject():
     options = ConventionOptions(lse="base2")
     assert adopted(sdpa(bare), "kernel", None, options).startswith("is no function: a Subject says")
 
 
-def test_options_are_checked_and_promises_kept():
+def test_unknown_options_are_refused_and_promises_are_passed_on():
     with pytest.raises(UnknownName, match="lse 'base10' is not known"):
         ConventionOptions(lse="base10")
     with pytest.raises(UnknownName, match="empty_row 'one' is not known"):
@@ -268,10 +269,10 @@ def test_options_are_checked_and_promises_kept():
     assert adopted(bare, "kernel", None, options).promises == {"batch"}
 
 
-# What it gives.
+# Results.
 
 
-def test_lse_may_come_with_out(exact):
+def test_lse_returned_beside_out_is_within_rounding(exact):
     def both(q, k, v):
         scores = (q @ k.mT) / math.sqrt(q.shape[-1])
         return scores.softmax(-1) @ v, scores.logsumexp(-1)
@@ -282,13 +283,13 @@ def test_lse_may_come_with_out(exact):
     assert exact(inputs).excess(outputs) <= 1
 
 
-def of_convention(name, gives):
-    if name == "varlen":
-        return lambda q, k, v, cu_seqlens_q, cu_seqlens_k: gives(q)
-    return lambda q, k, v: gives(q)
+def kernel_of(convention, make_result):
+    if convention == "varlen":
+        return lambda q, k, v, cu_seqlens_q, cu_seqlens_k: make_result(q)
+    return lambda q, k, v: make_result(q)
 
 
-OF_ANY = [
+RESULTS = [
     (lambda q: (q.clone(), None), "", ""),
     (lambda q: [q], "contract", "it returned list of 1: the {} convention gives out, or "),
     (lambda q: None, "contract", "it returned NoneType: the {}"),
@@ -303,20 +304,20 @@ OF_ANY = [
     (lambda q: q.nothing, "error", "AttributeError"),
     (lambda q: int("x"), "refused", "ValueError: invalid literal"),
 ]
-OF_SDPA = [
+SDPA_RESULTS = [
     (lambda q: (q, None), "alias", "out lies in the memory of its input q."),
     (lambda q: (q.clone(), q[..., 0]), "contract", "lse.dtype=torch.bfloat16, but should be"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("convention", "gives", "kind", "message"),
-    [(name, *row) for name in ("sdpa", "flash_attn", "varlen") for row in OF_ANY]
-    + [("sdpa", *row) for row in OF_SDPA],
+    ("convention", "make_result", "kind", "message"),
+    [(name, *row) for name in ("sdpa", "flash_attn", "varlen") for row in RESULTS]
+    + [("sdpa", *row) for row in SDPA_RESULTS],
     ids=range(41),
 )
-def test_what_it_may_give(convention, gives, kind, message):
-    subject = adopted(of_convention(convention, gives), "kernel", convention)
+def test_result_of_a_function_is_checked(convention, make_result, kind, message):
+    subject = adopted(kernel_of(convention, make_result), "kernel", convention)
     result = InProcess().run(subject, draw_inputs(small(kv=20)))
     if not kind:
         assert isinstance(result, Execution)
@@ -326,7 +327,7 @@ def test_what_it_may_give(convention, gives, kind, message):
 
 
 @pytest.mark.parametrize("error", [ValueError, NotImplementedError, AssertionError])
-def test_a_clean_refusal_is_one(error):
+def test_refusing_exceptions_are_refusals_with_their_first_line(error):
     def picky(q, k, v):
         raise error("head_dim must be 64\nor 128")
 
@@ -335,39 +336,39 @@ def test_a_clean_refusal_is_one(error):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, IndexError, SystemExit])
-def test_anything_else_is_an_error(error):
+def test_other_exceptions_are_errors(error):
     def broken(q, k, v):
         raise error("no")
 
     assert InProcess().run(sdpa(broken), draw_inputs(small())).kind == "error"
 
 
-# What follows which convention.
+# Functions that fit a convention.
 
 
-def written(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False):
+def typed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False):
     return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["script", "custom_op", "packet", "compiled"])
-def test_of_what_torch_makes_of_a_function_its_schema_says_what_it_takes(kind):
+def test_arguments_of_scripted_custom_and_compiled_functions_are_known(kind):
     op = torch.library.custom_op("planted::attention", mutates_args=())
-    made = {
-        "script": lambda: torch.jit.script(written),
-        "custom_op": lambda: op(_copying),
-        "packet": lambda: (op(_copying), torch.ops.planted.attention)[1],
+    function = {
+        "script": lambda: torch.jit.script(typed),
+        "custom_op": lambda: op(_typed_copy),
+        "packet": lambda: (op(_typed_copy), torch.ops.planted.attention)[1],
         "compiled": lambda: torch.compile(Attention(), backend="eager"),
     }[kind]()
-    subject = sdpa(made)
+    subject = sdpa(function)
     assert subject.takes == {"is_causal"}
     assert isinstance(InProcess().run(subject, draw_inputs(small())), Execution)
 
 
-def _copying(
+def _typed_copy(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
 ) -> torch.Tensor:
-    return written(q, k, v, is_causal).clone()
+    return typed(q, k, v, is_causal).clone()
 
 
 class Attention(torch.nn.Module):
@@ -375,59 +376,62 @@ class Attention(torch.nn.Module):
         return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
-def two(q, k): ...
+def two_tensors(q, k): ...
 
 
-def defaults(q, k, v=None): ...
+def default_value(q, k, v=None): ...
 
 
-def named(q, k, attn_mask): ...
+def mask_third(q, k, attn_mask): ...
 
 
-def needs(q, k, v, block_size): ...
+def needs_block_size(q, k, v, block_size): ...
 
 
-def anything(*tensors, is_causal=False): ...
+def starred(*tensors, is_causal=False): ...
 
 
 def by_position(q, k, v, is_causal=False, /): ...
 
 
 @pytest.mark.parametrize(
-    ("found", "summary"),
+    ("function", "summary"),
     [
-        (whole, "attn_mask, is_causal, scale, enable_gqa"),
+        (complete, "attn_mask, is_causal, scale, enable_gqa"),
         (bare, "query, key and value alone"),
-        (anything, "is_causal"),
+        (starred, "is_causal"),
         (by_position, "query, key and value alone"),
-        (functools.partial(whole, is_causal=True), "attn_mask, is_causal, scale, enable_gqa"),
+        (functools.partial(complete, is_causal=True), "attn_mask, is_causal, scale, enable_gqa"),
         (Attention(), "is_causal"),
         (scaled_dot_product_attention, "attn_mask, is_causal, scale, enable_gqa"),
     ],
 )
-def test_the_signature_says_what_it_takes(found, summary):
-    assert sdpa(found).summary == f"sdpa convention: takes {summary}"
+def test_summary_lists_the_arguments_of_the_signature(function, summary):
+    assert sdpa(function).summary == f"sdpa convention: takes {summary}"
 
 
 FIRST_THREE = "a kernel's first three arguments are query, key and value, without defaults"
 
 
 @pytest.mark.parametrize(
-    ("found", "reason"),
+    ("function", "reason"),
     [
         (3, "is int, and must be a function of query, key and value"),
         (dict, "is type, and must be a function of query, key and value"),
-        (two, f"takes (q, k): {FIRST_THREE}"),
-        (defaults, f"takes (q, k, v=…): {FIRST_THREE}"),
-        (named, f"takes (q, k, attn_mask): {FIRST_THREE}"),
-        (needs, "needs 'block_size', which the sdpa convention does not pass: give it a default, "),
+        (two_tensors, f"takes (q, k): {FIRST_THREE}"),
+        (default_value, f"takes (q, k, v=…): {FIRST_THREE}"),
+        (mask_third, f"takes (q, k, attn_mask): {FIRST_THREE}"),
+        (
+            needs_block_size,
+            "needs 'block_size', which the sdpa convention does not pass: give it a default, ",
+        ),
     ],
 )
-def test_what_is_no_such_function(found, reason):
-    assert str(adopted(found, "kernel", "sdpa")).startswith(reason)
+def test_unfit_function_is_refused_with_a_reason(function, reason):
+    assert str(adopted(function, "kernel", "sdpa")).startswith(reason)
 
 
-def test_a_triton_function_is_not_what_launches_it():
+def test_triton_jit_function_is_refused_in_favour_of_its_launcher():
     triton = pytest.importorskip("triton")
 
     @triton.jit
@@ -437,7 +441,7 @@ def test_a_triton_function_is_not_what_launches_it():
     assert "name the Python function that launches" in str(adopted(kernel, "kernel", "sdpa"))
 
 
-def test_conventions_by_name():
+def test_conventions_are_listed_and_native_takes_only_subjects():
     assert list(CONVENTIONS) == ["native", "sdpa", "flash_attn", "varlen", "flex", "paged"]
     known = "flash_attn, flex, native, paged, sdpa, varlen"
     with pytest.raises(UnknownName, match=f"'ragged' is not known: choose from {known}\\."):
@@ -451,7 +455,7 @@ def test_conventions_by_name():
     assert adopted(3, "kernel") == f"{number}, or a Subject"
 
 
-# By name, from files and modules.
+# Names of functions in files and modules.
 
 MINE = """
 import torch
@@ -467,7 +471,7 @@ class Holder:
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
+def kernel_file(tmp_path, monkeypatch):
     path = tmp_path / "mine_of_conventions.py"
     path.write_text(MINE)
     monkeypatch.chdir(tmp_path)
@@ -476,21 +480,25 @@ def mine(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("convention", [None, "sdpa"])
-def test_a_function_of_a_file_and_of_a_module(mine, convention):
-    assert load_subject(f"{mine}::kernel", convention).name == "mine_of_conventions.py::kernel"
-    name = "mine_of_conventions:kernel"
-    assert load_subject(name, convention).name == name
-    torchs = "torch.nn.functional:scaled_dot_product_attention"
-    assert load_subject(torchs, convention).name == torchs
+def test_function_is_loaded_from_a_file_or_module(kernel_file, convention):
+    subject = load_subject(f"{kernel_file}::kernel", convention)
+    assert subject.name == "mine_of_conventions.py::kernel"
+    for name in (
+        "mine_of_conventions:kernel",
+        "torch.nn.functional:scaled_dot_product_attention",
+    ):
+        assert load_subject(name, convention).name == name
 
 
-def test_what_else_a_module_may_hold(mine):
-    assert load_subject("mine_of_conventions:Module").summary.endswith("alone")
-    assert load_subject("mine_of_conventions:Holder.kernel").summary.endswith("alone")
+@pytest.mark.usefixtures("kernel_file")
+@pytest.mark.parametrize("name", ["Module", "Holder.kernel"])
+def test_module_class_and_static_method_are_loaded(name):
+    assert load_subject(f"mine_of_conventions:{name}").summary.endswith("alone")
 
 
+@pytest.mark.usefixtures("kernel_file")
 @pytest.mark.parametrize(
-    ("asked", "convention", "message"),
+    ("name", "convention", "message"),
     [
         ("mine_of_conventions:gone", None, "mine_of_conventions has no 'gone'"),
         ("no_such_module:kernel", None, "importing no_such_module raised ModuleNotFoundError"),
@@ -503,12 +511,12 @@ def test_what_else_a_module_may_hold(mine):
         ("ideal", "sdpa", "is attncheck's own: leave its convention out"),
     ],
 )
-def test_what_cannot_be_loaded_is_said_in_one_line(mine, asked, convention, message):
+def test_unloadable_name_is_refused_in_one_line(name, convention, message):
     with one_line(UsageError, match=message):
-        load_subject(asked, convention)
+        load_subject(name, convention)
 
 
-def test_a_kernel_that_launches_triton_says_so(tmp_path):
+def test_kernel_of_a_file_that_imports_triton_is_marked(tmp_path):
     pytest.importorskip("triton")
     path = tmp_path / "launches.py"
     path.write_text(f"import triton.language as tl\n{MINE}")
@@ -517,35 +525,35 @@ def test_a_kernel_that_launches_triton_says_so(tmp_path):
     assert not load_subject(f"{path}::kernel").triton
 
 
-# The arithmetic that is assumed.
+# The assumed arithmetic.
 
 
 def test_weights_may_be_divided_before_they_are_rounded():
-    assumed = sdpa(bare).arithmetic(small(), "cpu")
-    assert assumed.normalised_weights
-    assert not sdpa(bare).arithmetic(small(), "cpu").sums_rounded_weights
+    arithmetic = sdpa(bare).arithmetic(small(), "cpu")
+    assert arithmetic.normalised_weights
+    assert not arithmetic.sums_rounded_weights
 
 
-def own(q, k, v):
+def plain_formula(q, k, v):
     return (q.float() @ k.float().mT / math.sqrt(q.shape[-1])).softmax(-1).to(q.dtype) @ v
 
 
-@pytest.mark.parametrize("function", [scaled_dot_product_attention, bare, whole, Attention()])
-def test_what_reaches_torchs_flash_kernel_of_the_cpu_has_its_exp(function):
-    """Wherever it is called: its exp is short in 16 bits, which is no fault of the caller's."""
-    for dtype, short in (("bf16", True), ("fp16", True), ("fp32", False)):
+@pytest.mark.parametrize("function", [scaled_dot_product_attention, bare, complete, Attention()])
+def test_function_that_calls_torch_flash_on_the_cpu_is_granted_its_exp(function):
+    """torch's exp is inaccurate in 16 bits, which is no fault of a function that calls it."""
+    for dtype, inaccurate in (("bf16", True), ("fp16", True), ("fp32", False)):
         result = InProcess().run(sdpa(function), draw_inputs(small(dtype=dtype)))
-        assert (result.arithmetic.exp2_ulps > 2) == short
-    assert InProcess().run(sdpa(own), draw_inputs(small())).arithmetic.exp2_ulps == 2
+        assert (result.arithmetic.exp2_ulps > 2) == inaccurate
+    assert InProcess().run(sdpa(plain_formula), draw_inputs(small())).arithmetic.exp2_ulps == 2
 
 
-def test_what_is_timed_is_the_function_alone():
-    """Only the first call, which is not timed, is looked at."""
+def test_timed_calls_run_without_the_dispatch_mode():
+    """Only the first call, which is not timed, is observed."""
     modes = []
 
     def kernel(q, k, v):
         modes.append(torch.utils._python_dispatch._get_current_dispatch_mode())
-        return own(q, k, v)
+        return plain_formula(q, k, v)
 
     assert isinstance(InProcess().run(sdpa(kernel), draw_inputs(small()), timed=True), Execution)
     assert modes[0] is not None

@@ -1,4 +1,4 @@
-"""flash_attn and varlen: right functions pass on what can be passed, and each fact can fail."""
+"""The flash_attn and varlen conventions: correct kernels pass, planted faults fail."""
 
 import math
 
@@ -24,13 +24,13 @@ WINDOW, SOFTCAP, ALIBI = (
 DOCUMENTS = Spec.of("document", lengths=[5, 0, 9, 6])
 PADDING = Spec.of("padding", lengths=[30, 7])
 UNLIKE = Spec.of("documents", query_lengths=[0, 4, 0, 9, 7], kv_lengths=[3, 9, 2, 9, 7])
-# Rows and keys unlike in the first that has both: bottom-right in each is so in the whole.
+# Only the first document has unlike lengths: bottom-right in each is bottom-right in the whole.
 SHIFTED = Spec.of("documents", query_lengths=[4, 9, 7], kv_lengths=[9, 9, 7])
 UNSHIFTED = Spec.of("documents", query_lengths=[4, 9, 0, 7], kv_lengths=[4, 9, 0, 7])
 
 
 def label(value):
-    """A short name for what a test is given."""
+    """A short id of a test's argument."""
     if isinstance(value, dict):
         return ",".join(f"{key}={one}" for key, one in value.items()) or "plain"
     return str(value)
@@ -45,17 +45,17 @@ def small(**changes) -> Problem:
     return Problem(**(sizes | changes))
 
 
-def subject_of(function, convention, **options) -> Subject:
+def make_subject(function, convention, **options) -> Subject:
     subject = adopted(function, "kernel", convention, ConventionOptions(**options))
     assert isinstance(subject, Subject), subject
     return subject
 
 
-def record_of(subject, problem):
+def judge(subject, problem):
     return run_case(subject, Case(problem=problem), device="cpu")
 
 
-BOTH = [
+UNPACKED = [
     {},
     {"mask": CAUSAL},
     {"mask": CAUSAL, "dtype": "bf16", "kv_heads": 2},
@@ -87,12 +87,12 @@ KERNELS = {"flash_attn": plain.flash_attn_with, "varlen": plain.varlen_with}
 @pytest.mark.parametrize("options", [{}, {"returns_lse": True}], ids=label)
 @pytest.mark.parametrize(
     ("convention", "changes"),
-    [(c, changes) for c in KERNELS for changes in BOTH] + [("varlen", p) for p in PACKED],
+    [(c, changes) for c in KERNELS for changes in UNPACKED] + [("varlen", p) for p in PACKED],
     ids=label,
 )
-def test_a_right_function_passes(convention, changes, options):
-    subject = subject_of(KERNELS[convention](), convention, **options)
-    record = record_of(subject, small(**changes))
+def test_correct_kernel_passes(convention, changes, options):
+    subject = make_subject(KERNELS[convention](), convention, **options)
+    record = judge(subject, small(**changes))
     assert record.status == "pass", (record.reason, record.judgement)
     assert record.lse is not None
 
@@ -116,9 +116,9 @@ def test_a_right_function_passes(convention, changes, options):
     ],
     ids=label,
 )
-def test_each_fact_can_fail(convention, fault, changes, options):
-    subject = subject_of(KERNELS[convention](fault), convention, **options)
-    record = record_of(subject, small(**changes))
+def test_planted_fault_or_wrong_option_fails(convention, fault, changes, options):
+    subject = make_subject(KERNELS[convention](fault), convention, **options)
+    record = judge(subject, small(**changes))
     assert record.status == "fail", record.reason
 
 
@@ -133,18 +133,18 @@ def test_each_fact_can_fail(convention, fault, changes, options):
     ],
     ids=label,
 )
-def test_an_option_makes_it_right(fault, options, changes):
-    subject = subject_of(plain.flash_attn_with(fault), "flash_attn", **options)
-    record = record_of(subject, small(**changes))
+def test_declared_deviation_passes(fault, options, changes):
+    subject = make_subject(plain.flash_attn_with(fault), "flash_attn", **options)
+    record = judge(subject, small(**changes))
     assert record.status == "pass", record.reason
     assert (record.lse is None) == (options.get("returns_lse") is False)
 
 
 @pytest.mark.parametrize("fault", ["total_first", "padded_lse"])
-def test_other_axes_of_a_packed_lse_are_known(fault):
-    subject = subject_of(plain.varlen_with(fault), "varlen", returns_lse=True)
+def test_packed_lse_with_other_axes_passes(fault):
+    subject = make_subject(plain.varlen_with(fault), "varlen", returns_lse=True)
     for mask in (DOCUMENTS, Spec.of("full")):
-        assert record_of(subject, small(mask=mask)).status == "pass"
+        assert judge(subject, small(mask=mask)).status == "pass"
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_other_axes_of_a_packed_lse_are_known(fault):
     ],
     ids=label,
 )
-def test_what_cannot_be_said_exactly_is_not_asked(convention, changes, reason):
-    subject = subject_of(KERNELS[convention](), convention)
+def test_problem_that_the_convention_cannot_express_is_unsupported(convention, changes, reason):
+    subject = make_subject(KERNELS[convention](), convention)
     assert reason in (subject.unsupported(small(**changes), "cpu") or "")
 
 
@@ -203,55 +203,53 @@ def test_what_cannot_be_said_exactly_is_not_asked(convention, changes, reason):
         ("dropout_p, causal", CAUSAL, {"dropout_p": 0.0, "causal": True}),
     ],
 )
-def test_required_keywords_are_always_passed(takes, mask, passed):
-    """As are all that say what the mask is."""
-    seen = {}
-    names = takes.split(", ")
-    scope = {"seen": seen}
-    given = ", ".join(f"{name}={name}" for name in names)
-    # One function for each signature would say no more.
-    exec(f"def kernel(q, k, v, {takes}):\n    seen.update({given})\n    return v", scope)  # noqa: S102
-    subject, problem = subject_of(scope["kernel"], "flash_attn"), small(mask=mask)
+def test_required_keywords_and_those_of_the_mask_are_passed(takes, mask, passed):
+    received = {}
+    scope = {"received": received}
+    items = ", ".join(f"{name}={name}" for name in takes.split(", "))
+    # A function per signature, made here to keep the table short.
+    exec(f"def kernel(q, k, v, {takes}):\n    received.update({items})\n    return v", scope)  # noqa: S102
+    subject, problem = make_subject(scope["kernel"], "flash_attn"), small(mask=mask)
     if isinstance(passed, str):
         assert subject.unsupported(problem, "cpu") == passed
         return
     subject.run(draw_inputs(problem))
-    assert seen == passed
+    assert received == passed
 
 
 def test_descales_of_fp8_are_passed():
-    seen = {}
+    received = {}
 
     def kernel(q, k, v, q_descale=None, k_descale=None, v_descale=None, causal=False):
-        seen.update(q=q_descale, k=k_descale, v=v_descale)
+        received.update(q=q_descale, k=k_descale, v=v_descale)
         return q.bfloat16()
 
     inputs = draw_inputs(small(dtype="e4m3", kv_heads=2))
-    assert isinstance(InProcess().run(subject_of(kernel, None), inputs), Execution)
-    assert all(torch.equal(seen[name], getattr(inputs.descale, name)) for name in "qkv")
-    assert seen["q"].shape == (2, 2)
+    assert isinstance(InProcess().run(make_subject(kernel, None), inputs), Execution)
+    assert all(torch.equal(received[name], getattr(inputs.descale, name)) for name in "qkv")
+    assert received["q"].shape == (2, 2)
 
 
-def test_packed_descales_are_those_of_each_part():
-    """As flash-attn has them: (sequences as it counts them, kv heads)."""
-    seen = {}
+def test_packed_descales_are_repeated_for_each_part():
+    """flash-attn takes them as (packed sequences, kv heads)."""
+    received = {}
 
     def kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, dropout_p, **scales):
         q_descale, k_descale, v_descale = (scales[f"{name}_descale"] for name in "qkv")
-        seen.update(q=q_descale, k=k_descale, v=v_descale, parts=len(cu_seqlens_q) - 1)
-        seen["dropout_p"] = dropout_p
+        received.update(q=q_descale, k=k_descale, v=v_descale, parts=len(cu_seqlens_q) - 1)
+        received["dropout_p"] = dropout_p
         return q.bfloat16()
 
     inputs = draw_inputs(small(dtype="e4m3", kv_heads=2, mask=DOCUMENTS))
-    assert isinstance(InProcess().run(subject_of(kernel, None), inputs), Execution)
-    assert (seen["parts"], seen["dropout_p"]) == (8, 0.0)
+    assert isinstance(InProcess().run(make_subject(kernel, None), inputs), Execution)
+    assert (received["parts"], received["dropout_p"]) == (8, 0.0)
     for name in "qkv":
         whole = getattr(inputs.descale, name)
-        assert torch.equal(seen[name], whole.repeat_interleave(4, 0))
+        assert torch.equal(received[name], whole.repeat_interleave(4, 0))
 
 
 @pytest.mark.parametrize("convention", KERNELS)
-def test_scales_of_blocks_are_none_of_the_convention(convention):
+def test_required_block_scales_are_refused(convention):
     def fixed(q, k, v, softmax_scale=None, *, k_block_scales): ...
 
     def packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *, k_block_scales): ...
@@ -277,11 +275,11 @@ def test_tensors_have_the_axes_of_the_convention():
         return q[..., :8]
 
     problem = small(kv=30, kv_heads=2, value_dim=8)
-    assert subject_of(fixed, None).run(draw_inputs(problem)).out.shape == (2, 4, 20, 8)
+    assert make_subject(fixed, None).run(draw_inputs(problem)).out.shape == (2, 4, 20, 8)
     whole = [((2, 20, 4, 16), True), ((2, 30, 2, 16), True), ((2, 30, 2, 8), True)]
     assert shapes["flash_attn"] == whole
     assert (
-        subject_of(packed, None).run(draw_inputs(problem.replace(mask=PADDING))).out.shape[0] == 2
+        make_subject(packed, None).run(draw_inputs(problem.replace(mask=PADDING))).out.shape[0] == 2
     )
     assert shapes["varlen"] == [((40, 4, 16), True), ((37, 2, 16), True), ((37, 2, 8), True)]
     assert shapes["places"] == [[0, 20, 40], [0, 30, 37]]
@@ -298,30 +296,29 @@ def test_strides_of_the_inputs_reach_the_kernel():
     inputs = draw_inputs(small())
     wide = torch.zeros(2, 4, 20, 32)
     wide[..., ::2] = inputs.q
-    subject_of(kernel, None).run(inputs.replace(q=wide[..., ::2]))
+    make_subject(kernel, None).run(inputs.replace(q=wide[..., ::2]))
     assert strides == [(2560, 32, 640, 2)]
 
 
-def test_an_lse_that_is_declared_must_come():
+def test_declared_lse_that_is_not_returned_breaks_the_contract():
     def kernel(q, k, v, window_size=(-1, -1)):
         return v
 
-    record = record_of(subject_of(kernel, "flash_attn", returns_lse=True), small())
-    found = record.judgement
-    assert (record.status, found.rule) == ("fail", "contract")
-    assert found.reason == "it gave no LSE, which it is declared to give."
+    record = judge(make_subject(kernel, "flash_attn", returns_lse=True), small())
+    assert (record.status, record.judgement.rule) == ("fail", "contract")
+    assert record.judgement.reason == "it gave no LSE, which it is declared to give."
 
 
-def test_rows_without_keys_may_have_either_infinite_lse():
-    """flash-attn gives +∞ there, and −∞ where it splits the keys."""
+def test_lse_of_plus_infinity_in_empty_rows_is_read_as_minus_infinity():
+    """flash-attn gives +∞ in rows without keys, and −∞ where it splits the keys."""
     problem = small(mask=BOTTOM_RIGHT, query=31, kv=20)
     inputs = draw_inputs(problem)
-    outputs = subject_of(plain.flash_attn_with(), "flash_attn").run(inputs)
+    outputs = make_subject(plain.flash_attn_with(), "flash_attn").run(inputs)
     assert (outputs.lse[:, :, :11] == -math.inf).all()
     assert outputs.lse[:, :, 11:].isfinite().all()
 
 
-def test_a_function_without_its_tensors_is_none_of_the_convention():
+def test_varlen_function_without_cu_seqlens_is_refused():
     def kernel(q, k, v, cu_seqlens_q): ...
 
     assert adopted(kernel, "kernel", "varlen") == (

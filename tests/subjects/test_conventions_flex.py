@@ -1,4 +1,4 @@
-"""flex: a function that takes a mask and a score mod as callables."""
+"""The flex convention: functions that take a mask and a score mod as callables."""
 
 import pytest
 import torch
@@ -19,19 +19,19 @@ def small(**changes) -> Problem:
     return Problem(**(sizes | changes))
 
 
-def record_of(function, problem, **options):
+def judge(function, problem, **options):
     subject = adopted(function, "kernel", "flex", ConventionOptions(**options))
     return run_case(subject, Case(problem=problem), device="cpu")
 
 
-def masked(fault=""):
-    """A kernel that takes the callable itself."""
+def with_mask_mod(fault=""):
+    """A kernel that takes the mask as a callable rather than a block mask."""
 
     def kernel(q, k, v, mask_mod=None, score_mod=None, scale=None, *, enable_gqa, return_lse=False):
         assert enable_gqa or q.shape[1] == k.shape[1]
         shape = torch.zeros(*q.shape[:3], k.shape[2])
         b, h, i, j = plain.indices(shape)
-        i, j = (j, i) if fault == "turned" else (i, j)
+        i, j = (j, i) if fault == "transposed" else (i, j)
         seen = shape == 0 if mask_mod is None else mask_mod(b, h, i, j)
         score_mod = None if fault == "no_score" else score_mod
         out, lse = plain.attend(q, k, v, seen | torch.zeros_like(b, dtype=bool), scale, score_mod)
@@ -47,10 +47,10 @@ def masked(fault=""):
         ("mask_mod", {"mask": Spec.of("padding", lengths=[20, 13])}),
     ],
 )
-def test_a_function_that_writes_to_what_a_mod_captures_is_found(name, changes):
+def test_function_that_writes_to_a_captured_tensor_fails(name, changes):
     def kernel(q, k, v, mask_mod=None, score_mod=None, scale=None, *, enable_gqa=False):
         mod, reads = {"mask_mod": mask_mod, "score_mod": score_mod}[name], []
-        out = masked()(q, k, v, mask_mod, score_mod, scale, enable_gqa=enable_gqa)
+        out = with_mask_mod()(q, k, v, mask_mod, score_mod, scale, enable_gqa=enable_gqa)
         while not reads:
             cells = [cell.cell_contents for cell in mod.__closure__]
             reads = [each for each in cells if isinstance(each, torch.Tensor)]
@@ -58,12 +58,12 @@ def test_a_function_that_writes_to_what_a_mod_captures_is_found(name, changes):
         reads[0].add_(1)
         return out
 
-    record = record_of(kernel, small(**changes))
+    record = judge(kernel, small(**changes))
     assert (record.status, record.judgement.rule) == ("fail", "mutation")
     assert record.judgement.reason == f"wrote to its input {name}."
 
 
-def lse_alone(query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False):
+def out_alone(query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False):
     return flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa)
 
 
@@ -81,25 +81,25 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize(
-    "function", [flex_attention, lse_alone, masked()], ids=["torch", "out", "callable"]
+    "function", [flex_attention, out_alone, with_mask_mod()], ids=["torch", "out", "callable"]
 )
-def test_a_right_function_passes(function, name):
-    record = record_of(function, small(**PROBLEMS[name]))
+def test_correct_kernel_passes(function, name):
+    record = judge(function, small(**PROBLEMS[name]))
     assert record.status == "pass", record.reason
-    assert (record.lse is None) == (function is lse_alone)
+    assert (record.lse is None) == (function is out_alone)
 
 
 @pytest.mark.parametrize(
     ("fault", "changes", "options"),
     [
-        ("turned", {"mask": CAUSAL}, {}),
+        ("transposed", {"mask": CAUSAL}, {}),
         ("no_score", {"score": Spec.of("alibi")}, {}),
         ("", {}, {"lse": "base2"}),
     ],
-    ids=["turned", "no_score", "base2"],
+    ids=["transposed", "no_score", "base2"],
 )
-def test_each_fact_can_fail(fault, changes, options):
-    assert record_of(masked(fault), small(**changes), **options).status == "fail"
+def test_planted_fault_or_wrong_option_fails(fault, changes, options):
+    assert judge(with_mask_mod(fault), small(**changes), **options).status == "fail"
 
 
 @pytest.mark.parametrize(
@@ -113,13 +113,12 @@ def test_each_fact_can_fail(fault, changes, options):
         ("block_mask=None", {"mask": CAUSAL, "query": 2**20}, "mask, of which blocks are made,"),
     ],
 )
-def test_what_the_signature_lacks_is_not_asked(parameters, changes, reason):
+def test_problem_that_the_signature_cannot_express_is_unsupported(parameters, changes, reason):
     kernel = eval(f"lambda q, k, v, {parameters}: q")  # noqa: S307  # a signature of this file's
-    said = adopted(kernel, "kernel").unsupported(small(**changes), "cpu")
-    assert reason in (said or "")
+    assert reason in (adopted(kernel, "kernel").unsupported(small(**changes), "cpu") or "")
 
 
-def test_lse_that_is_not_wanted_is_not_asked_for():
-    assert record_of(flex_attention, small(), returns_lse=False).lse is None
-    record = record_of(lambda q, k, v, score_mod=None: q, small(), returns_lse=True)
+def test_declared_lse_is_required_and_undeclared_lse_not_requested():
+    assert judge(flex_attention, small(), returns_lse=False).lse is None
+    record = judge(lambda q, k, v, score_mod=None: q, small(), returns_lse=True)
     assert "it gave no LSE" in record.judgement.reason

@@ -1,10 +1,10 @@
-"""The paged convention: a right function passes on what can be passed, and each fact can fail."""
+"""The paged convention: correct kernels pass, planted faults fail, the rest is refused."""
 
 import re
 
 import pytest
 import torch
-from tests.subjects.plain_paged import with_kvcache
+from tests.subjects.plain_kernels import with_kvcache
 
 from attncheck.cases import check_cases
 from attncheck.core.mod_spec import Spec
@@ -29,17 +29,17 @@ def both(*parts):
     return Spec.of("and", *parts)
 
 
-def subject_of(function, convention="paged") -> Subject:
-    subject = adopted(function, "kernel", convention)
+def make_subject(function) -> Subject:
+    subject = adopted(function, "kernel", "paged")
     assert isinstance(subject, Subject), subject
     return subject
 
 
-def record_of(subject, problem):
+def judge(subject, problem):
     return run_case(subject, Case(problem=problem), device="cpu", brief=True)
 
 
-TAKEN = {
+SUPPORTED = {
     "full": {},
     "decoding": {"query": 1, "kv": 33, "dtype": "bf16"},
     "bottom right": {"mask": BOTTOM_RIGHT, "scale": 0.7},
@@ -52,7 +52,7 @@ TAKEN = {
         "mask": both(Spec.of("padding", lengths=[20, 20]), Spec.of("causal")),
         "query": 20,
     },
-    "padding and each one's own end": {
+    "padding and the end of each sequence": {
         "mask": both(
             Spec.of("padding", lengths=[20, 20]), Spec.of("offset", Spec.of("causal"), rows=15)
         ),
@@ -67,15 +67,15 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("name", TAKEN)
-def test_a_right_function_passes(name):
-    subject, problem = subject_of(with_kvcache()), small(**TAKEN[name])
-    record = record_of(subject, problem)
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_correct_kernel_passes(name):
+    subject, problem = make_subject(with_kvcache()), small(**SUPPORTED[name])
+    record = judge(subject, problem)
     assert record.status == "pass", (record.reason, record.judgement)
     assert subject.run(draw_inputs(problem)).lse is not None
 
 
-# Which TAKEN a fault is wrong on.
+# The SUPPORTED problem that shows each fault.
 FAULTS = {
     "transposed": "full",
     "page_size": "full",
@@ -87,17 +87,18 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_fact_can_fail(fault):
-    record = record_of(subject_of(with_kvcache(fault)), small(**TAKEN[FAULTS[fault]]))
+def test_planted_fault_fails(fault):
+    record = judge(make_subject(with_kvcache(fault)), small(**SUPPORTED[FAULTS[fault]]))
     assert record.status == "fail", record.reason
 
 
-def test_what_is_shared_is_the_same_and_what_is_not_is_found():
-    """The fault is right where the pages are, and a relation that changes one finds it."""
-    subject = subject_of(with_kvcache("shared"))
-    problem = small(**TAKEN["shared"])
-    assert record_of(subject, problem).status == "pass"
-    for lengths, status in (([30, 12], "pass"), ([12, 30], "fail")):  # the first keeps its own
+def test_reading_shared_pages_of_another_sequence_fails_when_its_keys_change():
+    """The fault is invisible while shared pages are equal; a relation that changes one finds it."""
+    subject = make_subject(with_kvcache("shared"))
+    problem = small(**SUPPORTED["shared"])
+    assert judge(subject, problem).status == "pass"
+    # The first sequence reads its own pages in either case.
+    for lengths, status in (([30, 12], "pass"), ([12, 30], "fail")):
         hidden = problem.replace(mask=Spec.of("padding", lengths=lengths))
         case = Case(problem=hidden, question="hidden_keys", parameters={"row": 0})
         assert run_case(subject, case, device="cpu").status == status
@@ -119,27 +120,29 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_cannot_say_is_refused_with_a_reason(name):
+def test_problem_that_the_convention_cannot_express_is_unsupported(name):
     changes, reason = REFUSED[name]
-    assert subject_of(with_kvcache()).unsupported(small(**changes), "cpu").startswith(reason)
+    assert make_subject(with_kvcache()).unsupported(small(**changes), "cpu").startswith(reason)
 
 
-def test_the_reason_names_mask_and_lengths():
-    said = subject_of(with_kvcache()).unsupported(small(**REFUSED["lengths differ"][0]), "cpu")
-    assert said.endswith("and(padding(lengths=(30,13)), causal_bottom_right), of lengths [30, 13]")
+def test_reason_names_mask_and_lengths():
+    subject = make_subject(with_kvcache())
+    reason = subject.unsupported(small(**REFUSED["lengths differ"][0]), "cpu")
+    assert reason.endswith(
+        "and(padding(lengths=(30,13)), causal_bottom_right), of lengths [30, 13]"
+    )
 
 
-def test_decoding_of_padded_sequences_is_each_ones_own_end():
-    """One row that sees all keys of its sequence is what causal means there: no flag is needed."""
-    given = {}
+def test_decoding_of_padded_sequences_needs_no_causal_flag():
+    """A single row sees all keys of its sequence, causal or not."""
+    received = {}
 
     def kernel(q, k_cache, v_cache, cache_seqlens, block_table, causal=False):
-        given.update(causal=causal, lengths=cache_seqlens.tolist())
+        received.update(causal=causal, lengths=cache_seqlens.tolist())
         return q
 
-    subject = subject_of(kernel)
-    subject.run(draw_inputs(small(query=1, mask=PADDING)))
-    assert given == {"causal": False, "lengths": [30, 13]}
+    make_subject(kernel).run(draw_inputs(small(query=1, mask=PADDING)))
+    assert received == {"causal": False, "lengths": [30, 13]}
 
 
 @pytest.mark.parametrize(
@@ -151,42 +154,40 @@ def test_decoding_of_padded_sequences_is_each_ones_own_end():
         ("seqlens_k", "page_tables"),
     ],
 )
-def test_usual_names_in_any_order(lengths, table):
-    right = with_kvcache()
-    scope = {"right": right}
+def test_usual_names_of_arguments_are_recognised_in_any_order(lengths, table):
+    scope = {"with_kvcache": with_kvcache}
     source = f"""
 def kernel(q, k_cache, v_cache, {table}, {lengths}, sm_scale, page_size, max_seq_len):
     assert page_size == k_cache.shape[1]
     assert max_seq_len == 30
-    return right(
+    return with_kvcache()(
         q, k_cache, v_cache, cache_seqlens={lengths}, block_table={table}, softmax_scale=sm_scale
     )
 """
     exec(source, scope)  # noqa: S102  # signatures are what is tested
     subject = adopted(scope["kernel"], "kernel")
     assert subject.convention == "paged"
-    assert record_of(subject, small(mask=PADDING)).status == "pass"
+    assert judge(subject, small(mask=PADDING)).status == "pass"
 
 
-def test_it_is_asked_about_pages_alone():
-    subject = subject_of(with_kvcache())
+def test_paged_kernel_is_given_pages_and_others_refuse_them():
+    subject = make_subject(with_kvcache())
     plain = small(paging=None)
     assert not subject.concerns(plain)
     assert not subject.concerns(Problem(operation="softmax", query=4))
-    record = record_of(subject, plain)
+    record = judge(subject, plain)
     assert (record.status, record.case["problem"]["paging"]["size"]) == ("pass", 16)
     other = adopted(lambda query, key, value, is_causal=False: query, "other")
     assert not other.concerns(small())
-    assert record_of(other, small()).reason == "it takes no paged keys and values"
+    assert judge(other, small()).reason == "it takes no paged keys and values"
 
 
-def test_a_sink_is_asked_where_there_is_an_argument_for_it():
-    assert subject_of(with_kvcache()).concerns(small(sink=True))
-
-    def without(q, k_cache, v_cache, cache_seqlens, block_table):
+def test_sink_concerns_only_kernels_with_an_argument_for_it():
+    def without_sink(q, k_cache, v_cache, cache_seqlens, block_table):
         return q
 
-    assert not subject_of(without).concerns(small(sink=True))
+    assert make_subject(with_kvcache()).concerns(small(sink=True))
+    assert not make_subject(without_sink).concerns(small(sink=True))
 
 
 @pytest.mark.parametrize(
@@ -200,40 +201,40 @@ def test_a_sink_is_asked_where_there_is_an_argument_for_it():
         ("workspace", "needs 'workspace', which the paged convention does not pass: give"),
     ],
 )
-def test_what_it_has_no_value_for_is_refused(argument, reason):
+def test_required_argument_without_a_value_is_refused(argument, reason):
     scope = {}
     exec(f"def kernel(q, k, v, cache_seqlens, block_table, {argument}): ...", scope)  # noqa: S102
-    said = adopted(scope["kernel"], "kernel", "paged")
-    assert isinstance(said, str)
-    assert said.startswith(reason)
+    refusal = adopted(scope["kernel"], "kernel", "paged")
+    assert isinstance(refusal, str)
+    assert refusal.startswith(reason)
 
 
-@pytest.mark.parametrize("missing", ["cache_seqlens", "block_table"])
-def test_a_table_and_lengths_are_needed(missing):
-    there = {"cache_seqlens": "block_table", "block_table": "cache_seqlens"}[missing]
+@pytest.mark.parametrize(
+    ("missing", "present"), [("cache_seqlens", "block_table"), ("block_table", "cache_seqlens")]
+)
+def test_function_without_block_table_or_lengths_is_refused(missing, present):
     scope = {}
-    exec(f"def kernel(q, k_cache, v_cache, {there}): ...", scope)  # noqa: S102
+    exec(f"def kernel(q, k_cache, v_cache, {present}): ...", scope)  # noqa: S102
     assert adopted(scope["kernel"], "kernel", "paged") == (
         f"takes no {missing}, which the paged convention passes"
     )
 
 
-def test_a_function_that_writes_to_its_cache_is_found():
+def test_function_that_writes_to_its_cache_fails():
     def kernel(q, k_cache, v_cache, cache_seqlens, block_table):
         out = with_kvcache()(q, k_cache, v_cache, None, None, cache_seqlens, block_table)
         k_cache[0, 0] = 0.0
         return out
 
-    record = record_of(subject_of(kernel), small())
-    found = record.judgement
-    assert (record.status, found.rule) == ("fail", "mutation")
-    assert found.reason == "wrote to its input k."
+    record = judge(make_subject(kernel), small())
+    assert (record.status, record.judgement.rule) == ("fail", "mutation")
+    assert record.judgement.reason == "wrote to its input k."
 
 
 @pytest.mark.parametrize("name", ["cache_seqlens", "block_table"])
 @pytest.mark.parametrize("copied", [1 << 20, 0])
-def test_a_function_that_writes_to_its_tables_is_found(name, copied, monkeypatch):
-    """Whether a copy was made before the call, or it is made once more after it."""
+def test_function_that_writes_to_its_tables_fails(name, copied, monkeypatch):
+    """Small tables are copied before the call; larger ones are built again after it."""
     monkeypatch.setattr("attncheck.subjects.conventions.results._COPIED", copied)
 
     def kernel(q, k_cache, v_cache, cache_seqlens, block_table):
@@ -241,20 +242,20 @@ def test_a_function_that_writes_to_its_tables_is_found(name, copied, monkeypatch
         {"cache_seqlens": cache_seqlens, "block_table": block_table}[name].add_(1)
         return out
 
-    record = record_of(subject_of(kernel), small())
+    record = judge(make_subject(kernel), small())
     assert (record.status, record.judgement.rule) == ("fail", "mutation")
     assert record.judgement.reason == f"wrote to its input {name}."
 
 
 @pytest.mark.parametrize("shared", [0, 1])
-def test_keys_may_have_any_strides(shared):
+def test_correct_kernel_passes_strides_relations(shared):
     problem = small(mask=PADDING, paging=Paging(size=8, shared=shared))
     for question in ("strides_transposed", "strides_packed", "strides_expanded"):
         case = Case(problem=problem, question=question)
-        assert run_case(subject_of(with_kvcache()), case, device="cpu").status == "pass"
+        assert run_case(make_subject(with_kvcache()), case, device="cpu").status == "pass"
 
 
-def test_fp8_has_descales_of_sequences_and_heads():
+def test_fp8_kernel_gets_descales_of_sequences_and_heads():
     def kernel(q, k_cache, v_cache, cache_seqlens, block_table, q_descale, k_descale, v_descale):
         scales = (q_descale.repeat_interleave(2, 1)[:, None, :, None], k_descale, v_descale)
         qs = q.float() * scales[0]
@@ -269,40 +270,37 @@ def test_fp8_has_descales_of_sequences_and_heads():
         return torch.cat(outs).bfloat16()
 
     problem = small(dtype="e4m3", mask=PADDING, paging=Paging(size=8, shared=1))
-    record = record_of(subject_of(kernel), problem)
+    record = judge(make_subject(kernel), problem)
     assert record.status == "pass", (record.reason, record.judgement)
 
 
-@pytest.mark.parametrize("name", TAKEN)
-def test_a_script_gives_the_same_bits(name):
-    function, problem = with_kvcache(), small(**TAKEN[name])
-    subject, inputs = subject_of(function), draw_inputs(problem)
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_rendered_script_gives_the_same_bits(name):
+    function, problem = with_kvcache(), small(**SUPPORTED[name])
+    subject, inputs = make_subject(function), draw_inputs(problem)
     text = subject.render(problem)
     assert "attncheck" not in text
     scope = {"torch": torch, "sink": inputs.sink}
     exec(text, scope)  # noqa: S102  # a script is there to be run
     out, lse = scope["call"](function, inputs.q, inputs.k, inputs.v)
-    ours = subject.run(inputs)
-    assert torch.equal(out, ours.out)
-    assert torch.equal(lse, ours.lse.masked_fill(ours.lse == torch.inf, -torch.inf))
+    expected = subject.run(inputs)
+    assert torch.equal(out, expected.out)
+    assert torch.equal(lse, expected.lse.masked_fill(expected.lse == torch.inf, -torch.inf))
 
 
-def test_check_asks_it_with_pages():
-    """The questions of ``attncheck check`` are asked in pages, of a size that the kernel takes."""
-
-    def of_pages(size):
+def test_questions_of_a_check_use_pages_of_a_size_that_the_kernel_takes():
+    def kernel_with_pages(size):
         def kernel(q, k_cache, v_cache, cache_seqlens, block_table):
             if k_cache.shape[1] % size:
                 raise ValueError(f"pages of {size}")
             return with_kvcache()(q, k_cache, v_cache, None, None, cache_seqlens, block_table)
 
-        return subject_of(kernel)
+        return make_subject(kernel)
 
     question = next(q for q in check_cases.check_cases("bf16", [16]) if q.name == "padding")
     for size, status in ((16, "pass"), (256, "pass"), (100, "unsupported")):
-        subject = of_pages(size)
-        record = run_case(subject, question.case, device="cpu")
+        record = run_case(kernel_with_pages(size), question.case, device="cpu")
         assert record.status == status, record.reason
-        asked = re.search(r"pages of (\d+)", str(Problem.from_json(record.case["problem"])))
-        assert asked is not None
-        assert status != "pass" or int(asked[1]) % size == 0
+        pages = re.search(r"pages of (\d+)", str(Problem.from_json(record.case["problem"])))
+        assert pages is not None
+        assert status != "pass" or int(pages[1]) % size == 0

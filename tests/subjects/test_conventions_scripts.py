@@ -1,4 +1,4 @@
-"""The call as a script: the same bits as the Subject's, with torch and the kernel alone."""
+"""Scripts of a Subject's call: they use torch and the kernel alone and give the same bits."""
 
 import re
 
@@ -58,8 +58,8 @@ PROBLEMS = {
 }
 
 
-def called(text, kernel, inputs):
-    """What the script gives; its names are torch and the mask alone."""
+def run_script(text, kernel, inputs):
+    """Out and LSE of the script, which may use no other names than torch and mask."""
     assert "attncheck" not in text
     scope = {"torch": torch}
     if re.search(r"\bmask\b", text):
@@ -68,59 +68,59 @@ def called(text, kernel, inputs):
     return scope["call"](kernel, inputs.q, inputs.k, inputs.v)
 
 
-def problem_of(changes):
+def make_problem(changes):
     sizes = {"batch": 2, "heads": 4, "query": 20, "head_dim": 16, "dtype": "bf16"}
     return Problem(**(sizes | changes))
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("called_like", KERNELS)
-def test_a_script_gives_the_same_bits(called_like, name):
-    function = KERNELS[called_like]
-    subject, inputs = adopted(function, "kernel"), draw_inputs(problem_of(PROBLEMS[name]))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_script_gives_the_same_bits(kernel, name):
+    function = KERNELS[kernel]
+    subject, inputs = adopted(function, "kernel"), draw_inputs(make_problem(PROBLEMS[name]))
     text = subject.render(inputs.problem)
     if subject.unsupported(inputs.problem, "cpu"):
         assert text is None
         return
-    out, lse = called(text, function, inputs)
-    ours = subject.run(inputs)
-    assert torch.equal(out, ours.out)
-    assert torch.equal(lse, ours.lse)
+    out, lse = run_script(text, function, inputs)
+    expected = subject.run(inputs)
+    assert torch.equal(out, expected.out)
+    assert torch.equal(lse, expected.lse)
 
 
-def test_every_convention_has_scripts():
-    """Or the test above asks nothing."""
-    able = {
+def test_every_convention_renders_scripts():
+    """Without scripts, the test above would check nothing."""
+    counts = {
         kernel: sum(
-            adopted(function, "kernel").render(problem_of(changes)) is not None
+            adopted(function, "kernel").render(make_problem(changes)) is not None
             for changes in PROBLEMS.values()
         )
         for kernel, function in KERNELS.items()
     }
     expected = {"sdpa": 6, "flash_attn": 5, "varlen": 7, "total_first": 7}
-    assert able == expected | {"flex": 9, "flex_callable": 9}
+    assert counts == expected | {"flex": 9, "flex_callable": 9}
 
 
 @pytest.mark.parametrize("options", [{"lse": "base2"}, {"returns_lse": False}], ids=str)
-def test_options_are_in_the_script(options):
+def test_script_applies_the_options(options):
     function = plain.flash_attn_with("base2")
     subject = adopted(function, "kernel", None, ConventionOptions(**options))
-    inputs = draw_inputs(problem_of({"mask": Spec.of("causal_bottom_right"), "query": 31}))
-    out, lse = called(subject.render(inputs.problem), function, inputs)
-    ours = subject.run(inputs)
-    assert torch.equal(out, ours.out)
-    assert lse is ours.lse is None or torch.equal(lse, ours.lse)
+    inputs = draw_inputs(make_problem({"mask": Spec.of("causal_bottom_right"), "query": 31}))
+    out, lse = run_script(subject.render(inputs.problem), function, inputs)
+    expected = subject.run(inputs)
+    assert torch.equal(out, expected.out)
+    assert lse is expected.lse is None or torch.equal(lse, expected.lse)
 
 
-def test_what_cannot_be_said_in_a_line_is_none():
-    learned = problem_of({"score": Spec.of("relative_bias", distance=4, seed=0)})
+def test_score_mod_with_a_captured_tensor_has_no_script():
+    learned = make_problem({"score": Spec.of("relative_bias", distance=4, seed=0)})
     assert adopted(flex, "kernel").render(learned) is None
 
 
-def test_a_script_that_says_otherwise_is_found():
-    """The comparison above would see a wrong alignment."""
+def test_script_with_another_mask_gives_other_bits():
+    """The comparison of the tests above would notice a wrong mask."""
     function = KERNELS["flash_attn"]
-    inputs = draw_inputs(problem_of(PROBLEMS["causal"]))
+    inputs = draw_inputs(make_problem(PROBLEMS["causal"]))
     text = adopted(function, "kernel").render(inputs.problem)
-    out, _ = called(text.replace("causal=True", "causal=False"), function, inputs)
+    out, _ = run_script(text.replace("causal=True", "causal=False"), function, inputs)
     assert not torch.equal(out, adopted(function, "kernel").run(inputs).out)

@@ -1,4 +1,4 @@
-"""Functions with a parameter for sinks: asked of Problems with one, and given each head's."""
+"""Sinks of attention in every convention: which functions take them, and what they get."""
 
 import inspect
 
@@ -41,7 +41,7 @@ def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=None, causal=False
     return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
 
 
-def required(q, k, v, sinks, scale=None, *, enable_gqa=False):
+def requires_sinks(q, k, v, sinks, scale=None, *, enable_gqa=False):
     return sdpa(q, k, v, scale=scale, sinks=sinks, enable_gqa=enable_gqa)
 
 
@@ -49,50 +49,51 @@ KERNELS = {"sdpa": sdpa, "flash_attn": flash_attn, "varlen": varlen}
 MASKS = {"sdpa": PADDED, "flash_attn": Spec.of("causal_bottom_right"), "varlen": PADDED}
 
 
-def status(kernel, of: Problem, **options: object) -> str:
+def judge(kernel, problem: Problem, **options: object) -> str:
+    """The status of the kernel's Record."""
     subject = adopted(kernel, "kernel", options=ConventionOptions(**options))
-    assert subject.concerns(of)
-    return run_case(subject, Case(problem=of), device="cpu").status
+    assert subject.concerns(problem)
+    return run_case(subject, Case(problem=problem), device="cpu").status
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_right_kernels_pass(name):
+def test_correct_kernels_pass_with_and_without_sinks(name):
     subject = adopted(KERNELS[name], "kernel")
     assert subject.convention == name
     assert subject.sinks
     for mask in (Spec.of("full"), MASKS[name]):
-        assert status(KERNELS[name], problem(mask=mask)) == "pass"
-        assert status(KERNELS[name], problem(mask=mask, sink=False)) == "pass"
+        assert judge(KERNELS[name], problem(mask=mask)) == "pass"
+        assert judge(KERNELS[name], problem(mask=mask, sink=False)) == "pass"
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_what_ignores_its_sinks_is_told(name):
+def test_kernel_that_ignores_its_sinks_fails(name):
     def ignoring(*tensors, **keywords):
         keywords = {n: None if n in SINKS else value for n, value in keywords.items()}
         return KERNELS[name](*tensors, **keywords)
 
     ignoring.__signature__ = inspect.signature(KERNELS[name])
-    assert status(ignoring, problem(mask=MASKS[name])) == "fail"
-    assert status(ignoring, problem(mask=MASKS[name], sink=False)) == "pass"
+    assert judge(ignoring, problem(mask=MASKS[name])) == "fail"
+    assert judge(ignoring, problem(mask=MASKS[name], sink=False)) == "pass"
 
 
-def test_every_spelling_is_one():
-    for spelling in SINKS:
-        scope = {"sdpa": sdpa}
-        exec(f"def kernel(q, k, v, {spelling}=None): return sdpa(q, k, v, sinks={spelling})", scope)  # noqa: S102
-        assert status(scope["kernel"], problem(kv_heads=4)) == "pass"
+@pytest.mark.parametrize("spelling", SINKS)
+def test_every_spelling_of_sinks_is_recognised(spelling):
+    scope = {"sdpa": sdpa}
+    exec(f"def kernel(q, k, v, {spelling}=None): return sdpa(q, k, v, sinks={spelling})", scope)  # noqa: S102
+    assert judge(scope["kernel"], problem(kv_heads=4)) == "pass"
 
 
-def test_what_takes_no_sinks_is_not_asked():
-    """Nor what takes anything: who knows what becomes of it."""
+def test_sinks_do_not_concern_functions_that_name_none():
+    """Arbitrary keywords do not count: the function may drop them."""
 
-    def plain(q, k, v, scale=None):
+    def without_sinks(q, k, v, scale=None):
         return sdpa(q, k, v, scale=scale)
 
-    def anything(q, k, v, **keywords):
+    def starred(q, k, v, **keywords):
         return sdpa(q, k, v, **keywords)
 
-    for kernel in (plain, anything, torch.nn.functional.scaled_dot_product_attention):
+    for kernel in (without_sinks, starred, torch.nn.functional.scaled_dot_product_attention):
         subject = adopted(kernel, "kernel", "sdpa")
         assert not subject.sinks
         assert not subject.concerns(problem())
@@ -100,53 +101,50 @@ def test_what_takes_no_sinks_is_not_asked():
         assert subject.unsupported(problem(kv_heads=4), "cpu") == "takes no sinks"
 
 
-def test_one_that_needs_them_gets_minus_infinity():
-    """It weighs nothing: a Problem without a sink is one with such."""
-    for sink in (True, False):
-        assert status(required, problem(sink=sink)) == "pass"
+@pytest.mark.parametrize("sink", [True, False])
+def test_required_sinks_are_minus_infinity_for_a_problem_without(sink):
+    """A sink of −∞ has no weight."""
+    assert judge(requires_sinks, problem(sink=sink)) == "pass"
 
 
-def test_sinks_are_fp32_whatever_the_dtype():
-    given = []
+def test_sinks_are_passed_in_fp32_whatever_the_dtype():
+    received = []
 
     def kernel(q, k, v, sinks=None):
-        given.append(sinks)
+        received.append(sinks)
         return sdpa(q, k, v, sinks=sinks)
 
     inputs = draw_inputs(problem(kv_heads=4))
     adopted(kernel, "kernel").run(inputs)
-    assert torch.equal(given[0], inputs.sink)
-    assert given[0].dtype == torch.float32
-    assert given[0].shape == (4,)
+    assert torch.equal(received[0], inputs.sink)
+    assert received[0].dtype == torch.float32
+    assert received[0].shape == (4,)
 
 
-def test_rows_without_keys_are_as_any_where_there_is_a_sink():
-    """What a kernel does of them is declared for those that have nothing to weigh."""
-    for empty_row in ("nan", "mean", "unspecified"):
-        assert status(sdpa, problem(mask=PADDED), empty_row=empty_row) == "pass"
+@pytest.mark.parametrize("empty_row", ["nan", "mean", "unspecified"])
+def test_declared_empty_row_does_not_apply_to_rows_with_a_sink(empty_row):
+    """Rows without keys still have the sink to weigh, and are judged as any row."""
+    assert judge(sdpa, problem(mask=PADDED), empty_row=empty_row) == "pass"
 
 
-@pytest.mark.parametrize("question", ["head_permutation", "split_merge", "strides_gapped"])
-def test_relations_pass_sinks_too(question):
-    subject = adopted(sdpa, "kernel")
-    allowed = {"turn": 1} if question == "head_permutation" else {}
-    allowed = {"cut": 5} if question == "split_merge" else allowed
-    assert (
-        check_relation(subject, Case(problem=problem(), question=question, parameters=allowed))
-        is None
-    )
+@pytest.mark.parametrize(
+    ("question", "parameters"),
+    [("head_permutation", {"turn": 1}), ("split_merge", {"cut": 5}), ("strides_gapped", {})],
+)
+def test_relations_pass_sinks(question, parameters):
+    case = Case(problem=problem(), question=question, parameters=parameters)
+    assert check_relation(adopted(sdpa, "kernel"), case) is None
 
 
+@pytest.mark.parametrize("sink", [True, False])
 @pytest.mark.parametrize("name", KERNELS)
-def test_the_call_as_a_script(name):
-    for sink in (True, False):
-        of = problem(sink=sink)
-        inputs, scope = draw_inputs(of), {"torch": torch}
-        text = adopted(KERNELS[name], "kernel").render(of)
-        assert ("sink" in text) == sink
-        exec(text, scope | ({"sink": inputs.sink} if sink else {}), scope)  # noqa: S102
-        scope["call"].__globals__.update(scope)
-        out, lse = scope["call"](KERNELS[name], inputs.q, inputs.k, inputs.v)
-        mine = adopted(KERNELS[name], "kernel").run(inputs)
-        assert torch.equal(out, mine.out)
-        assert torch.equal(lse, mine.lse)
+def test_rendered_script_gives_the_same_bits(name, sink):
+    subject, inputs = adopted(KERNELS[name], "kernel"), draw_inputs(problem(sink=sink))
+    text = subject.render(inputs.problem)
+    assert ("sink" in text) == sink
+    scope = {"torch": torch} | ({"sink": inputs.sink} if sink else {})
+    exec(text, scope)  # noqa: S102
+    out, lse = scope["call"](KERNELS[name], inputs.q, inputs.k, inputs.v)
+    expected = subject.run(inputs)
+    assert torch.equal(out, expected.out)
+    assert torch.equal(lse, expected.lse)

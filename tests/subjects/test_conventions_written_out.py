@@ -1,4 +1,4 @@
-"""Functions with a bias and a mask of padded keys: asked of what only these can say."""
+"""Functions with an additive bias and a key padding mask: what reaches them, what is refused."""
 
 import pytest
 import torch
@@ -29,31 +29,31 @@ def seen_keys(q, k, mask, *, causal=0):
     return seen if mask is None else seen & mask[:, None, None]
 
 
-def added(bias, factor=1.0):
+def adds(bias, factor=1.0):
     return None if bias is None else lambda score, *_: score + factor * bias
 
 
 def sdpa(q, k, v, attn_bias=None, key_padding_mask=None):
     hidden = key_padding_mask
     seen = seen_keys(q, k, None if hidden is None else ~hidden)
-    return attend(q, k, v, seen, score_mod=added(attn_bias))
+    return attend(q, k, v, seen, score_mod=adds(attn_bias))
 
 
 def sdpa_wrong(q, k, v, attn_bias=None, key_padding_mask=None):
-    # Scaled with the products; and True taken for a key that is seen.
+    # The bias is scaled with the products, and True taken for a visible key.
     factor = q.shape[-1] ** -0.5
-    return attend(q, k, v, seen_keys(q, k, key_padding_mask), score_mod=added(attn_bias, factor))
+    return attend(q, k, v, seen_keys(q, k, key_padding_mask), score_mod=adds(attn_bias, factor))
 
 
 def flash(q, k, v, bias=None, causal=False, softmax_scale=None, key_padding_mask=None):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     seen = seen_keys(q, k, key_padding_mask, causal=causal)
-    out, lse = attend(q, k, v, seen, softmax_scale, added(bias))
+    out, lse = attend(q, k, v, seen, softmax_scale, adds(bias))
     return out.transpose(1, 2), lse
 
 
 def flash_wrong(q, k, v, bias=None, causal=False, softmax_scale=None, key_padding_mask=None):
-    bias = None if bias is None else bias[:, :1]  # the first head's, of all
+    bias = None if bias is None else bias[:, :1]  # the first head's for all
     hidden = None if key_padding_mask is None else ~key_padding_mask
     return flash(q, k, v, bias, causal, softmax_scale, hidden)
 
@@ -68,7 +68,7 @@ def flash_wrong(q, k, v, bias=None, causal=False, softmax_scale=None, key_paddin
     ids=str,
 )
 @pytest.mark.parametrize(("right", "wrong"), [(sdpa, sdpa_wrong), (flash, flash_wrong)])
-def test_what_is_written_out_reaches_the_kernel(changes, right, wrong):
+def test_bias_and_padding_reach_the_kernel(changes, right, wrong):
     case = Case(problem=problem(**changes))
     for function, status in ((right, "pass"), (wrong, "fail")):
         subject = adopted(function, function.__name__)
@@ -76,7 +76,7 @@ def test_what_is_written_out_reaches_the_kernel(changes, right, wrong):
         assert record.status == status, record
 
 
-def test_padding_beside_a_diagonal():
+def test_padding_combines_with_a_causal_mask():
     mask = Spec.of("and", Spec.of("causal_bottom_right"), PADDED)
     subject = adopted(flash, "flash")
     assert run_case(subject, Case(problem=problem(mask=mask)), device="cpu").status == "pass"
@@ -91,13 +91,13 @@ def test_padding_beside_a_diagonal():
     ],
     ids=str,
 )
-def test_what_they_cannot_say_is_refused(changes, reason):
+def test_problem_that_they_cannot_express_is_unsupported(changes, reason):
     refusal = adopted(sdpa, "sdpa").unsupported(problem(**changes), "cpu")
     assert refusal is not None
     assert refusal.startswith(reason)
 
 
-def test_who_names_neither_is_asked_for_neither():
+def test_function_with_arbitrary_keywords_is_passed_no_bias():
     def plain(q, k, v, **keywords):
         assert not {"attn_bias", "bias", "key_padding_mask"} & set(keywords)
         return attend(q, k, v, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool))

@@ -1,4 +1,4 @@
-"""A kernel within its table: outside it nothing is asked, inside it nothing may be refused."""
+"""Kernels with a capability table: unsupported outside of it, and a refusal inside is an error."""
 
 import math
 
@@ -22,7 +22,7 @@ PLAIN = Problem(query=32, head_dim=64, dtype="fp32")
 AT_80 = Problem(query=32, head_dim=80, dtype="fp32")
 
 
-def right(q, k, v, is_causal=False):
+def correct(q, k, v, is_causal=False):
     scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
     if is_causal:
         hidden = ~torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
@@ -31,17 +31,17 @@ def right(q, k, v, is_causal=False):
 
 
 def without_lse(q, k, v, is_causal=False):
-    return right(q, k, v, is_causal)[0]
+    return correct(q, k, v, is_causal)[0]
 
 
 def only_64(q, k, v, is_causal=False):
     if q.shape[-1] != 64:
         raise ValueError("head_dim must be 64")
-    return right(q, k, v, is_causal)
+    return correct(q, k, v, is_causal)
 
 
 def half_at_80(q, k, v, is_causal=False):
-    out, lse = right(q, k, v, is_causal)
+    out, lse = correct(q, k, v, is_causal)
     return (out / 2 if q.shape[-1] == 80 else out), lse
 
 
@@ -55,11 +55,11 @@ def declared(function, **fields):
     return Declared(subject, table(**fields), "mine")
 
 
-def record(subject, problem=PLAIN):
+def judge(subject, problem=PLAIN):
     return run_case(subject, Case(problem=problem), device="cpu")
 
 
-WHOLE = {"dtypes": ["fp32"], "head_dims": [64, 80], "masks": ["none", "causal"]}
+COMPLETE = {"dtypes": ["fp32"], "head_dims": [64, 80], "masks": ["none", "causal"]}
 
 
 @pytest.mark.parametrize(
@@ -81,66 +81,64 @@ WHOLE = {"dtypes": ["fp32"], "head_dims": [64, 80], "masks": ["none", "causal"]}
         ),
     ],
 )
-def test_what_the_table_has_no_place_for_is_not_asked(fields, changes, reason):
-    asked = record(declared(right, **fields), PLAIN.replace(**changes))
-    assert asked.status == "unsupported"
-    assert reason in asked.reason
+def test_problem_outside_the_table_is_unsupported(fields, changes, reason):
+    record = judge(declared(correct, **fields), PLAIN.replace(**changes))
+    assert record.status == "unsupported"
+    assert reason in record.reason
 
 
-def test_a_kernel_that_is_wrong_outside_its_table_is_never_asked():
-    outside = record(declared(half_at_80, head_dims=[64]), AT_80)
-    assert outside.status == "unsupported"
-    inside = record(declared(half_at_80, head_dims=[64, 80]), AT_80)
-    assert inside.status == "fail"  # so it would have been
+def test_kernel_that_is_wrong_outside_its_table_is_not_run_there():
+    assert judge(declared(half_at_80, head_dims=[64]), AT_80).status == "unsupported"
+    assert judge(declared(half_at_80, head_dims=[64, 80]), AT_80).status == "fail"
 
 
-def test_declared_but_refused_is_a_failure():
-    problem = AT_80
-    asked = record(declared(only_64, **WHOLE), problem)
-    assert asked.status == "error"
-    assert "declared, but refused: ValueError: head_dim must be 64" in asked.reason
-    assert record(declared(only_64, **WHOLE)).status == "pass"
-    # What the table is silent on, here the masks, it may refuse.
-    silent = {name: value for name, value in WHOLE.items() if name != "masks"}
-    assert record(declared(only_64, **silent), problem).status == "unsupported"
+def test_refusal_of_a_declared_problem_is_an_error():
+    record = judge(declared(only_64, **COMPLETE), AT_80)
+    assert record.status == "error"
+    assert "declared, but refused: ValueError: head_dim must be 64" in record.reason
+    assert judge(declared(only_64, **COMPLETE)).status == "pass"
+    # A table that does not mention an axis, here the masks, allows a refusal.
+    without_masks = {name: value for name, value in COMPLETE.items() if name != "masks"}
+    assert judge(declared(only_64, **without_masks), AT_80).status == "unsupported"
 
 
-def test_declared_but_refused_beforehand_is_a_failure():
-    asked = record(declared(right, **WHOLE, gqa=True), PLAIN.replace(heads=2, kv_heads=1))
-    assert asked.status == "error"
-    assert "declared, but refused: takes no enable_gqa" in asked.reason
+def test_declared_argument_that_the_function_lacks_is_an_error():
+    record = judge(declared(correct, **COMPLETE, gqa=True), PLAIN.replace(heads=2, kv_heads=1))
+    assert record.status == "error"
+    assert "declared, but refused: takes no enable_gqa" in record.reason
 
 
-def test_what_is_refused_only_together_is_not_in_the_table():
-    """Top-left causal is a flag for equal lengths, where this flag is bottom-right otherwise."""
+def test_combination_of_declared_values_may_be_unsupported():
+    """A bottom-right flag is top-left causal only where the lengths are equal."""
     options = ConventionOptions(causal="bottom_right")
-    subject = declarations.adopted(right, "mine", "sdpa", options)
+    subject = declarations.adopted(correct, "mine", "sdpa", options)
     causal = PLAIN.replace(mask=Spec.of("causal"))
-    kernel = Declared(subject, table(**WHOLE, rectangular=True), "mine")
-    assert record(kernel, causal).status == "pass"
-    assert record(kernel, causal.replace(kv=40)).status == "unsupported"
+    kernel = Declared(subject, table(**COMPLETE, rectangular=True), "mine")
+    assert judge(kernel, causal).status == "pass"
+    assert judge(kernel, causal.replace(kv=40)).status == "unsupported"
 
 
-def test_what_the_machine_lacks_is_no_refusal():
-    asked = record(declared(right, **WHOLE | {"dtypes": ["tf32"]}), PLAIN.replace(dtype="tf32"))
-    assert (asked.status, asked.reason) == ("unsupported", "the CPU has no tf32 products")
+def test_declared_dtype_that_the_machine_lacks_is_unsupported():
+    kernel = declared(correct, **COMPLETE | {"dtypes": ["tf32"]})
+    record = judge(kernel, PLAIN.replace(dtype="tf32"))
+    assert (record.status, record.reason) == ("unsupported", "the CPU has no tf32 products")
 
 
 @pytest.mark.parametrize(
     ("function", "lse", "status", "exposed"),
     [
-        (right, True, "pass", True),
-        (right, False, "pass", False),
+        (correct, True, "pass", True),
+        (correct, False, "pass", False),
         (without_lse, False, "pass", False),
         (without_lse, True, "error", False),
     ],
 )
-def test_lse_is_what_the_table_says(function, lse, status, exposed):
-    asked = record(declared(function, lse=lse))
-    assert (asked.status, asked.lse is not None) == (status, exposed)
+def test_lse_is_required_or_dropped_as_declared(function, lse, status, exposed):
+    record = judge(declared(function, lse=lse))
+    assert (record.status, record.lse is not None) == (status, exposed)
 
 
-def test_a_declared_arithmetic_replaces_the_default_one():
+def test_declared_arithmetic_replaces_the_default():
     kernel = Declared(Ideal(), table(arithmetic={"p_in_sum": True, "exp2_ulps": 1.0}), "mine")
     arithmetic = kernel.arithmetic(PLAIN.replace(dtype="bf16"), "cpu")
     assert arithmetic.sums_rounded_weights
@@ -162,21 +160,21 @@ def test_a_declared_arithmetic_replaces_the_default_one():
         ("splits", 4),
     ],
 )
-def test_whatever_is_looser_is_said(name, value):
+def test_summary_names_looser_arithmetic(name, value):
     kernel = Declared(Ideal(), table(arithmetic={name: value}), "mine")
     assert f"looser arithmetic: {name}=" in kernel.summary
     usual = getattr(default_arithmetic(dtype_named("bf16")), name)
     assert "looser" not in Declared(Ideal(), table(arithmetic={name: usual}), "mine").summary
 
 
-def test_an_override_of_the_arithmetic_holds_where_it_says():
+def test_override_of_the_arithmetic_applies_to_its_dtype_only():
     override = {"when": {"dtype": ["fp16"]}, "arithmetic": {"splits": 4}}
     kernel = Declared(Ideal(), table(override=[override]), "mine")
     assert kernel.arithmetic(PLAIN, "cpu").splits == 1
     assert kernel.arithmetic(PLAIN.replace(dtype="fp16"), "cpu").splits == 4
 
 
-def test_promises_are_the_tables_or_else_the_kernels():
+def test_promises_of_the_table_replace_those_of_the_kernel():
     assert Declared(Ideal(), table(promises=["repeat"]), "mine").promises == {"repeat"}
     assert Declared(Ideal(), table(), "mine").promises == Ideal().promises
 
@@ -194,13 +192,13 @@ def test_promises_are_the_tables_or_else_the_kernels():
         ([{"when": {"device": "cpu", "head_dim": [32, 64]}, "gqa": True}], None),
     ],
 )
-def test_later_overrides_win(override, reason):
-    found = table(gqa=False, override=override).refuses(PLAIN.replace(heads=2, kv_heads=1))
-    assert found is None if reason is None else reason in found
+def test_last_matching_override_wins(override, reason):
+    refusal = table(gqa=False, override=override).refuses(PLAIN.replace(heads=2, kv_heads=1))
+    assert refusal is None if reason is None else reason in refusal
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"entrie": "x"}, "key 'entrie' is not known: choose from arithmetic, backward"),
         ({"dtypes": "bf16"}, "dtypes: expected list, got text"),
@@ -230,6 +228,6 @@ def test_later_overrides_win(override, reason):
         ({"dtypes": ["e4m3"], "arithmetic": {"weights_scale": 512.0}}, "arithmetic: P reaches"),
     ],
 )
-def test_a_table_that_cannot_be_is_one_line(fields, said):
-    with one_line(UsageError, match=f"^kernels.mine: .*{said}"):
+def test_invalid_table_is_refused_in_one_line(fields, message):
+    with one_line(UsageError, match=f"^kernels.mine: .*{message}"):
         table(**fields)

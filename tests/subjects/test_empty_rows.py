@@ -1,4 +1,4 @@
-"""Rows that see no key: what a kernel declares, it must give."""
+"""Empty rows, which see no key: a kernel must return what it declares for them."""
 
 import math
 
@@ -24,58 +24,64 @@ from attncheck.verify.run_case import run_case
 SENTINEL = -1e30
 
 
-def problem_of(**changes) -> Problem:
+def make_problem(**changes) -> Problem:
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 12, "kv": 9, "head_dim": 16}
     return Problem(**(sizes | {"mask": Spec.of("causal_bottom_right"), "dtype": "fp32"} | changes))
 
 
-def given(hidden, broken=None):
-    """A kernel in plain torch that fills hidden scores with ``hidden``."""
+def make_kernel(hidden, damage=None):
+    """A kernel in plain torch that fills hidden scores with ``hidden`` and damages its out."""
 
     def kernel(q, k, v, attn_mask=None, enable_gqa=False):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5
         scores = scores.masked_fill(~attn_mask, hidden)
         out = scores.softmax(-1).to(q.dtype) @ v
-        if broken:
-            broken(out)
+        if damage:
+            damage(out)
         return out, scores.logsumexp(-1)
 
     return kernel
 
 
-def zeroed(out):
+def zero_first_row(out):
     out[:, :, 0] = 0
 
 
-def off(out):
+def perturb_one_number(out):
     out[1, 2, 0, 3] *= 1 + 2.0**-7
 
 
-def record_of(kernel, how, **changes):
-    subject = adopted(kernel, "kernel", "sdpa", ConventionOptions(empty_row=how))
-    evidence = EvidenceBuilder(Case(problem=problem_of(**changes)), "cpu")
+def judge(kernel, empty_row, **changes):
+    subject = adopted(kernel, "kernel", "sdpa", ConventionOptions(empty_row=empty_row))
+    evidence = EvidenceBuilder(Case(problem=make_problem(**changes)), "cpu")
     return run_case(subject, evidence.case, device=evidence.device, evidence=evidence)
 
 
 @pytest.mark.parametrize(
-    ("hidden", "how"),
+    ("hidden", "empty_row"),
     [(-math.inf, "nan"), (SENTINEL, "mean"), (-math.inf, "unspecified"), (SENTINEL, "unspecified")],
 )
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_a_kernel_that_gives_what_it_declares_passes(hidden, how, dtype):
-    record = record_of(given(hidden), how, dtype=dtype)
+def test_declared_empty_rows_pass(hidden, empty_row, dtype):
+    record = judge(make_kernel(hidden), empty_row, dtype=dtype)
     assert record.status == "pass", record.reason
     assert record.out.dead_rows == 2 * 4 * 3
 
 
 @pytest.mark.parametrize(
-    ("hidden", "broken", "how", "status", "says"),
+    ("hidden", "damage", "empty_row", "status", "message"),
     [
         (-math.inf, None, "zero", "fail", ""),
         (SENTINEL, None, "zero", "fail", ""),
         (SENTINEL, None, "nan", "error", "should be NaN, as declared: 24 rows are not"),
-        (-math.inf, zeroed, "nan", "error", "out[0, 0, 0] begins with 0, but the row sees no key"),
+        (
+            -math.inf,
+            zero_first_row,
+            "nan",
+            "error",
+            "out[0, 0, 0] begins with 0, but the row sees no key",
+        ),
         (
             -math.inf,
             None,
@@ -83,18 +89,18 @@ def test_a_kernel_that_gives_what_it_declares_passes(hidden, how, dtype):
             "error",
             "begins with nan, but the row sees no key and should be",
         ),
-        (SENTINEL, zeroed, "mean", "error", "the mean of V, as declared: 8 rows are not"),
-        (SENTINEL, off, "mean", "error", "out[1, 2, 0] begins with"),
+        (SENTINEL, zero_first_row, "mean", "error", "the mean of V, as declared: 8 rows are not"),
+        (SENTINEL, perturb_one_number, "mean", "error", "out[1, 2, 0] begins with"),
     ],
 )
-def test_anything_else_is_found(hidden, broken, how, status, says):
-    record = record_of(given(hidden, broken), how)
+def test_empty_rows_other_than_declared_fail(hidden, damage, empty_row, status, message):
+    record = judge(make_kernel(hidden, damage), empty_row)
     assert record.status == status
-    assert says in record.reason
+    assert message in record.reason
 
 
 @pytest.mark.parametrize(
-    ("mask", "dead"),
+    ("mask", "counts"),
     [
         (Spec.of("causal_bottom_right"), [3, 3]),
         (Spec.of("padding", lengths=[0, 4]), [12, 0]),
@@ -103,51 +109,59 @@ def test_anything_else_is_found(hidden, broken, how, status, says):
         (Spec.of("not", Spec.of("causal")), [4, 4]),
     ],
 )
-def test_empty_rows_are_those_of_the_callable(mask, dead):
-    rows = empty_rows(problem_of(mask=mask))
+def test_empty_rows_are_counted_for_each_sequence(mask, counts):
+    rows = empty_rows(make_problem(mask=mask))
     assert rows.shape == (2, 4, 12)
-    assert rows.sum((1, 2)).tolist() == [4 * n for n in dead]
+    assert rows.sum((1, 2)).tolist() == [4 * n for n in counts]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_the_mean_is_asked_sharply(dtype):
-    """A key more or less, of 9, is seen in every dtype."""
-    inputs = draw_inputs(problem_of(dtype=dtype, distribution="uniform"))
+def test_allowance_of_the_mean_is_smaller_than_one_key_of_nine(dtype):
+    """A mean over one key more or less is noticed in every dtype."""
+    inputs = draw_inputs(make_problem(dtype=dtype, distribution="uniform"))
     values = inputs.promoted()[2].repeat_interleave(2, dim=1)
     allowed = mean_allowance(inputs)
     moved = (values[:, :, :-1].mean(2, keepdim=True) - values.mean(2, keepdim=True)).abs()
     assert (moved > allowed).double().mean() > 0.5
 
 
-def test_lse_of_empty_rows():
-    inputs = draw_inputs(problem_of())
-    dead = empty_rows(inputs.problem)
-    out = torch.where(dead[..., None], math.nan, 1.0).expand(2, 4, 12, 16)
-    for lse, right in ((math.nan, True), (-math.inf, True), (math.inf, False), (0.0, False)):
-        outputs = Outputs(out, torch.where(dead, lse, 1.0))
-        if not right:
-            with pytest.raises(WrongEmptyRows, match=r"lse.*NaN or -inf"):
-                settle_empty_rows(outputs, inputs, "nan")
-            continue
-        plain = settle_empty_rows(outputs, inputs, "nan")
-        assert (plain.out == torch.where(dead[..., None], 0.0, 1.0)).all()
-        assert (plain.lse == torch.where(dead, -math.inf, 1.0)).all()
+@pytest.mark.parametrize("lse", [math.nan, -math.inf])
+def test_nan_rows_with_lse_of_nan_or_minus_infinity_are_settled(lse):
+    inputs = draw_inputs(make_problem())
+    empty = empty_rows(inputs.problem)
+    outputs = settle_empty_rows(nan_rows(empty, lse), inputs, "nan")
+    assert (outputs.out == torch.where(empty[..., None], 0.0, 1.0)).all()
+    assert (outputs.lse == torch.where(empty, -math.inf, 1.0)).all()
 
 
-def test_a_positive_infinity_is_taken_where_it_is_the_convention_and_no_finite_number():
-    inputs = draw_inputs(problem_of())
-    dead = empty_rows(inputs.problem)
+@pytest.mark.parametrize("lse", [math.inf, 0.0])
+def test_nan_rows_with_another_lse_are_wrong(lse):
+    inputs = draw_inputs(make_problem())
+    with pytest.raises(WrongEmptyRows, match=r"lse.*NaN or -inf"):
+        settle_empty_rows(nan_rows(empty_rows(inputs.problem), lse), inputs, "nan")
+
+
+def nan_rows(empty, lse):
+    out = torch.where(empty[..., None], math.nan, 1.0).expand(2, 4, 12, 16)
+    return Outputs(out, torch.where(empty, lse, 1.0))
+
+
+def test_lse_of_plus_infinity_is_settled_only_where_the_convention_allows_it():
+    """A finite LSE of an empty row is never settled."""
+    inputs = draw_inputs(make_problem())
+    empty = empty_rows(inputs.problem)
     out = torch.zeros(2, 4, 12, 16)
-    lse = torch.where(dead, math.inf, 1.0)
+    lse = torch.where(empty, math.inf, 1.0)
     assert (settle_empty_rows(Outputs(out, lse), inputs, "zero").lse == lse).all()
     both = (-math.inf, math.inf)
-    assert (settle_empty_rows(Outputs(out, lse), inputs, "zero", both).lse[dead] == -math.inf).all()
+    settled = settle_empty_rows(Outputs(out, lse), inputs, "zero", both)
+    assert (settled.lse[empty] == -math.inf).all()
     finite = lse.clamp(max=88)
     assert (settle_empty_rows(Outputs(out, finite), inputs, "zero", both).lse == finite).all()
 
 
-@pytest.mark.parametrize("how", EMPTY_ROWS)
-def test_what_is_no_output_is_left_to_the_executor(how):
-    inputs = draw_inputs(problem_of())
+@pytest.mark.parametrize("empty_row", EMPTY_ROWS)
+def test_invalid_out_is_returned_unchanged_for_the_executor_to_refuse(empty_row):
+    inputs = draw_inputs(make_problem())
     for out in (None, torch.zeros(3), torch.zeros(2, 4, 12, 16, dtype=torch.int32)):
-        assert settle_empty_rows(Outputs(out), inputs, how).out is out
+        assert settle_empty_rows(Outputs(out), inputs, empty_row).out is out

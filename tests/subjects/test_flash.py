@@ -1,5 +1,5 @@
-"""Our Triton forwards in the interpreter: within rounding, as good as the ideal kernel, inside
-their tensors; and each of these notices a planted fault."""
+"""Triton forwards in the interpreter: within rounding, as accurate as the ideal kernel, and inside
+their tensors. Planted faults show that each of these tests can fail."""
 
 import dataclasses
 import math
@@ -8,8 +8,8 @@ import pytest
 import torch
 from tests.kernels.patched_kernels import PLANTED, faulty_forward
 from tests.kernels.watched_accesses import Watched
-from tests.subjects.sample_mods import MASKS
-from tests.subjects.sample_mods import SCORES as ALL_SCORES
+from tests.subjects.sample_problems import MASKS
+from tests.subjects.sample_problems import SCORES as ALL_SCORES
 
 from attncheck import oracles
 from attncheck.core.mod_spec import Entry, Spec
@@ -24,7 +24,7 @@ SCORES = {"none": Spec.of("none")} | ALL_SCORES
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
 
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("require_interpreter")
 
 
 @pytest.fixture(params=[Flash2, Flash1], ids=["flash2", "flash1"])
@@ -37,24 +37,24 @@ def small(**changes) -> Problem:
     return Problem(**(sizes | changes))
 
 
-def excess(inputs, exact, subject):
+def measure_excess(inputs, exact, subject):
     truncated = inputs.problem.dtype == "tf32"
     return exact(inputs, truncated=truncated).excess(subject.run(inputs))
 
 
 @pytest.mark.parametrize("lengths", [(40, 40), (70, 150), (150, 70)], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks(mask, lengths, exact, subject):
+def test_masked_attention_is_within_rounding(mask, lengths, exact, subject):
     query, kv = lengths
     problem = small(query=query, kv=kv, dtype="fp32", mask=MASKS[mask])
-    assert excess(draw_inputs(problem), exact, subject) <= 1
+    assert measure_excess(draw_inputs(problem), exact, subject) <= 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("score", SCORES)
-def test_scores_in_every_dtype(score, dtype, exact, subject):
+def test_score_mods_are_within_rounding_in_every_dtype(score, dtype, exact, subject):
     problem = small(kv=70, dtype=dtype, mask=MASKS["causal"], score=SCORES[score])
-    assert excess(draw_inputs(problem), exact, subject) <= 1
+    assert measure_excess(draw_inputs(problem), exact, subject) <= 1
 
 
 SHAPES = [
@@ -71,25 +71,24 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("changes", SHAPES, ids=str)
-def test_any_shape(changes, exact, subject):
-    assert excess(draw_inputs(small(**changes)), exact, subject) <= 1
+def test_unusual_shapes_are_within_rounding(changes, exact, subject):
+    assert measure_excess(draw_inputs(small(**changes)), exact, subject) <= 1
 
 
 @pytest.mark.parametrize("tiles", [(64, 16), (16, 64)], ids=str)
 @pytest.mark.parametrize("mask", ["full", "and"])
-def test_tiles_that_are_not_square(mask, tiles, exact, subject, monkeypatch):
-    """As on a GPU; the interpreter's own choice is square."""
+def test_tiles_that_are_not_square_are_within_rounding(mask, tiles, exact, subject, monkeypatch):
+    """Tiles on a GPU are not square, those that the interpreter chooses are."""
     chosen = dict(zip(("block_query", "block_kv"), tiles, strict=True))
     monkeypatch.setattr(triton_flash, "_interpreted", lambda problem: chosen)
     for query, kv in ((70, 150), (150, 70)):
         problem = small(query=query, kv=kv, dtype="fp32", mask=MASKS[mask])
         assert dataclasses.asdict(subject.tiling(problem, "cpu")).items() >= chosen.items()
-        assert excess(draw_inputs(problem), exact, subject) <= 1
+        assert measure_excess(draw_inputs(problem), exact, subject) <= 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_a_gpu_is_asked_for(dtype):
-    """Only tf32 multiplies in tf32; the wider of the two head dims chooses the tiles."""
+def test_launch_multiplies_in_tf32_only_for_tf32_and_sizes_tiles_by_the_wider_head_dim(dtype):
     for device in ("cuda", "cpu"):
         problem = small(head_dim=64, value_dim=64, dtype=dtype)
         assert launch_flash(problem, device).precision == ("tf32" if dtype == "tf32" else "ieee")
@@ -102,8 +101,8 @@ def test_what_a_gpu_is_asked_for(dtype):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_which_tiles_a_mask_lets_it_skip(mask):
-    """Whether keys after the row are hidden, which FlashAttention-1 goes by, or nothing is."""
+def test_launch_knows_causal_masks_and_the_full_mask(mask):
+    """Causal masks hide keys after the row, by which FlashAttention-1 skips tiles."""
     chosen = launch_flash(small(mask=MASKS[mask]), "cuda")
     assert (chosen.causal, chosen.free) == (mask in {"causal", "window", "and"}, mask == "full")
 
@@ -118,16 +117,15 @@ def test_which_tiles_a_mask_lets_it_skip(mask):
         ("window", "e4m3"),
     ],
 )
-def test_as_good_as_the_ideal_kernel(mask, dtype, subject, lead):
-    """At the same tiles and order, on 1,024 rows; with a score mod too."""
+def test_accuracy_equals_that_of_the_ideal_kernel_with_the_same_tiles(mask, dtype, subject, lead):
     for score in ("none", "relative_bias"):
-        problem = of_1024_rows(dtype=dtype, mask=MASKS[mask], score=SCORES[score])
+        problem = with_1024_rows(dtype=dtype, mask=MASKS[mask], score=SCORES[score])
         inputs = draw_inputs(problem)
         best = Ideal(subject.tiling(problem, "cpu")).run(inputs)
         assert abs(lead(subject.run(inputs), best, oracles.dense(inputs).out)) <= 1
 
 
-def of_1024_rows(**changes) -> Problem:
+def with_1024_rows(**changes) -> Problem:
     return Problem(heads=4, query=256, head_dim=64, **changes)
 
 
@@ -136,24 +134,25 @@ TRUNCATED = """bits = p.to(tl.int32, bitcast=True) & -65536
     weights = bits.to(tl.float32, bitcast=True)"""
 
 
-def test_worse_than_the_ideal_kernel(subject, lead, tmp_path, monkeypatch):
-    """bf16's weights truncated, not rounded to nearest."""
-    inputs = draw_inputs(of_1024_rows(dtype="bf16"))
+def test_truncated_weights_are_less_accurate_than_the_ideal_kernel(
+    subject, lead, tmp_path, monkeypatch
+):
+    inputs = draw_inputs(with_1024_rows(dtype="bf16"))
     best = Ideal(subject.tiling(inputs.problem, "cpu")).run(inputs)
     wrong = faulty_forward(tmp_path, subject.forward().__name__, WEIGHTS, TRUNCATED)
     monkeypatch.setattr(type(subject), "forward", lambda self: wrong)
     assert lead(subject.run(inputs), best, oracles.dense(inputs).out) > 1
 
 
-def test_flash1_is_not_measured_against_flash2(lead):
-    """A block's largest weight is 1 in FlashAttention-1, and not rounded: more is exact."""
+def test_flash1_is_more_accurate_than_an_ideal_kernel_of_flash2(lead):
+    """The largest weight of each block is exactly 1 in FlashAttention-1, and is not rounded."""
     problem = Problem(heads=4, query=64, kv=512, head_dim=64, dtype="e5m2")
     inputs = draw_inputs(problem)
     own = Flash1().tiling(problem, "cpu")
     assert own.recurrence == "flash1"
     truth = oracles.dense(inputs).out
-    found, best = Flash1().run(inputs), Ideal(own).run(inputs)
-    assert abs(lead(found, best, truth)) <= 1
+    outputs, best = Flash1().run(inputs), Ideal(own).run(inputs)
+    assert abs(lead(outputs, best, truth)) <= 1
     assert lead(Ideal(Flash2().tiling(problem, "cpu")).run(inputs), best, truth) > 1
 
 
@@ -161,14 +160,14 @@ LARGEST = torch.finfo(torch.float32).max
 PADDING = 20  # keys to the left of a sequence
 
 
-def added(bias, monkeypatch) -> Spec:
+def register_bias(bias, monkeypatch) -> Spec:
     """A score mod that adds ``bias`` (query, kv)."""
 
-    def biased(score, b, h, q_idx, kv_idx):
+    def add_bias(score, b, h, q_idx, kv_idx):
         del b, h
         return score + bias[q_idx, kv_idx].to(score.dtype)
 
-    entry = Entry(summary="a bias", build=lambda *_: biased, additive=True)
+    entry = Entry(summary="a bias", build=lambda *_: add_bias, additive=True)
     monkeypatch.setitem(library.SCORES, "planted_bias", entry)
     return Spec.of("planted_bias")
 
@@ -179,60 +178,60 @@ def left_padding(value: float) -> torch.Tensor:
     return torch.where((key > row) | (key < PADDING), value, 0.0)
 
 
-def evenly(subject, inputs, keys: slice):
-    """What it gives where every score is 0, and all else is as it is: every weight is 1."""
+def run_with_equal_scores(subject, inputs, keys: slice):
+    """Outputs on some of the keys with every score 0, so that every weight is 1."""
     k, v = inputs.k[:, :, keys], inputs.v[:, :, keys]
     problem = inputs.problem.replace(kv=k.shape[2], score=Spec.of("none"))
     return subject.run(inputs.replace(problem=problem, q=torch.zeros_like(inputs.q), k=k, v=v))
 
 
 def padded_rows_see_all(subject, inputs, monkeypatch) -> bool:
-    """As with Hugging Face's additive masks: finfo.min hides keys unless all have it."""
-    score = added(left_padding(-LARGEST), monkeypatch)
-    found = subject.run(inputs.replace(problem=inputs.problem.replace(score=score)))
-    even = evenly(subject, inputs, slice(None)).out[:, :, :PADDING]
-    hidden = added(left_padding(-math.inf), monkeypatch)
+    """A bias of finfo.min hides keys unless all have it, as in Hugging Face's additive masks."""
+    score = register_bias(left_padding(-LARGEST), monkeypatch)
+    outputs = subject.run(inputs.replace(problem=inputs.problem.replace(score=score)))
+    even = run_with_equal_scores(subject, inputs, slice(None)).out[:, :, :PADDING]
+    hidden = register_bias(left_padding(-math.inf), monkeypatch)
     rest = subject.run(inputs.replace(problem=inputs.problem.replace(score=hidden)))
     return (
-        torch.equal(found.out[:, :, :PADDING], even)
-        and bool((found.lse[:, :, :PADDING] == -LARGEST).all())
-        and torch.equal(found.out[:, :, PADDING:], rest.out[:, :, PADDING:])
-        and torch.equal(found.lse[:, :, PADDING:], rest.lse[:, :, PADDING:])
+        torch.equal(outputs.out[:, :, :PADDING], even)
+        and bool((outputs.lse[:, :, :PADDING] == -LARGEST).all())
+        and torch.equal(outputs.out[:, :, PADDING:], rest.out[:, :, PADDING:])
+        and torch.equal(outputs.lse[:, :, PADDING:], rest.lse[:, :, PADDING:])
     )
 
 
 def largest_takes_all(subject, inputs, monkeypatch) -> bool:
-    """finfo.max for the first keys, finfo.min for the last: the first are seen evenly."""
+    """Keys with a bias of finfo.max share all the weight equally."""
     bias = torch.zeros(70, 70)
     bias[:, :PADDING], bias[:, -PADDING:] = LARGEST, -LARGEST
-    problem = inputs.problem.replace(score=added(bias, monkeypatch))
-    found = subject.run(inputs.replace(problem=problem))
-    even = evenly(subject, inputs, slice(PADDING)).out
-    return torch.equal(found.out, even) and bool((found.lse == LARGEST).all())
+    problem = inputs.problem.replace(score=register_bias(bias, monkeypatch))
+    outputs = subject.run(inputs.replace(problem=problem))
+    even = run_with_equal_scores(subject, inputs, slice(PADDING)).out
+    return torch.equal(outputs.out, even) and bool((outputs.lse == LARGEST).all())
 
 
-@pytest.mark.parametrize("right", [padded_rows_see_all, largest_takes_all])
+@pytest.mark.parametrize("holds", [padded_rows_see_all, largest_takes_all])
 @pytest.mark.parametrize("dtype", ["fp32", "e4m3"])
 @pytest.mark.parametrize("kernel", [Flash2, Flash1, Ideal])
-def test_the_largest_finite_scores(kernel, dtype, right, exact, tmp_path, monkeypatch):
-    """And what is right elsewhere but brings scores to log2 units first is wrong there."""
+def test_largest_finite_scores_do_not_overflow(kernel, dtype, holds, exact, tmp_path, monkeypatch):
+    """A kernel that first converts scores to log2 units is correct elsewhere and fails here."""
     inputs = draw_inputs(small(query=70, kv=70, dtype=dtype))
-    assert right(kernel(), inputs, monkeypatch)
+    assert holds(kernel(), inputs, monkeypatch)
     plant_log2_units(kernel, tmp_path, monkeypatch)
     ordinary = inputs.replace(problem=inputs.problem.replace(score=SCORES["softcap"]))
     assert exact(ordinary).excess(kernel().run(ordinary)) <= 1
-    assert not right(kernel(), inputs, monkeypatch)
+    assert not holds(kernel(), inputs, monkeypatch)
 
 
 def plant_log2_units(kernel, tmp_path, monkeypatch):
     if kernel is Ideal:
-        of_tile = ideal.Pass.modified
+        original = ideal.Pass.modified
 
-        def scores(*arguments):
-            s = of_tile(*arguments)
+        def there_and_back(*arguments):
+            s = original(*arguments)
             return s * math.log2(math.e) * math.log(2.0) if arguments[0].score else s
 
-        monkeypatch.setattr(ideal.Pass, "modified", scores)
+        monkeypatch.setattr(ideal.Pass, "modified", there_and_back)
         return
     mod = "SCORE(s, b, h, rows[:, None], keys[None, :], captured)"
     there_and_back = f"{mod} * 1.4426950408889634 * 0.6931471805599453"
@@ -241,19 +240,19 @@ def plant_log2_units(kernel, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", [Flash2, Flash1, Ideal])
-def test_a_score_of_minus_infinity_is_a_weight_of_0_and_hides_no_value(kernel, monkeypatch):
-    """Unlike the mask, which hides it wholly."""
+def test_score_of_minus_infinity_has_weight_0_but_does_not_hide_the_value(kernel, monkeypatch):
+    """Unlike a masked value, one that is NaN reaches the row, as 0 · NaN."""
     problem = small(query=70, kv=70)
     bias = torch.zeros(70, 70)
     masked = problem.replace(mask=Spec.of("padding", lengths=[33, 33]))
-    expected = kernel().run(draw_inputs(masked.replace(score=added(bias, monkeypatch))))
+    expected = kernel().run(draw_inputs(masked.replace(score=register_bias(bias, monkeypatch))))
     bias[:, 33:] = -math.inf
-    given = draw_inputs(problem.replace(score=added(bias, monkeypatch)))
-    found = kernel().run(given)
-    assert torch.equal(found.out, expected.out)
-    assert torch.equal(found.lse, expected.lse)
-    given.v[:, :, 40, 3] = math.nan
-    reached = kernel().run(given).out.isnan()
+    inputs = draw_inputs(problem.replace(score=register_bias(bias, monkeypatch)))
+    outputs = kernel().run(inputs)
+    assert torch.equal(outputs.out, expected.out)
+    assert torch.equal(outputs.lse, expected.lse)
+    inputs.v[:, :, 40, 3] = math.nan
+    reached = kernel().run(inputs).out.isnan()
     assert reached[..., 3].all()
     assert not reached[..., :3].any()
 
@@ -265,10 +264,10 @@ def test_a_score_of_minus_infinity_is_a_weight_of_0_and_hides_no_value(kernel, m
     ids=str,
 )
 @pytest.mark.parametrize("mask", ["causal", "document", "not", "causal_bottom_right"])
-def test_a_visible_value_that_is_not_finite_reaches_its_rows_and_no_other(
+def test_value_that_is_not_finite_reaches_exactly_the_rows_that_see_it(
     mask, dtype, poison, subject
 ):
-    """As it is, and NaN where a row sees both signs; the mask is one that no row broadcasts."""
+    """It arrives unchanged, or as NaN where a row sees infinities of both signs."""
     inputs = draw_inputs(small(batch=1, heads=1, query=70, dtype=dtype, mask=MASKS[mask]))
     v = inputs.v.float()
     for at, value in zip((30, 40), poison, strict=False):
@@ -284,28 +283,28 @@ def test_a_visible_value_that_is_not_finite_reaches_its_rows_and_no_other(
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_stride_beyond_32_bits(name, subject):
-    """A column's stride times 255 columns passes 2^31: untouched pages of memory cost nothing."""
+def test_offsets_beyond_32_bits_do_not_wrap(name, subject):
+    """A column's stride times 255 passes 2^31; untouched pages of memory cost nothing."""
     inputs = draw_inputs(
         small(batch=1, heads=1, query=3, head_dim=256, value_dim=256, dtype="e5m2")
     )
-    given = getattr(inputs, name)
+    tensor = getattr(inputs, name)
     stride = 2**31 // 255 + 1
-    wide = torch.empty(256 * stride, dtype=given.dtype)
-    view = wide.as_strided(given.shape, (0, 0, 1, stride))
-    view.copy_(given)
+    wide = torch.empty(256 * stride, dtype=tensor.dtype)
+    view = wide.as_strided(tensor.shape, (0, 0, 1, stride))
+    view.copy_(tensor)
     plain, far = subject.run(inputs), subject.run(inputs.replace(**{name: view}))
     assert torch.equal(plain.out, far.out)
 
 
-def infinities(outputs):
-    """0 where the rows of ``asked_for``'s infinite value hold it, and no other."""
+def misplaced_infinities(outputs):
+    """0 if exactly the rows that see the infinite value of ``inputs_for`` hold it, else 2."""
     truth = torch.where(torch.arange(70) >= 30, -math.inf, 0.0)
     return 2.0 * (not torch.equal(outputs.out[:, :, :, 3].clamp(max=0.0).isinf()[0, 0], truth < 0))
 
 
-def asked_for(fault: str, problem: Problem):
-    """Inputs on which ``fault`` shows, and the inputs whose truth is to be met."""
+def inputs_for(fault: str, problem: Problem):
+    """Inputs on which ``fault`` shows, and those whose exact result a correct kernel gives."""
     if "infinit" in fault:
         inputs = draw_inputs(problem.replace(mask=MASKS["causal"]))
         inputs.v[:, :, 30, 3] = -math.inf
@@ -330,34 +329,36 @@ def asked_for(fault: str, problem: Problem):
         for fault in PLANTED[room]
     ],
 )
-def test_planted_faults_are_noticed(kernel, room, fault, exact, tmp_path, monkeypatch):
+def test_planted_fault_is_more_than_rounding(kernel, room, fault, exact, tmp_path, monkeypatch):
     subject = {"flash2_forward": Flash2, "flash1_forward": Flash1}[kernel]()
     sizes = {"batch": 1, "heads": 6, "kv_heads": 3, "query": 70, "kv": 101}
     problem = small(**sizes, dtype="bf16", distribution="negative_logits")
-    inputs, shown = asked_for(fault, problem)
-    check = infinities if "infinit" in fault else exact(shown).excess
+    inputs, reference = inputs_for(fault, problem)
+    check = misplaced_infinities if "infinit" in fault else exact(reference).excess
     assert check(subject.run(inputs)) <= 1
     wrong = faulty_forward(tmp_path, kernel, *PLANTED[room][fault].values())
     monkeypatch.setattr(type(subject), "forward", lambda self: wrong)
     assert not check(subject.run(inputs)) <= 1
 
 
-def remembered(make, tensors):
-    def made(*arguments, **named):
-        tensors.append(make(*arguments, **named))
+def recording(make, tensors):
+    """``make``, which adds each tensor that it makes to ``tensors``."""
+
+    def make_and_record(*arguments, **keywords):
+        tensors.append(make(*arguments, **keywords))
         return tensors[-1]
 
-    return made
+    return make_and_record
 
 
 @pytest.mark.parametrize("missing", [None, "q", "k", "v"])
-def test_reads_and_writes_its_own_tensors_only(missing, subject, monkeypatch):
+def test_accesses_stay_within_the_kernels_tensors(missing, subject, monkeypatch):
     inputs = draw_inputs(small(query=70, kv=101, head_dim=17, dtype="bf16", mask=MASKS["causal"]))
     tensors = [getattr(inputs, name) for name in "qkv" if name != missing]
     for listed in subject.visited(inputs.problem, inputs.device).values():
         tensors += [listed.runs, listed.counts]
     for name in ("empty", "zeros", "full"):
-        monkeypatch.setattr(torch, name, remembered(getattr(torch, name), tensors))
-    seen = Watched(monkeypatch, tensors)
+        monkeypatch.setattr(torch, name, recording(getattr(torch, name), tensors))
+    accesses = Watched(monkeypatch, tensors)
     subject.run(inputs)
-    assert (seen.outside > 0) == (missing is not None)  # it notices a tensor it does not know
+    assert (accesses.outside > 0) == (missing is not None)  # a tensor not listed is noticed

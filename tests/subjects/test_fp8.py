@@ -1,4 +1,4 @@
-"""fp8: descales, P's own scale, V transposed, and numbers of fp8 that are none."""
+"""fp8: descales, the scale of P, transposed V, NaN and infinities, and which kernels take fp8."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ MASKS = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("require_interpreter")
 
 
 @pytest.fixture(params=[*KERNELS[:2], Flash1, Ideal], ids=lambda kernel: kernel.name)
@@ -49,11 +49,11 @@ def small(dtype: str, **changes) -> Problem:
     return Problem(**(sizes | {"dtype": dtype} | changes))
 
 
-def same(a, b) -> bool:
+def are_equal(a, b) -> bool:
     return torch.equal(a.out, b.out) and torch.equal(a.lse, b.lse)
 
 
-def test_only_rounds(any_kernel, dtype, exact):
+def test_fp8_attention_is_within_rounding(any_kernel, dtype, exact):
     for score in ("none", "alibi"):
         inputs = draw_inputs(small(dtype, score=Spec.of(score), distribution="outliers"))
         outputs = any_kernel.run(inputs)
@@ -61,43 +61,42 @@ def test_only_rounds(any_kernel, dtype, exact):
         assert (outputs.out.dtype, outputs.lse.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_a_power_of_two_moves_between_numbers_and_descale(any_kernel, dtype):
-    """Twice the number and half its descale: no bit of anything else moves."""
+def test_doubled_numbers_with_halved_descales_give_the_same_bits(any_kernel, dtype):
     inputs = draw_inputs(small(dtype))
     limit = FORMATS[dtype].max / 2
     whole = {n: t.float().clamp(-limit, limit).round() for n, t in inputs.tensors().items()}
-    stored = {n: whole[n].to(inputs.q.dtype) for n in "qkv"}  # no subnormal number, which rounds
+    stored = {n: whole[n].to(inputs.q.dtype) for n in "qkv"}  # no subnormals, which would round
     before = any_kernel.run(inputs.replace(**stored))
     for name in "qkv":
         twice = (stored[name].float() * 2).to(inputs.q.dtype)
         half = dataclasses.replace(inputs.descale, **{name: getattr(inputs.descale, name) / 2})
         moved = inputs.replace(**(stored | {name: twice}), descale=half)
-        assert same(any_kernel.run(moved), before)
+        assert are_equal(any_kernel.run(moved), before)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_every_descale_is_read_at_its_own_sequence_and_key_head(name, any_kernel, dtype, exact):
+def test_descales_are_read_by_sequence_and_key_head(name, any_kernel, dtype, exact):
     inputs = draw_inputs(small(dtype))
     scales = getattr(inputs.descale, name) * torch.tensor([[1.0, 0.7], [0.3, 1.9]])
-    given = inputs.replace(descale=dataclasses.replace(inputs.descale, **{name: scales}))
-    outputs = any_kernel.run(given)
-    assert exact(given).excess(outputs) <= 1
-    swapped = dataclasses.replace(given.descale, **{name: scales.flip(1)})
-    assert exact(given.replace(descale=swapped)).excess(outputs) > 1
+    inputs = inputs.replace(descale=dataclasses.replace(inputs.descale, **{name: scales}))
+    outputs = any_kernel.run(inputs)
+    assert exact(inputs).excess(outputs) <= 1
+    swapped = dataclasses.replace(inputs.descale, **{name: scales.flip(1)})
+    assert exact(inputs.replace(descale=swapped)).excess(outputs) > 1
 
 
-def test_descales_of_any_strides(any_kernel, dtype):
+def test_strides_of_descales_change_no_bit(any_kernel, dtype):
     inputs = draw_inputs(small(dtype))
-    given = {n: getattr(inputs.descale, n) for n in "qkv"}
-    turned = Descale(**{n: scale.T.contiguous().T for n, scale in given.items()})
-    assert not turned.q.is_contiguous()
-    assert same(any_kernel.run(inputs.replace(descale=turned)), any_kernel.run(inputs))
+    scales = {n: getattr(inputs.descale, n) for n in "qkv"}
+    strided = Descale(**{n: scale.T.contiguous().T for n, scale in scales.items()})
+    assert not strided.q.is_contiguous()
+    assert are_equal(any_kernel.run(inputs.replace(descale=strided)), any_kernel.run(inputs))
 
 
 @pytest.mark.parametrize("mask", ["full", "window", "padding"])
 def test_transposed_values_give_the_same_bits(mask, dtype):
     inputs = draw_inputs(small(dtype, batch=1, query=256, kv=256, mask=MASKS[mask], value_dim=24))
-    assert same(Flash2TransposedValues().run(inputs), Flash2().run(inputs))
+    assert are_equal(Flash2TransposedValues().run(inputs), Flash2().run(inputs))
 
 
 def test_transposed_values_are_stored_transposed(dtype):
@@ -110,7 +109,7 @@ def test_transposed_values_are_stored_transposed(dtype):
 
 
 def peaked(dtype: str, lead: float):
-    """The first key, whose value is 0, leads all others, which are alike, in log2 units."""
+    """Inputs whose first key, with value 0, leads the others, which are equal, in log2 units."""
     problem = small(dtype, batch=1, heads=1, kv_heads=1, kv=1024)
     inputs = draw_inputs(problem)
     q, k = torch.zeros(inputs.q.shape), torch.zeros(inputs.k.shape)
@@ -128,7 +127,7 @@ def peaked(dtype: str, lead: float):
 
 @pytest.mark.parametrize("subject", [Flash2, Ideal])
 def test_weights_are_scaled_before_they_are_rounded(subject, dtype, monkeypatch):
-    """1,023 weights that fp8 alone would round to 0 are all that out is made of."""
+    """Out consists of 1,023 weights that fp8 would round to 0 without the scale."""
     inputs = peaked(dtype, 2 - math.log2(FORMATS[dtype].subnormal_spacing))
     truth = oracles.dense(inputs).out
     error = subject().run(inputs).out.double() - truth
@@ -139,18 +138,17 @@ def test_weights_are_scaled_before_they_are_rounded(subject, dtype, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("name", "fault"),
+    "fault",
     [
-        ("the scale of P is not undone", (" / WEIGHTS_SCALE", "")),
-        ("v's descale is forgotten", ("tl.load(descale[2] + kv_head)", "1.0")),
-        ("descales of another key head", (" // group  # group divides heads", " * 0")),
-        ("k's descale is forgotten", (" * tl.load(descale[1] + kv_head)", "")),
-        ("P is not scaled", ("(p * WEIGHTS_SCALE)", "(p * 1.0)")),
+        pytest.param((" / WEIGHTS_SCALE", ""), id="the scale of P is not undone"),
+        pytest.param(("tl.load(descale[2] + kv_head)", "1.0"), id="v's descale is forgotten"),
+        pytest.param((" // group  # group divides heads", " * 0"), id="another head's descales"),
+        pytest.param((" * tl.load(descale[1] + kv_head)", ""), id="k's descale is forgotten"),
+        pytest.param(("(p * WEIGHTS_SCALE)", "(p * 1.0)"), id="P is not scaled"),
     ],
 )
 @pytest.mark.parametrize("subject", [Flash2, Flash1])
-def test_planted_faults_are_noticed(subject, name, fault, dtype, exact, tmp_path, monkeypatch):
-    del name
+def test_planted_fault_is_more_than_rounding(subject, fault, dtype, exact, tmp_path, monkeypatch):
     inputs = draw_inputs(small(dtype))
     assert exact(inputs).excess(subject().run(inputs)) <= 1
     module = subject().forward().__name__
@@ -160,7 +158,7 @@ def test_planted_faults_are_noticed(subject, name, fault, dtype, exact, tmp_path
 
 
 @pytest.mark.parametrize(("subject", "sum_of"), [(Flash2, "alpha + "), (Flash1, "beta * ")])
-def test_a_scale_in_the_row_sum_is_noticed(subject, sum_of, dtype, exact, tmp_path):
+def test_scale_of_p_in_the_row_sum_is_more_than_rounding(subject, sum_of, dtype, exact, tmp_path):
     inputs, right = draw_inputs(small(dtype)), f"{sum_of}tl.sum(p, 1)"
     module = subject().forward().__name__
     wrong = faulty_forward(tmp_path, module, right, right.replace("(p,", "(p * 256.0,"))
@@ -172,8 +170,8 @@ def test_a_scale_in_the_row_sum_is_noticed(subject, sum_of, dtype, exact, tmp_pa
     assert exact(inputs).excess(Planted().run(inputs)) > 1
 
 
-def test_a_lazy_maximum_leaves_the_weights_room(dtype, exact):
-    """P reaches 2^τ: at the full scale it would be cut off at fp8's largest number."""
+def test_lazy_rescaling_does_not_overflow_fp8_weights(dtype, exact):
+    """P reaches 2^τ, which at the full scale would be clamped to fp8's largest number."""
     problem = small(dtype, batch=1, heads=1, kv_heads=1, kv=128)
     rising = torch.linspace(0.0, 1.0, 128).view(1, 1, 128, 1) * FORMATS[dtype].max
     fp8 = problem.formats.storage.torch_dtype
@@ -191,7 +189,7 @@ def test_a_lazy_maximum_leaves_the_weights_room(dtype, exact):
     ("name", "filling"), [("e4m3", math.nan), ("e5m2", math.nan), ("e5m2", math.inf)]
 )
 @pytest.mark.parametrize("mask", ["causal", "padding"])
-def test_what_hidden_keys_and_values_hold_moves_not_one_bit(mask, name, filling, any_kernel):
+def test_hidden_keys_and_values_that_are_not_finite_change_no_bit(mask, name, filling, any_kernel):
     spec = {"causal": Spec.of("causal"), "padding": Spec.of("padding", lengths=[70])}[mask]
     inputs = draw_inputs(small(name, batch=1, query=90, kv=90, mask=spec))
     k, v = inputs.k.float(), inputs.v.float()
@@ -204,19 +202,19 @@ def test_what_hidden_keys_and_values_hold_moves_not_one_bit(mask, name, filling,
     assert torch.equal(before.lse[:, :, rows], after.lse[:, :, rows])
 
 
-def underflowing(dtype, score):
-    """q's descale times k's is 0 in fp32, and so is every score; some keys are padding."""
+def underflowing_inputs(dtype, score):
+    """Inputs with padding whose product of descales is 0 in fp32, and so is every score."""
     lengths = Spec.of("padding", lengths=[0, 33])
     inputs = draw_inputs(small(dtype, mask=lengths, score=Spec.of(score)))
     tiny = {name: getattr(inputs.descale, name) * 1e-21 for name in "qk"}
-    given = inputs.replace(descale=dataclasses.replace(inputs.descale, **tiny))
-    assert not (given.descale.q * given.descale.k).any()
-    return given
+    inputs = inputs.replace(descale=dataclasses.replace(inputs.descale, **tiny))
+    assert not (inputs.descale.q * inputs.descale.k).any()
+    return inputs
 
 
 @pytest.mark.parametrize("score", ["none", "alibi"])
-def test_descales_whose_product_underflows(score, any_kernel, dtype, exact):
-    inputs = underflowing(dtype, score)
+def test_underflowing_descales_are_within_rounding(score, any_kernel, dtype, exact):
+    inputs = underflowing_inputs(dtype, score)
     assert exact(inputs).excess(any_kernel.run(inputs)) <= 1
 
 
@@ -227,8 +225,8 @@ TILINGS = [
 
 
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
-def test_descales_whose_product_underflows_in_any_tiling(tiling, dtype, exact, monkeypatch):
-    inputs = underflowing(dtype, "none")
+def test_underflowing_descales_are_within_rounding_in_any_tiling(tiling, dtype, exact, monkeypatch):
+    inputs = underflowing_inputs(dtype, "none")
     assert exact(inputs).excess(Ideal(tiling).run(inputs)) <= 1
 
     def naive(exp2, exponent, score):
@@ -239,7 +237,7 @@ def test_descales_whose_product_underflows_in_any_tiling(tiling, dtype, exact, m
     assert Ideal(tiling).run(inputs).out.isnan().any()  # −∞ times 0
 
 
-def test_rows_that_see_nothing(any_kernel, dtype):
+def test_empty_rows_have_zero_out_and_lse_of_minus_infinity(any_kernel, dtype):
     outputs = any_kernel.run(draw_inputs(small(dtype, mask=Spec.of("padding", lengths=[0, 33]))))
     assert not outputs.out[0].float().any()
     assert torch.isneginf(outputs.lse[0]).all()
@@ -247,7 +245,7 @@ def test_rows_that_see_nothing(any_kernel, dtype):
 
 
 @pytest.mark.parametrize("name", BUILTIN)
-def test_who_is_asked_about_fp8_and_what_they_say(name, dtype):
+def test_fp8_is_supported_or_refused_with_a_reason_by_every_builtin_kernel(name, dtype):
     subject, problem = BUILTIN[name](), small(dtype)
     only_fp8 = name in {"triton-flash2-vt", "triton-flash2-fastacc"}
     assert subject.concerns(small("bf16")) == (
@@ -265,15 +263,15 @@ def test_who_is_asked_about_fp8_and_what_they_say(name, dtype):
         assert reason == "takes no fp8 inputs with descales"
 
 
-def test_the_accumulator_asked_for_is_explicit(dtype):
-    asked = {s.name: s().launch(small(dtype), "cuda").max_num_imprecise_acc for s in KERNELS}
-    assert asked.pop("triton-flash2-fastacc") is None
-    assert set(asked.values()) == {0}
+def test_launches_forbid_imprecise_accumulation_except_fastacc(dtype):
+    limits = {s.name: s().launch(small(dtype), "cuda").max_num_imprecise_acc for s in KERNELS}
+    assert limits.pop("triton-flash2-fastacc") is None
+    assert set(limits.values()) == {0}
     assert Flash2FastAccumulation().absent("cpu")
 
 
 @pytest.mark.parametrize("dim", [1, 16, 33, 64, 100, 256])
-def test_a_tensor_core_contracts_32_numbers_at_least(dim, dtype):
+def test_blocks_of_fp8_have_at_least_32_numbers_for_tensor_cores(dim, dtype):
     from attncheck.kernels.launch import block_dim
 
     storage = FORMATS[dtype].torch_dtype

@@ -1,4 +1,4 @@
-"""Folders of the kernels hub as SPECs: their builds, and functions of transformers' interface."""
+"""Folders of the kernels hub: choice of a build, and functions of transformers' interface."""
 
 import sys
 
@@ -58,7 +58,7 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False):
     return exact(q, k, v, scale, causal, None, None, None, None)
 '''
 ELSEWHERE = "torch21-cxx11-cu118-x86_64-linux"
-ASKED = {
+PROBLEMS = {
     "causal": {"mask": Spec.of("causal"), "kv_heads": 2},
     "decoding": {"mask": FULL, "query": 1, "kv": 37},
     "window": {"mask": Spec.of("sliding_window", window=9), "scale": 0.5},
@@ -69,11 +69,11 @@ ASKED = {
 
 
 @pytest.fixture(autouse=True)
-def interpreted():
+def _prepare_cpu():
     prepare("cpu")
 
 
-def hub_folder(folder, *variants, old=False):
+def make_hub_folder(folder, *variants, old=False):
     for variant in variants:
         package = folder / "build" / variant / (folder.name if old else "")
         package.mkdir(parents=True)
@@ -83,17 +83,17 @@ def hub_folder(folder, *variants, old=False):
     return folder
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_the_interface_is_called_as_transformers_calls_it(asked, tmp_path):
-    folder = hub_folder(tmp_path / "mine", "torch-universal", ELSEWHERE)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_function_of_transformers_interface_passes(name, tmp_path):
+    folder = make_hub_folder(tmp_path / "mine", "torch-universal", ELSEWHERE)
     subject = load_subject(f"{folder}::interface")
-    call = {"batch": 2, "heads": 4, "head_dim": 32, "query": 24, "score": NONE, **ASKED[asked]}
-    record = run_case(subject, Case(problem=Problem(**call)), device="cpu")
+    sizes = {"batch": 2, "heads": 4, "head_dim": 32, "query": 24, "score": NONE}
+    record = run_case(subject, Case(problem=Problem(**sizes | PROBLEMS[name])), device="cpu")
     assert (record.kernel, record.status) == ("mine::interface", "pass"), record
 
 
-def test_without_a_name_it_is_the_usual_function(tmp_path):
-    folder = hub_folder(tmp_path / "mine", "torch-universal", old=True)
+def test_folder_without_a_name_loads_flash_attn_func(tmp_path):
+    folder = make_hub_folder(tmp_path / "mine", "torch-universal", old=True)
     assert load_subject(str(folder)).summary == "flash_attn convention: takes softmax_scale, causal"
     for file in folder.rglob("__init__.py"):
         file.write_text(INTERFACE.replace("flash_attn_func", "other"))
@@ -101,29 +101,29 @@ def test_without_a_name_it_is_the_usual_function(tmp_path):
         load_subject(str(folder))
 
 
-def test_of_tables_nothing_is_padded(tmp_path):
-    folder = hub_folder(tmp_path / "mine", "torch-universal")
+def test_interface_that_supports_flash_attn_takes_no_padding_mask(tmp_path):
+    folder = make_hub_folder(tmp_path / "mine", "torch-universal")
     init = folder / "build" / "torch-universal" / "__init__.py"
     init.write_text(INTERFACE + "\nsupports_flash_attn = True\n")
     assert "key_padding_mask" not in load_subject(f"{folder}::interface").takes
 
 
-def test_no_script_can_be_written_of_a_folder(tmp_path):
-    folder = hub_folder(tmp_path / "mine", "torch-universal")
+def test_standalone_script_of_a_folder_is_refused(tmp_path):
+    folder = make_hub_folder(tmp_path / "mine", "torch-universal")
     with pytest.raises(UsageError, match=r"no script can be written of .*: a folder of"):
         _reference(f"{folder}::interface")
 
 
-def test_folders_have_modules_of_their_own(tmp_path):
-    both = [hub_folder(tmp_path / name, "torch-universal") for name in ("one", "two")]
+def test_folders_load_as_separate_modules(tmp_path):
+    both = [make_hub_folder(tmp_path / name, "torch-universal") for name in ("one", "two")]
     functions = [load_subject(f"{each}::flash_attn_func").function for each in both]
     modules = [sys.modules[each.__module__] for each in functions]
     assert [each.__file__.split("/")[-4] for each in modules] == ["one", "two"]
     assert functions[0].__globals__["exact"] is not functions[1].__globals__["exact"]
 
 
-def test_a_folder_without_a_build_for_this_machine(tmp_path):
-    folder = hub_folder(tmp_path / "mine", ELSEWHERE)
+def test_folder_without_a_build_for_this_machine_is_refused(tmp_path):
+    folder = make_hub_folder(tmp_path / "mine", ELSEWHERE)
     with pytest.raises(
         UsageError, match=rf"no build is for this machine \(torch .*\): {ELSEWHERE}"
     ):
@@ -132,7 +132,7 @@ def test_a_folder_without_a_build_for_this_machine(tmp_path):
     assert not is_hub_folder("a\0b")
 
 
-def test_the_most_specific_build_is_taken(monkeypatch):
+def test_most_specific_build_ranks_highest_and_unfit_builds_have_no_rank(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
     here = "x86_64-linux"
     order = [

@@ -1,11 +1,11 @@
-"""The ideal kernel: right within the roundings it declares, and making each of them."""
+"""The ideal kernel: within its rounding bounds, and bit for bit the roundings that it declares."""
 
 import dataclasses
 import math
 
 import pytest
 import torch
-from tests.subjects.sample_mods import MASKS, SCORES
+from tests.subjects.sample_problems import MASKS, SCORES, small
 
 from attncheck.core.formats import FORMATS, MEASURED_DTYPES, fp32, round_to
 from attncheck.core.mod_spec import Entry, Spec
@@ -29,15 +29,10 @@ TILINGS = {
 }
 
 
-def small(**changes) -> Problem:
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 40, "head_dim": 16}
-    return Problem(**(sizes | changes))
-
-
-def descales(inputs, change):
-    """The descales changed, or None where there are none."""
-    given = inputs.descale
-    return given and Descale(q=change(given.q), k=change(given.k), v=change(given.v))
+def change_descales(inputs, change):
+    """The inputs' descales, changed, or None if they have none."""
+    old = inputs.descale
+    return old and Descale(q=change(old.q), k=change(old.k), v=change(old.v))
 
 
 def rms(error: torch.Tensor) -> float:
@@ -46,7 +41,7 @@ def rms(error: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES)
-def test_a_tiling_changes_bits_and_only_rounds(dtype, tiling, exact):
+def test_tiling_changes_bits_within_rounding(dtype, tiling, exact):
     inputs = draw_inputs(small(kv=150, dtype=dtype))
     kernel = Ideal(TILINGS[tiling])
     outputs = kernel.run(inputs)
@@ -60,14 +55,14 @@ def test_a_tiling_changes_bits_and_only_rounds(dtype, tiling, exact):
 )
 @pytest.mark.parametrize("order", ["reverse_sums", "scale_first"])
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES)
-def test_operations_in_another_order_change_bits_and_only_round(dtype, order, options, exact):
+def test_reordered_operations_change_bits_within_rounding(dtype, order, options, exact):
     inputs = draw_inputs(small(kv=150, dtype=dtype, **options))
     outputs = Ideal(**{order: True}).run(inputs)
     assert exact(inputs).excess(outputs) <= 1
     assert not torch.equal(outputs.lse, Ideal().run(inputs).lse)
 
 
-def test_sums_are_reversed_in_products_and_in_row_sums():
+def test_reverse_sums_reverses_products_and_row_sums():
     terms = torch.rand(1, 64, 256, generator=torch.Generator().manual_seed(1))
     ones, problem = torch.ones(1, 256, 8), small()
     usual, other = Ideal(), Ideal(reverse_sums=True)
@@ -79,8 +74,8 @@ def test_sums_are_reversed_in_products_and_in_row_sums():
     assert not torch.equal(*sums)
 
 
-def test_with_a_mod_nothing_is_rounded_before_its_result():
-    """LSE of a single key is its score."""
+def test_scale_first_rounds_a_score_mod_only_once():
+    """The LSE of a single key is its score."""
     linear = Spec.of("expression", text="score * 3.0 + 1.0")
     problem = Problem(head_dim=1, kv=1, query=64, dtype="fp32", scale=fp32(1 / 3), score=linear)
     inputs = draw_inputs(problem)
@@ -91,7 +86,7 @@ def test_with_a_mod_nothing_is_rounded_before_its_result():
 
 
 @pytest.mark.parametrize("score", ["none", "alibi"])
-def test_in_another_order_a_hidden_key_stays_hidden(score):
+def test_reordered_operations_keep_hidden_keys_hidden(score):
     inputs = draw_inputs(small(dtype="fp16", mask=MASKS["causal"], score=Spec.of(score)))
     for name in ("k", "v"):
         getattr(inputs, name)[:, :, -1] = math.nan
@@ -100,8 +95,8 @@ def test_in_another_order_a_hidden_key_stays_hidden(score):
     assert outputs.out[:, :, -1].isnan().all()
 
 
-def test_a_lazy_maximum_stays_behind_on_rising_scores(exact):
-    """Scores that rise by less than the threshold never move it: P exceeds 1, and out is right."""
+def test_lazy_maximum_does_not_follow_scores_that_rise_by_less_than_its_threshold(exact):
+    """P then exceeds 1, and out is still within rounding."""
     inputs = draw_inputs(small(kv=64, batch=1, heads=1, kv_heads=1, dtype="fp32"))
     rising = torch.linspace(0, 4, 64).view(1, 1, 64, 1).expand_as(inputs.k)
     inputs = inputs.replace(q=torch.full_like(inputs.q, 0.25), k=rising.contiguous())
@@ -114,7 +109,7 @@ def test_a_lazy_maximum_stays_behind_on_rising_scores(exact):
 
     lazy = Tiling(block_query=64, block_kv=16, lazy_rescale=8.0)
     assert exact(inputs).excess(Watched(lazy).run(inputs)) <= 1
-    weights = largest[3:]  # after q, k and v: a tile's weights each
+    weights = largest[3:]  # after q, k and v: the weights of each tile
     assert max(weights) > 2
     largest.clear()
     Watched(dataclasses.replace(lazy, lazy_rescale=0.0)).run(inputs)
@@ -130,19 +125,19 @@ def test_operands_are_rounded_once_to_nearest(name):
     assert torch.equal(Ideal().operand(values, FORMATS[name]).double(), expected)
 
 
-def test_truncated_operands_lose_their_last_bits():
+def test_truncated_tf32_operands_lose_their_last_bits():
     values = torch.randn(4096, generator=torch.Generator().manual_seed(1))
     values = torch.cat([values, torch.tensor([torch.inf, -torch.inf, 0.0])])
-    got = Ideal(tf32="truncate").operand(values, FORMATS["tf32"])
+    operands = Ideal(tf32="truncate").operand(values, FORMATS["tf32"])
     significand, exponent = torch.frexp(values.double())
     bits = 2.0 ** FORMATS["tf32"].significand
-    kept = torch.ldexp(torch.trunc(significand * bits) / bits, exponent)
-    assert torch.equal(got.double(), torch.where(values.isinf(), values.double(), kept))
+    truncated = torch.ldexp(torch.trunc(significand * bits) / bits, exponent)
+    assert torch.equal(operands.double(), torch.where(values.isinf(), values.double(), truncated))
     assert Ideal(tf32="truncate").operand(torch.tensor([math.nan]), FORMATS["tf32"]).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", ["tf32", "fp16", "bf16"])
-def test_every_rounding_costs_accuracy(dtype, exact):
+def test_rounding_of_operands_costs_accuracy(dtype, exact):
     class Unrounded(Ideal):
         def operand(self, values, fmt):
             del fmt
@@ -164,10 +159,10 @@ def test_truncation_costs_more_than_rounding(exact):
 @pytest.mark.parametrize("tiling", [None, TILINGS["flash1"], TILINGS["reverse-lazy"]], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "filling"),
-    # e4m3 has no infinity: torch makes it 448 or NaN.
+    # e4m3 has no infinity: torch converts it to 448 or NaN.
     [(d, x) for d in MEASURED_DTYPES for x in NOT_FINITE if d != "e4m3" or math.isnan(x)],
 )
-def test_what_lies_in_the_future_moves_not_one_bit(dtype, filling, tiling):
+def test_future_keys_and_values_that_are_not_finite_change_no_bit(dtype, filling, tiling):
     inputs = draw_inputs(small(query=90, dtype=dtype, mask=MASKS["causal"]))
     k, v = inputs.k.clone(), inputs.v.clone()
     k[:, :, 70:], v[:, :, 70:] = filling, filling
@@ -177,7 +172,7 @@ def test_what_lies_in_the_future_moves_not_one_bit(dtype, filling, tiling):
     assert not after.out[:, :, 70:].isfinite().any()
 
 
-def test_a_value_that_is_not_finite_reaches_the_rows_and_columns_that_read_it():
+def test_value_of_nan_reaches_exactly_the_rows_and_column_that_read_it():
     inputs = draw_inputs(small(mask=MASKS["window"], dtype="bf16"))
     v = inputs.v.clone()
     v[1, 0, 9, 3] = math.nan
@@ -189,16 +184,16 @@ def test_a_value_that_is_not_finite_reaches_the_rows_and_columns_that_read_it():
 
 
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES)
-def test_a_row_does_not_depend_on_its_neighbours(dtype):
+def test_rows_do_not_depend_on_other_rows_or_sequences(dtype):
     inputs = draw_inputs(small(query=140, kv=33, dtype=dtype))
     few = inputs.problem.replace(query=5, batch=1)
     first = {"q": inputs.q[:1, :, :5], "k": inputs.k[:1], "v": inputs.v[:1]}
-    descale = descales(inputs, lambda scale: scale[:1])
-    some = inputs.replace(problem=few, **first, descale=descale)
-    assert torch.equal(Ideal().run(inputs).out[:1, :, :5], Ideal().run(some).out)
+    descale = change_descales(inputs, lambda scale: scale[:1])
+    part = inputs.replace(problem=few, **first, descale=descale)
+    assert torch.equal(Ideal().run(inputs).out[:1, :, :5], Ideal().run(part).out)
 
 
-def test_rows_may_be_computed_in_parts(monkeypatch):
+def test_rows_computed_in_parts_have_the_same_bits(monkeypatch):
     inputs = draw_inputs(small(query=300, kv=101, mask=MASKS["causal"], dtype="fp32"))
     whole = Ideal().run(inputs)
     monkeypatch.setitem(ideal._ROWS_AT_A_TIME, "cpu", 1)
@@ -209,27 +204,27 @@ def test_rows_may_be_computed_in_parts(monkeypatch):
 
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES)
 @pytest.mark.parametrize("n", [1, 2, 64, 128])
-def test_the_mean_of_equal_scores_is_exact(dtype, n):
-    """q = 0: every weight is 1, and powers of two are numbers of every format."""
+def test_mean_of_equal_scores_is_exact(dtype, n):
+    """With q = 0 every weight is 1, and powers of two are numbers of every format."""
     inputs = draw_inputs(small(kv=n, dtype=dtype))
     ones = torch.zeros_like(inputs.v)
     ones[:, :, 0] = 4.0
-    given = inputs.replace(q=torch.zeros_like(inputs.q), v=ones)
-    outputs = Ideal().run(given.replace(descale=descales(given, torch.ones_like)))
+    inputs = inputs.replace(q=torch.zeros_like(inputs.q), v=ones)
+    outputs = Ideal().run(inputs.replace(descale=change_descales(inputs, torch.ones_like)))
     assert torch.equal(outputs.out.double(), torch.full_like(outputs.out, 4.0 / n).double())
     assert torch.equal(outputs.lse, torch.full_like(outputs.lse, fp32(math.log(n))))
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_a_row_that_sees_one_key_gives_its_value(dtype):
-    """Its weight is 1 but for the rounding of m·c, in fp32, which the output's format absorbs."""
+def test_row_that_sees_one_key_returns_its_value(dtype):
+    """Its weight is 1 except for the rounding of m·c in fp32, which the output's format absorbs."""
     inputs = draw_inputs(small(dtype=dtype, mask=Spec.of("sliding_window", window=1)))
     assert torch.equal(Ideal().run(inputs).out, inputs.v.repeat_interleave(2, dim=1))
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [*MEASURED_DTYPES, "softmax"])
-def test_it_gives_the_same_bits_whatever_torchs_default_dtype(name, default):
+def test_default_dtype_of_torch_changes_no_bit(name, default):
     if name == "softmax":
         inputs = [draw_inputs(Problem(operation="softmax", heads=2, query=5, kv=33))]
     else:
@@ -237,10 +232,10 @@ def test_it_gives_the_same_bits_whatever_torchs_default_dtype(name, default):
         inputs = [
             draw_inputs(small(dtype=name, mask=MASKS["padding"], score=score)) for score in mods
         ]
-    before = [Ideal().run(given) for given in inputs]
+    before = [Ideal().run(each) for each in inputs]
     torch.set_default_dtype(default)
     try:
-        after = [Ideal().run(given) for given in inputs]
+        after = [Ideal().run(each) for each in inputs]
     finally:
         torch.set_default_dtype(torch.float32)
     for a, b in zip(before, after, strict=True):
@@ -249,69 +244,69 @@ def test_it_gives_the_same_bits_whatever_torchs_default_dtype(name, default):
         assert torch.equal(a.lse, b.lse)
 
 
-def once(values: torch.Tensor) -> torch.Tensor:
-    """Float64 ``values`` rounded once to fp32."""
+def fl(values: torch.Tensor) -> torch.Tensor:
+    """``fl(x)``: float64 values rounded once to fp32."""
     return values.float().double()
 
 
 def fp8_scales(inputs, tiling):
-    """What stands for q·k's, v's and P's scale: 1 where there are none."""
+    """The scales of q·k, v and P: 1 without descales."""
     if not inputs.descale:
         one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
         return one, one, 1.0
     q, k, v = (getattr(inputs.descale, name).double()[..., None, None] for name in "qkv")
-    return once(q * k), v, inputs.problem.formats.weights_scale / 2.0**tiling.lazy_rescale
+    return fl(q * k), v, inputs.problem.formats.weights_scale / 2.0**tiling.lazy_rescale
 
 
-def as_declared(inputs, tiling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Algorithm 1 again, two keys at a time, with each rounding that Ideal declares written out.
+def run_as_declared(inputs, tiling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and LSE by algorithm 1, two keys at a time, with each declared rounding written out.
 
-    In float64, which holds q·k and P·V of these inputs exactly.
+    Computed in float64, which holds q·k and P·V of these inputs exactly.
     """
     problem = inputs.problem
     q, k, v = inputs.q.double(), inputs.k.double(), inputs.v.double()
     qk, of_v, p_scale = fp8_scales(inputs, tiling)
     plain = problem.score == Spec.of("none")
-    scale = once(problem.scale * qk)
+    scale = fl(problem.scale * qk)
     log2_e = torch.full_like(qk, fp32(math.log2(math.e)))
-    c = once(fp32(problem.scale * math.log2(math.e)) * qk) if plain else log2_e
+    c = fl(fp32(problem.scale * math.log2(math.e)) * qk) if plain else log2_e
     m = torch.full_like(q, -math.inf)
     total, out = torch.zeros_like(q), torch.zeros_like(q)
 
     def weights(s, maximum):
-        exponent = s * c - once(maximum * c) if plain else once(s - maximum) * c
-        return once(torch.exp2(once(exponent)))
+        exponent = s * c - fl(maximum * c) if plain else fl(s - maximum) * c
+        return fl(torch.exp2(fl(exponent)))
 
     def power(old, new):
-        return once(torch.exp2(once(once(old - new) * c)))
+        return fl(torch.exp2(fl(fl(old - new) * c)))
 
     def product(p, start):
-        return once(round_to(p * p_scale, problem.formats.weights) @ v[:, :, start : start + 2])
+        return fl(round_to(p * p_scale, problem.formats.weights) @ v[:, :, start : start + 2])
 
     for start in sorted(range(0, problem.kv, 2), reverse=tiling.reverse):
         s = q @ k[:, :, start : start + 2].mT
         if not plain:
-            s = once(once(s * scale) / fp32(0.7))
+            s = fl(fl(s * scale) / fp32(0.7))
         own = s.amax(-1, keepdim=True)
         raised = torch.maximum(m, own)
         if tiling.lazy_rescale:
-            stays = (once(once(raised - m) * c) <= tiling.lazy_rescale) & m.isfinite()
+            stays = (fl(fl(raised - m) * c) <= tiling.lazy_rescale) & m.isfinite()
             raised = torch.where(stays, m, raised)
         alpha = power(m, raised)
         if tiling.recurrence == "flash1":
-            p, beta, before = weights(s, own), power(own, raised), once(total * alpha)
-            total = once(before + once(beta * once(p.sum(-1, keepdim=True))))
-            sums = once(once(out * before) + once(beta * product(p, start)))
-            out = once(sums / total)
+            p, beta, before = weights(s, own), power(own, raised), fl(total * alpha)
+            total = fl(before + fl(beta * fl(p.sum(-1, keepdim=True))))
+            sums = fl(fl(out * before) + fl(beta * product(p, start)))
+            out = fl(sums / total)
         else:
             p = weights(s, raised)
-            total = once(once(total * alpha) + once(p.sum(-1, keepdim=True)))
-            out = once(once(out * alpha) + product(p, start))
+            total = fl(fl(total * alpha) + fl(p.sum(-1, keepdim=True)))
+            out = fl(fl(out * alpha) + product(p, start))
         m = raised
-    lse = once((once(m * scale) if plain else m) + once(total.log()))
+    lse = fl((fl(m * scale) if plain else m) + fl(total.log()))
     if tiling.recurrence == "flash2":
-        out = once(out * once(1 / total))
-    return round_to(once(out * once(of_v / p_scale)), problem.formats.output), lse[..., 0]
+        out = fl(out * fl(1 / total))
+    return round_to(fl(out * fl(of_v / p_scale)), problem.formats.output), lse[..., 0]
 
 
 @pytest.mark.parametrize("score", ["none", "temperature"])
@@ -326,26 +321,26 @@ def as_declared(inputs, tiling) -> tuple[torch.Tensor, torch.Tensor]:
     ],
     ids=str,
 )
-def test_every_bit_is_that_of_the_roundings_it_declares(tiling, dtype, score):
+def test_out_and_lse_have_the_bits_of_the_declared_roundings(tiling, dtype, score):
     spec = SCORES.get(score, Spec.of(score))
     problem = Problem(query=2048, kv=12, head_dim=1, scale=1.3, dtype=dtype, score=spec)
     inputs = draw_inputs(problem)
-    if dtype == "fp32":  # short enough for exact products, whatever adds them
+    if dtype == "fp32":  # shortened so that products and their sums are exact
         q, k = inputs.q.half().float(), inputs.k.half().float()
         v = torch.copysign(torch.exp2(inputs.v.round()), inputs.v)
         inputs = inputs.replace(q=q, k=k, v=v)
     outputs = Ideal(tiling).run(inputs)
-    out, lse = as_declared(inputs, tiling)
+    out, lse = run_as_declared(inputs, tiling)
     assert torch.equal(outputs.out.double(), out)
     assert torch.equal(outputs.lse.double(), lse)
 
 
-def test_a_softmax_is_the_ideal_softmax():
+def test_softmax_problem_runs_the_ideal_softmax():
     inputs = draw_inputs(Problem(operation="softmax", heads=2, query=5, kv=33))
     assert Ideal().concerns(inputs.problem)
-    outputs, same = Ideal().run(inputs), ideal_softmax(inputs)
-    assert torch.equal(outputs.out, same.out)
-    assert torch.equal(outputs.lse, same.lse)
+    outputs, expected = Ideal().run(inputs), ideal_softmax(inputs)
+    assert torch.equal(outputs.out, expected.out)
+    assert torch.equal(outputs.lse, expected.lse)
 
 
 class OneKeyTooWide(Ideal):
@@ -361,13 +356,13 @@ class NotRescaled(Ideal):
 
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES)
 @pytest.mark.parametrize("fault", [OneKeyTooWide, NotRescaled])
-def test_a_planted_fault_is_more_than_rounding(fault, dtype, exact):
+def test_planted_fault_is_more_than_rounding(fault, dtype, exact):
     inputs = draw_inputs(small(dtype=dtype, mask=MASKS["causal"]))
     assert exact(inputs).excess(fault(Tiling(block_query=32, block_kv=16)).run(inputs)) > 1
 
 
-def test_a_score_mod_in_float64_gives_fp32_numbers():
-    """Doubling is exact in both."""
+def test_float64_score_mod_gives_the_bits_of_fp32():
+    """The score mod doubles, which is exact in both formats."""
 
     def outputs(mod):
         library.SCORES["doubled"] = Entry(summary="", build=lambda *_: mod)
@@ -385,27 +380,27 @@ def test_a_score_mod_in_float64_gives_fp32_numbers():
 
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_of_how_many_tiles_a_mask_is_asked_changes_no_bit(mask, tiling, monkeypatch):
+def test_number_of_tiles_per_mask_evaluation_changes_no_bit(mask, tiling, monkeypatch):
     problem = small(query=150, kv=150, mask=MASKS[mask], score=SCORES["alibi"], backward=True)
-    inputs, asked = draw_inputs(problem), []
+    inputs, widths = draw_inputs(problem), []
 
-    class Asking(Ideal):
+    class WidthRecorder(Ideal):
         def visible(self, mask, at):
-            asked.append(at.kv_idx.shape[-1])
+            widths.append(at.kv_idx.shape[-1])
             return super().visible(mask, at)
 
-    kernel = Asking(TILINGS[tiling])
+    kernel = WidthRecorder(TILINGS[tiling])
     together = kernel.run(inputs)
-    assert max(asked) > TILINGS[tiling].block_kv
-    assert _same(together, Ideal(TILINGS[tiling]).run(inputs))
-    asked.clear()
+    assert max(widths) > TILINGS[tiling].block_kv
+    assert _are_equal(together, Ideal(TILINGS[tiling]).run(inputs))
+    widths.clear()
     monkeypatch.setitem(ideal._SEEN_AT_A_TIME, "cpu", 1)
-    assert _same(together, kernel.run(inputs))
-    assert set(asked) == {TILINGS[tiling].block_kv}
+    assert _are_equal(together, kernel.run(inputs))
+    assert set(widths) == {TILINGS[tiling].block_kv}
 
 
-class SummedByAWarp(Ideal):
-    """Adds up weights as ideal.cu does, and goes on with torch's operations."""
+class WarpSum(Ideal):
+    """Adds weights in the order of a warp in ideal.cu; all else is torch's operations."""
 
     def row_sum(self, p, problem, scale):
         del problem, scale
@@ -419,10 +414,11 @@ class SummedByAWarp(Ideal):
 
 
 def weigh_in_torch(_grid, arguments):
-    scores, seen, weights, maximum, total, kept, taken, c, lazy, *more = arguments
+    """``ideal_weigh`` of ideal.cu, the weights of a tile, in torch's operations."""
+    scores, seen, weights, maximum, total, out_factor, part_factor, c, lazy, *more = arguments
     _lines, _keys, _rows, _heads, by_step, natural, to_format, *strides = more
-    # What the kernel gets is a pointer and eight bytes a number.
-    for tensor in (scores, weights, maximum, total, kept, taken, c):
+    # The GPU kernel gets pointers, and eight bytes for each number.
+    for tensor in (scores, weights, maximum, total, out_factor, part_factor, c):
         assert tensor.is_contiguous()
         assert tensor.dtype == torch.float32
     assert seen is None or seen.dtype == torch.bool
@@ -447,20 +443,21 @@ def weigh_in_torch(_grid, arguments):
     )
     before = total * alpha
     maximum.copy_(now)
-    taken.copy_(beta if by_step else torch.ones_like(beta))
-    kept.copy_(before if by_step else alpha)
-    total.copy_(before + taken * SummedByAWarp().row_sum(p, None, 1.0))
+    part_factor.copy_(beta if by_step else torch.ones_like(beta))
+    out_factor.copy_(before if by_step else alpha)
+    total.copy_(before + part_factor * WarpSum().row_sum(p, None, 1.0))
 
 
 def add_in_torch(_grid, arguments):
-    out, part, kept, taken, total, _lines, _dim, by_step = arguments
-    assert all(tensor.is_contiguous() for tensor in (out, part, kept, taken, total))
-    out.copy_(out * kept[..., None] + taken[..., None] * part)
+    """``ideal_add`` of ideal.cu, which adds a tile to out, in torch's operations."""
+    out, part, out_factor, part_factor, total, _lines, _dim, by_step = arguments
+    assert all(tensor.is_contiguous() for tensor in (out, part, out_factor, part_factor, total))
+    out.copy_(out * out_factor[..., None] + part_factor[..., None] * part)
     if by_step:
         out.div_(torch.where(total == 0, 1.0, total)[..., None])
 
 
-STEPS_OF_A_GPU = [
+GPU_PROBLEMS = [
     {},
     {"kv": 150, "mask": MASKS["causal_bottom_right"]},
     {"mask": MASKS["padding"], "sink": True},
@@ -471,58 +468,59 @@ STEPS_OF_A_GPU = [
 ]
 
 
-def _same(left, right):
-    """Whether both kernels gave the same numbers."""
+def _are_equal(left, right):
+    """Whether both outputs have the same numbers, NaN included."""
     pairs = zip(left.tensors().values(), right.tensors().values(), strict=True)
     return all(same_numbers(*pair) for pair in pairs)
 
 
-@pytest.mark.parametrize("changes", STEPS_OF_A_GPU, ids=str)
+@pytest.mark.parametrize("changes", GPU_PROBLEMS, ids=str)
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_kernels_of_a_gpu_read_what_torch_does(dtype, tiling, changes, monkeypatch):
+def test_arguments_of_the_gpu_kernels_give_the_bits_of_torch(dtype, tiling, changes, monkeypatch):
+    """Stand-ins in torch take the GPU kernels' arguments, so that a CPU tests them."""
     inputs = draw_inputs(small(dtype=dtype, **changes))
-    expected = SummedByAWarp(TILINGS[tiling]).run(inputs)
+    expected = WarpSum(TILINGS[tiling]).run(inputs)
     steps = weigh_in_torch, add_in_torch
     monkeypatch.setattr(ideal.Pass, "fused", steps)
-    assert _same(Ideal(TILINGS[tiling]).run(inputs), expected)
+    assert _are_equal(Ideal(TILINGS[tiling]).run(inputs), expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("changes", [*STEPS_OF_A_GPU, {"kv": 150, "query": 700}], ids=str)
+@pytest.mark.parametrize("changes", [*GPU_PROBLEMS, {"kv": 150, "query": 700}], ids=str)
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_kernels_of_a_gpu_give_the_bits_of_torch(dtype, tiling, changes, monkeypatch):
+def test_gpu_kernels_give_the_bits_of_torch(dtype, tiling, changes, monkeypatch):
     inputs = draw_inputs(small(dtype=dtype, **changes), "cuda")
     inputs.q[0, 1, 3, 0], inputs.k[1, 0, 7, 0] = math.nan, math.inf
     monkeypatch.setattr(ideal, "_FEWEST_PRODUCTS", 0)
     kernel = Ideal(TILINGS[tiling], quick=True)
-    expected = SummedByAWarp(TILINGS[tiling]).run(inputs)
+    expected = WarpSum(TILINGS[tiling]).run(inputs)
     assert ideal.Pass(kernel, inputs).fused
-    assert _same(kernel.run(inputs), expected)
+    assert _are_equal(kernel.run(inputs), expected)
 
 
-FAULTS_OF_A_GPU = {
-    "what is kept twice": ("__fmul_rn(a, out[i])", "__fmul_rn(2 * a, out[i])"),
-    "the hidden seen": ("!seen || seen[key * by_key]", "true"),
+GPU_FAULTS = {
+    "out doubled": ("__fmul_rn(a, out[i])", "__fmul_rn(2 * a, out[i])"),
+    "mask ignored": ("!seen || seen[key * by_key]", "true"),
     "truncated weights": ("cvt.rn.bf16.f32", "cvt.rz.bf16.f32"),
     "the maximum left behind": ("maximum[line] = now", "maximum[line] = old"),
     "a sum without a lane's keys": ("sum = __fadd_rn(sum, p)", "if (lane) sum = __fadd_rn(sum, p)"),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS_OF_A_GPU)
-def test_a_fault_of_a_gpu_fits_the_text_that_it_changes(fault):
-    assert FAULTS_OF_A_GPU[fault][0] in ideal._GPU_SOURCE.read_text(encoding="utf-8")
+@pytest.mark.parametrize("fault", GPU_FAULTS)
+def test_text_replaced_by_a_gpu_fault_is_in_the_source(fault):
+    assert GPU_FAULTS[fault][0] in ideal._GPU_SOURCE.read_text(encoding="utf-8")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("fault", FAULTS_OF_A_GPU)
-def test_other_kernels_of_a_gpu_give_other_bits(fault, monkeypatch, tmp_path):
-    before, after = FAULTS_OF_A_GPU[fault]
+@pytest.mark.parametrize("fault", GPU_FAULTS)
+def test_planted_fault_of_a_gpu_kernel_changes_bits(fault, monkeypatch, tmp_path):
+    before, after = GPU_FAULTS[fault]
     source = ideal._GPU_SOURCE.read_text(encoding="utf-8")
     inputs = draw_inputs(small(query=150, mask=MASKS["causal"]), "cuda")
-    expected = SummedByAWarp(TILINGS["wide"]).run(inputs)
+    expected = WarpSum(TILINGS["wide"]).run(inputs)
     monkeypatch.setattr(ideal, "_FEWEST_PRODUCTS", 0)
     monkeypatch.setattr(ideal, "_GPU_SOURCE", tmp_path / "ideal.cu")
     ideal._GPU_SOURCE.write_text(source.replace(before, after), encoding="utf-8")
@@ -530,6 +528,6 @@ def test_other_kernels_of_a_gpu_give_other_bits(fault, monkeypatch, tmp_path):
     try:
         kernel = Ideal(TILINGS["wide"], quick=True)
         assert ideal.Pass(kernel, inputs).fused, "it is compiled"
-        assert not _same(kernel.run(inputs), expected)
+        assert not _are_equal(kernel.run(inputs), expected)
     finally:
         ideal._gpu_kernels.cache_clear()

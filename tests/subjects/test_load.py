@@ -1,4 +1,4 @@
-"""Subjects by name: attncheck's own, and those of files and modules."""
+"""Loading of Subjects by name: built-in kernels, and those of files and modules."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from attncheck.subjects.capabilities import named_kernels
 from attncheck.subjects.load import load_candidate, load_subject
 
 
-def test_the_names_and_their_order():
+def test_builtin_names_and_their_order():
     assert named_kernels.builtin_names() == (
         "triton-flash2",
         "triton-flash2-vt",
@@ -37,19 +37,19 @@ def test_the_names_and_their_order():
 
 
 @pytest.mark.parametrize("name", named_kernels.builtin_names())
-def test_a_subject_knows_its_name(name):
+def test_builtin_kernel_has_its_name_and_a_one_line_summary(name):
     subject = named_kernels.subject_named(name)
     assert subject.name == name
     assert subject.summary == named_kernels.BUILTIN[name].summary
     assert "\n" not in subject.summary
 
 
-def test_an_unknown_name_lists_the_known_ones():
+def test_unknown_builtin_name_lists_the_known_ones():
     with pytest.raises(UnknownName, match=r"kernel 'sdpa' is not known: choose from .*sdpa-math"):
         named_kernels.subject_named("sdpa")
 
 
-def test_listing_them_imports_neither_torch_nor_triton():
+def test_listing_builtin_names_imports_neither_torch_nor_triton():
     code = (
         "import sys; from attncheck.subjects.capabilities.named_kernels import builtin_names;"
         "builtin_names();"
@@ -69,17 +69,17 @@ BARE = MINE.replace("(Ideal)", "(Subject)") + "    unsupported = prepare = None\
 
 
 @pytest.mark.parametrize("name", ["Right", "right"])
-def test_a_class_and_an_instance_of_a_file(name):
+def test_class_or_instance_of_a_file_is_loaded(name):
     assert load_subject(f"{PLANTED}::{name}").name == "planted-nothing"
 
 
-def test_a_function_of_a_file(tmp_path):
+def test_factory_function_of_a_file_is_called(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(MINE.format(body='name = "mine"') + "def make():\n    return Mine()\n")
     assert load_subject(f"{path}::make").name == "mine"
 
 
-def test_a_file_imports_its_siblings(tmp_path, monkeypatch):
+def test_kernel_file_imports_its_siblings_early_and_late(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name in ("before", "later"):
         (tmp_path / f"planted_{name}.py").write_text("FACTOR = 2\n")
@@ -90,12 +90,12 @@ def test_a_file_imports_its_siblings(tmp_path, monkeypatch):
     )
     kernel = load_candidate(f"{tmp_path / 'mine.py'}::kernel").target
     assert callable(kernel)
-    # Not found by ``import`` before: only as the file's own siblings.
+    # The modules can be found only as siblings of the file.
     assert kernel(21, None, None) == 42
     assert sys.path[0] == str(tmp_path.resolve())
 
 
-def test_siblings_of_one_name_are_each_kernels_own(tmp_path):
+def test_siblings_with_one_name_in_two_folders_are_kept_apart(tmp_path):
     for folder, factor in (("a", 2), ("b", 3)):
         package = tmp_path / folder / "inner"
         package.mkdir(parents=True)
@@ -105,22 +105,22 @@ def test_siblings_of_one_name_are_each_kernels_own(tmp_path):
         (tmp_path / folder / "mine.py").write_text(text)
     kernels = [load_subject(f"{tmp_path / each}/mine.py::kernel") for each in "ab"]
     names = ("factor", "power")
-    found = [[each.function.__globals__[name] for name in names] for each in kernels]
-    assert found == [[2, 2], [3, 3]]
+    values = [[each.function.__globals__[name] for name in names] for each in kernels]
+    assert values == [[2, 2], [3, 3]]
 
 
 @pytest.mark.parametrize("name", [".", "..", "kernels", "./kernels", "kernels/"])
-def test_a_folder_is_no_kernel(name, tmp_path, monkeypatch):
+def test_folder_is_refused_as_a_kernel(name, tmp_path, monkeypatch):
     (tmp_path / "kernels").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"is a folder: name a function, FILE\.py::NAME"):
         load_subject(name)
 
 
-def test_a_name_of_the_library():
-    assert load_subject("ideal").name == "ideal"
+@pytest.mark.parametrize("convention", [None, "sdpa"])
+def test_unknown_kernel_is_refused_with_or_without_a_convention(convention):
     with pytest.raises(UnknownName, match="choose from"):
-        load_subject("flash9")
+        load_subject("flash9", convention)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_name_of_the_library():
         (MINE.format(body="pass"), "Mine", "is called 'ideal'.* give it a name of its own"),
     ],
 )
-def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path, text, name, message):
+def test_unloadable_file_is_refused_in_one_line(tmp_path, text, name, message):
     path = tmp_path / "mine.py"
     path.write_text(text)
     with one_line(UsageError, match=message):
@@ -153,12 +153,12 @@ def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path, text, name, message
 
 
 @pytest.mark.parametrize("kernel", ["nowhere.py::x", "::x"])
-def test_a_file_that_is_not_there(kernel):
+def test_missing_file_is_refused(kernel):
     with pytest.raises(UsageError, match="there is no file"):
         load_subject(kernel)
 
 
-def test_an_interrupt_is_nobodys_fault(tmp_path):
+def test_keyboard_interrupt_while_loading_is_passed_on(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
@@ -166,7 +166,7 @@ def test_an_interrupt_is_nobodys_fault(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "wanted"),
+    ("kernel", "hint"),
     [
         ("mine.py", r"write mine\.py::NAME\."),
         ("./folder/mine.py", r"write \./folder/mine\.py::NAME\."),
@@ -176,11 +176,6 @@ def test_an_interrupt_is_nobodys_fault(tmp_path):
         ("mine.py:", r"a file takes two colons: mine\.py::NAME\."),
     ],
 )
-def test_what_was_meant_is_said(kernel, wanted):
-    with one_line(UsageError, match=wanted):
+def test_malformed_name_gets_a_hint_of_the_right_spelling(kernel, hint):
+    with one_line(UsageError, match=hint):
         load_subject(kernel)
-
-
-def test_an_unknown_name_is_said_before_its_convention():
-    with pytest.raises(UnknownName, match="choose from"):
-        load_subject("flash9", "sdpa")

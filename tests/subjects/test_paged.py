@@ -1,4 +1,4 @@
-"""triton-paged in the interpreter: the bits of triton-flash2, from wherever keys lie."""
+"""triton-paged in the interpreter: the bits of triton-flash2, wherever the keys are in pages."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ BOTTOM_RIGHT = Spec.of("causal_bottom_right")
 SHARED = Paging(size=16, seed=1, shared=1)
 
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("require_interpreter")
 
 
 def small(**changes) -> Problem:
@@ -36,12 +36,12 @@ def small(**changes) -> Problem:
     return Problem(**(sizes | {"paging": SHARED} | changes))
 
 
-def status(subject, problem, question="compare", **parameters):
+def judge(subject, problem, question="compare", **parameters):
     case = Case(problem=problem, question=question, parameters=parameters)
     return run_case(subject, case, device="cpu", brief=True).status
 
 
-SAME = {
+PROBLEMS = {
     "decoding": {},
     "prefill": {"query": 40, "mask": BOTTOM_RIGHT},
     "padding": {"mask": PADDING, "query": 3},
@@ -57,43 +57,43 @@ SAME = {
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, "bf16") for name in SAME]
+    [(name, "bf16") for name in PROBLEMS]
     + [("padding", dtype) for dtype in ("fp32", "tf32", "fp16", "e4m3", "e5m2")],
 )
-def test_its_bits_are_those_of_keys_in_order(name, dtype):
-    inputs = draw_inputs(small(**SAME[name], dtype=dtype))
+def test_paged_attention_has_the_bits_of_unpaged_attention(name, dtype):
+    inputs = draw_inputs(small(**PROBLEMS[name], dtype=dtype))
     in_order = Flash2().run(inputs.replace(problem=inputs.problem.replace(paging=None)))
     in_pages = Paged().run(inputs)
     assert torch.equal(in_pages.out, in_order.out)
     assert torch.equal(in_pages.lse, in_order.lse)
 
 
-def test_it_reads_what_lies_in_pages(monkeypatch):
-    """Or the test above would hold of a kernel that never looks at them."""
+def test_kernel_reads_the_pages(monkeypatch):
+    """A kernel that never reads pages would pass the test above."""
 
-    def emptied(inputs):
-        found = paged_inputs(inputs)
-        return dataclasses.replace(found, k=torch.zeros_like(found.k))
+    def with_zero_keys(inputs):
+        pages = paged_inputs(inputs)
+        return dataclasses.replace(pages, k=torch.zeros_like(pages.k))
 
-    monkeypatch.setattr(triton_flash, "paged_inputs", emptied)
-    assert status(Paged(), small()) == "fail"
+    monkeypatch.setattr(triton_flash, "paged_inputs", with_zero_keys)
+    assert judge(Paged(), small()) == "fail"
 
 
 @pytest.mark.parametrize("fault", PLANTED["pages"])
-def test_a_planted_fault_is_found(fault, tmp_path):
+def test_planted_fault_fails(fault, tmp_path):
     kernel = faulty_forward(tmp_path, "flash2_forward", *PLANTED["pages"][fault].values())
 
     class Faulty(Paged):
         def forward(self):
             return kernel
 
-    # Full shows a key too many, and bottom-right of three rows hides some.
+    # The full mask shows a key too many; the bottom-right mask of three rows hides some keys.
     mask = {"mask": BOTTOM_RIGHT} if "masked" in fault else {}
     problem = small(query=3, paging=Paging(size=16, seed=3), **mask)
-    assert status(Faulty(), problem) == "fail"
+    assert judge(Faulty(), problem) == "fail"
 
 
-def test_tables_and_lengths():
+def test_sequence_lengths_are_those_of_padding_and_size_the_table():
     problem = small(mask=Spec.of("and", PADDING, Spec.of("padding", lengths=[33, 90 - 20])))
     assert sequence_lengths(problem) == (33, 20)
     assert sequence_lengths(small()) == (70, 70)
@@ -104,7 +104,7 @@ def test_tables_and_lengths():
     )
 
 
-def test_pages_that_are_no_longer_alike_are_apart():
+def test_pages_that_differ_are_not_shared():
     inputs = draw_inputs(small(paging=Paging(size=16, seed=1, shared=3)))
     for key, shared in ((0, 0), (15, 0), (16, 1), (47, 2), (48, 3)):
         v = inputs.v.clone()
@@ -113,7 +113,7 @@ def test_pages_that_are_no_longer_alike_are_apart():
         assert torch.equal(inputs_page_table(inputs.replace(v=v)).table, expected.table)
 
 
-def test_it_concerns_pages_alone():
+def test_triton_paged_concerns_only_paged_attention():
     assert Paged().concerns(small())
     assert Paged().concerns(small(sink=True))
     assert not Paged().concerns(small(paging=None))
@@ -121,17 +121,17 @@ def test_it_concerns_pages_alone():
     assert not Flash2().concerns(small())
 
 
-@pytest.mark.parametrize("mask", [None, PADDING], ids=["full", "padding"])
-def test_relations_hold(mask):
-    problem = small(query=2, **({} if mask is None else {"mask": mask}))
-    numbers = {"size": 3, "order": 2, "shared": 0}
-    odd = problem.replace(paging=Paging(size=17, seed=4, shared=1))
-    assert status(Paged(), odd, "pages", **numbers) == "pass"
-    if mask is not None:
-        assert status(Paged(), problem, "hidden_keys_nan", row=1) == "pass"
+@pytest.mark.parametrize("mask", [Spec.of("full"), PADDING], ids=["full", "padding"])
+def test_other_pages_give_the_same_result(mask):
+    problem = small(query=2, mask=mask, paging=Paging(size=17, seed=4, shared=1))
+    assert judge(Paged(), problem, "pages", size=3, order=2, shared=0) == "pass"
 
 
-def test_rmse_measures_it():
+def test_nan_in_hidden_keys_changes_nothing():
+    assert judge(Paged(), small(query=2, mask=PADDING), "hidden_keys_nan", row=1) == "pass"
+
+
+def test_rmse_variants_with_pages_pass():
     cells = plan_cells(
         dtypes=["bf16"],
         variants=["full", "paged", "paged_decode"],

@@ -1,10 +1,10 @@
-"""torch's scaled_dot_product_attention: the right mask, bias and backend, and what it refuses."""
+"""torch's scaled_dot_product_attention as Subjects: mask, bias, backend, arithmetic, refusals."""
 
 import warnings
 
 import pytest
 import torch
-from tests.subjects.sample_mods import MASKS
+from tests.subjects.sample_problems import MASKS, small
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck.core.mod_spec import Spec
@@ -17,13 +17,8 @@ from attncheck.subjects.torch_kernels import Sdpa
 SOFTCAP = Spec.of("softcap", cap=5.0)
 
 
-def small(**changes) -> Problem:
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 40, "head_dim": 16}
-    return Problem(**(sizes | changes))
-
-
-class Calls(TorchDispatchMode):
-    """Names of the operations that torch runs."""
+class OperationRecorder(TorchDispatchMode):
+    """Records the names of the operations that torch runs."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +33,9 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("score", ["alibi", "relative_bias", "bias", "offset", "chain"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("backend", ["math", "flash"])
-def test_an_added_score_reaches_the_kernel(backend, dtype, score, mask, exact):
+def test_attention_with_an_additive_score_mod_is_within_rounding(
+    backend, dtype, score, mask, exact
+):
     relative = Spec.of("relative_bias", distance=9, seed=1)
     spec = {
         "alibi": Spec.of("alibi"),
@@ -56,24 +53,24 @@ def test_an_added_score_reaches_the_kernel(backend, dtype, score, mask, exact):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
-def test_it_is_the_backend_that_runs(mask, dtype):
+def test_requested_backend_runs(mask, dtype):
     inputs = draw_inputs(small(dtype=dtype, mask=MASKS[mask]))
     for backend in ("math", "flash"):
         call = Sdpa(backend).prepare(inputs)
-        with Calls() as calls:
+        with OperationRecorder() as operations:
             call()
-        flash = any("flash_attention_for_cpu" in name for name in calls.names)
-        assert flash == (backend == "flash"), calls.names
+        flash = any("flash_attention_for_cpu" in name for name in operations.names)
+        assert flash == (backend == "flash"), operations.names
 
 
 @pytest.mark.parametrize("backend", ["efficient", "cudnn"])
-def test_some_backends_need_a_gpu(backend):
+def test_efficient_and_cudnn_need_a_gpu(backend):
     assert Sdpa(backend).absent("cpu") == "needs a CUDA GPU"
     assert Sdpa(backend).absent("cuda") is None
     assert Sdpa(backend).unsupported(small(), "cpu") == "needs a CUDA GPU"
 
 
-def test_reasons():
+def test_unsupported_problems_have_a_one_line_reason():
     math, flash = Sdpa("math"), Sdpa("flash")
     assert math.unsupported(small(dtype="tf32"), "cpu") == "the CPU has no tf32 products"
     assert math.unsupported(small(score=SOFTCAP), "cpu") == (
@@ -85,16 +82,16 @@ def test_reasons():
     assert "\n" not in reason
 
 
-def test_a_bias_that_would_be_rounded_is_refused():
-    """Three heads: the slopes are 24-bit numbers, and their multiples are longer."""
+def test_bias_that_fp32_cannot_hold_is_unsupported():
+    """With three heads the slopes of ALiBi have 24 bits, and their multiples have more."""
     odd = small(heads=3, kv_heads=3, score=Spec.of("alibi"))
     assert Sdpa("math").unsupported(odd, "cpu") == "would round the bias to fp32"
     assert Sdpa("math").unsupported(small(score=Spec.of("alibi")), "cpu") is None
-    own_key = odd.replace(mask=Spec.of("sliding_window", window=1))  # where every bias is 0
+    own_key = odd.replace(mask=Spec.of("sliding_window", window=1))  # every visible bias is 0
     assert Sdpa("math").unsupported(own_key, "cpu") is None
 
 
-def test_a_mask_is_no_larger_than_what_it_depends_on():
+def test_mask_and_bias_have_only_the_axes_that_they_depend_on():
     assert attention_mask(small(mask=MASKS["causal"]), "cpu", range(40)).shape == (1, 1, 40, 40)
     assert attention_mask(small(mask=MASKS["padding"]), "cpu", range(40)).shape == (2, 1, 40, 40)
     nothing = small(mask=Spec.of("not", Spec.of("full")))
@@ -104,7 +101,7 @@ def test_a_mask_is_no_larger_than_what_it_depends_on():
     assert bias.dtype == torch.float64
 
 
-def test_torchs_settings_are_as_before():
+def test_settings_of_torch_are_restored():
     def settings():
         return (
             torch.backends.cuda.flash_sdp_enabled(),
@@ -124,36 +121,36 @@ def test_torchs_settings_are_as_before():
     assert settings() == before
     call = Sdpa("flash").prepare(draw_inputs(small(value_dim=8)))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says why before it raises
+        warnings.simplefilter("ignore")  # torch warns of the reasons before it raises
         with pytest.raises(RuntimeError, match="No available kernel"):
             call()
     assert settings() == before
 
 
 @pytest.mark.parametrize(
-    ("backend", "changes", "what"),
+    ("backend", "changes", "tensor"),
     [
         ("math", {}, "scores and weights in fp32"),
         ("flash", {"mask": Spec.of("prefix_lm", prefix=3)}, "attn_mask"),
         ("flash", {"score": Spec.of("alibi"), "dtype": "fp32"}, "bias in fp32"),
     ],
 )
-def test_what_cannot_be_written_out_is_refused_before_it_is(backend, changes, what):
+def test_mask_bias_or_scores_beyond_memory_are_unsupported(backend, changes, tensor):
     problem = Problem(heads=8, query=2_000_000, head_dim=1, **changes)
     reason = Sdpa(backend).unsupported(problem, "cpu")
-    assert reason.startswith(f"its {what} would take ")
+    assert reason.startswith(f"its {tensor} would take ")
     assert Sdpa(backend).unsupported(problem.replace(query=64, kv=64), "cpu") is None
 
 
-def test_what_is_declared_of_torchs_arithmetic():
+def test_declared_arithmetic_of_the_backends():
     assert Sdpa("math").arithmetic(small(), "cpu").normalised_weights
     assert not Sdpa("flash").arithmetic(small(), "cpu").normalised_weights
     assert Sdpa("flash").arithmetic(small(dtype="fp32"), "cpu").exp2_ulps == 2
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_torchs_short_exp_is_within_what_is_declared(dtype):
-    """Of n equal scores exp(LSE) is n·exp(0); the fp32 logarithm adds a few units."""
+def test_inaccurate_exp_of_torch_is_within_the_declared_ulps(dtype):
+    """With n equal scores exp(LSE) is n·exp(0); the fp32 logarithm adds a few units."""
     problem = small(kv=64, dtype=dtype, distribution="zero_q")
     inputs = draw_inputs(problem)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -163,13 +160,13 @@ def test_torchs_short_exp_is_within_what_is_declared(dtype):
     assert error <= ulps * 2.0**-23
 
 
-def test_tensors_that_begin_between_vectors_are_told_apart():
+def test_unaligned_tensors_are_recognised():
     aligned = torch.zeros(64, dtype=torch.bfloat16)
     assert torch_kernels._aligned([aligned, aligned[8:]])
     assert not torch_kernels._aligned([aligned, aligned[1:]])
 
 
-def test_cudnn_counts_for_nothing_in_rows_that_see_no_key():
+def test_only_cudnn_has_garbage_in_empty_rows():
     blind = Problem(batch=2, query=3, kv=4, mask=Spec.of("padding", lengths=[4, 0]))
     assert torch_kernels.Sdpa("cudnn")._garbage(blind, "cpu").squeeze(1).tolist() == [
         [False] * 3,
@@ -180,5 +177,5 @@ def test_cudnn_counts_for_nothing_in_rows_that_see_no_key():
     assert torch_kernels.Sdpa("efficient")._garbage(blind, "cpu") is None
 
 
-def test_of_torchs_backends_only_cudnn_waits_for_a_compiler():
+def test_only_cudnn_uses_a_compiler():
     assert [name for name in torch_kernels._BACKENDS if Sdpa(name).compiler] == ["cudnn"]

@@ -1,4 +1,4 @@
-"""The softmax subjects and the ideal softmax against float64, within what roundings allow."""
+"""The softmax kernels and the ideal softmax: within rounding of float64, and their launches."""
 
 import math
 
@@ -24,12 +24,12 @@ def problem(**changes: object) -> Problem:
 
 
 def excess(inputs: Inputs, outputs: Outputs) -> float:
-    """Largest error over what the roundings of any right softmax allow, every count rounded up.
+    """Largest error over the rounding allowance of any correct softmax, every count rounded up.
 
     In units of 2^-24, z = x − m: the exponent moves by 3|z| (naive: |x| for |z|), exp is off by 8,
     and a column goes through at most one rescaling of 10 and one addition for each of the others.
-    A quotient inherits the weighted mean of that from the sum, and has 4 of its own. Then the
-    output's format. LSE: the sum's, 8 of a log, its own rounding.
+    A quotient inherits the weighted mean of that from the sum and adds 4 of its own; then comes the
+    output's format. LSE has the sum's error, 8 for a log, and its own rounding.
     """
     x = inputs.scores().cpu()
     z = (x - x.amax(-1, keepdim=True)).abs().maximum(x.abs())
@@ -39,18 +39,18 @@ def excess(inputs: Inputs, outputs: Outputs) -> float:
     allowed = exact * (each + mean[..., None] + 4) * UNIT + 2.0**-126
     fmt = inputs.problem.formats.output
     allowed += fmt.unit_roundoff * exact + fmt.subnormal_spacing
-    over = (outputs.out.cpu().double() - exact).abs() / allowed
-    worst = float(over.nan_to_num(nan=math.inf).max())
+    ratio = (outputs.out.cpu().double() - exact).abs() / allowed
+    worst = float(ratio.nan_to_num(nan=math.inf).max())
     if outputs.lse is not None:
         log = (mean + 8 * (lse - x.amax(-1)).abs() + lse.abs()) * UNIT
-        off = (outputs.lse.cpu().double() - lse).abs() / log
-        worst = max(worst, float(off.nan_to_num(nan=math.inf).max()))
+        ratio = (outputs.lse.cpu().double() - lse).abs() / log
+        worst = max(worst, float(ratio.nan_to_num(nan=math.inf).max()))
     return worst
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("name", [*TRITON, "torch-softmax"])
-def test_right_within_roundings(name, dtype):
+def test_softmax_kernel_is_within_rounding(name, dtype):
     inputs = draw_inputs(problem(dtype=dtype), DEVICE)
     outputs = subject_named(name).run(inputs)
     assert outputs.out.dtype == inputs.x.dtype
@@ -60,7 +60,7 @@ def test_right_within_roundings(name, dtype):
 
 @pytest.mark.parametrize("distribution", ["large_logits", "negative_logits", "sink", "one_hot"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_the_ideal_softmax(dtype, distribution):
+def test_ideal_softmax_is_within_rounding(dtype, distribution):
     inputs = draw_inputs(problem(dtype=dtype, distribution=distribution), DEVICE)
     outputs = ideal_softmax(inputs)
     assert outputs.out.shape == inputs.x.shape
@@ -69,13 +69,13 @@ def test_the_ideal_softmax(dtype, distribution):
     assert excess(inputs, outputs) <= 1
 
 
-def test_weights_rounded_before_the_sum_are_too_much():
+def test_weights_rounded_to_fp16_before_the_sum_are_more_than_rounding():
     inputs = draw_inputs(problem(dtype="fp32"), DEVICE)
     e = torch.exp(inputs.x - inputs.x.amax(-1, keepdim=True)).half().float()
     assert excess(inputs, Outputs(e / e.sum(-1, keepdim=True))) > 1
 
 
-def test_the_ideal_softmax_in_parts_is_the_same(monkeypatch):
+def test_ideal_softmax_in_parts_has_the_same_bits(monkeypatch):
     inputs = draw_inputs(problem(), DEVICE)
     whole = ideal_softmax(inputs)
     monkeypatch.setitem(ideal_module._SCORES_AT_A_TIME, "cpu", 200)
@@ -85,7 +85,7 @@ def test_the_ideal_softmax_in_parts_is_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["ideal", *TRITON[1:]])
-def test_dead_and_nan_rows(name):
+def test_row_of_minus_infinity_gives_zeros_and_row_with_nan_gives_nan(name):
     inputs = draw_inputs(problem(dtype="fp32"), DEVICE)
     inputs.x[0, 0, 3] = -math.inf
     inputs.x[0, 1, 4, 69] = math.nan
@@ -98,7 +98,7 @@ def test_dead_and_nan_rows(name):
 
 
 @pytest.mark.parametrize("name", [*TRITON, "torch-softmax"])
-def test_softmax_is_their_concern_and_attention_is_not(name):
+def test_softmax_kernels_concern_softmax_and_not_attention(name):
     subject = subject_named(name)
     assert subject.name == name
     assert subject.concerns(problem())
@@ -109,7 +109,7 @@ def test_softmax_is_their_concern_and_attention_is_not(name):
 
 @pytest.mark.parametrize("columns", [1, 33, 100, 1000, 4096, 40000, 100000])
 @pytest.mark.parametrize("kind", KINDS)
-def test_launches(kind, columns):
+def test_launch_tiles_long_rows_and_limits_columns_per_thread(kind, columns):
     """Interpreted rows above 32 take several tiles; a compiled thread holds at most 32 columns."""
     interpreted = launch_softmax(kind, columns, "fp32", "cpu")
     assert (interpreted.block_columns < columns) == (columns > 32)

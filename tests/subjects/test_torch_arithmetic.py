@@ -1,4 +1,4 @@
-"""torch's setting of fp32 products, inside and outside a call; its flash kernel is noticed."""
+"""torch's settings of fp32 products around a call, and dispatch modes that observe its kernels."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def settings() -> tuple[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def _put_back():
+def _restore_settings():
     before, legacy = settings(), torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(legacy)
@@ -29,7 +29,7 @@ def _put_back():
 
 
 @pytest.mark.parametrize("products", ["ieee", "tf32"])
-def test_inside_it_is_as_asked(products):
+def test_requested_products_are_set_inside(products):
     with fp32_products(products):
         assert cuda.fp32_precision == products
         assert mkldnn.fp32_precision == products
@@ -39,7 +39,7 @@ def test_inside_it_is_as_asked(products):
 
 @pytest.mark.parametrize("products", ["ieee", "tf32"])
 @pytest.mark.parametrize("legacy", ["highest", "high", "medium"])
-def test_an_older_setting_comes_back(legacy, products):
+def test_legacy_setting_is_restored(legacy, products):
     torch.set_float32_matmul_precision(legacy)
     before = settings()
     with fp32_products(products):
@@ -50,7 +50,7 @@ def test_an_older_setting_comes_back(legacy, products):
 
 @pytest.mark.parametrize("products", ["ieee", "tf32"])
 @pytest.mark.parametrize("newer", ["none", "ieee", "tf32"])
-def test_a_newer_setting_comes_back(newer, products):
+def test_newer_setting_is_restored(newer, products):
     cuda.fp32_precision = newer
     before = settings()
     with fp32_products(products):
@@ -58,14 +58,14 @@ def test_a_newer_setting_comes_back(newer, products):
     assert settings() == before
 
 
-def test_they_come_back_after_an_error():
+def test_settings_are_restored_after_an_error():
     before = settings()
     with pytest.raises(ZeroDivisionError), fp32_products("tf32"):
         1 / 0  # noqa: B018  (the error is the point)
     assert settings() == before
 
 
-def test_calls_may_be_nested():
+def test_nested_settings_are_restored():
     with fp32_products("tf32"):
         with fp32_products("ieee"):
             assert cuda.fp32_precision == "ieee"
@@ -74,47 +74,47 @@ def test_calls_may_be_nested():
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16"])
 @pytest.mark.parametrize("kernel", [Ideal(), Sdpa("math"), Flex()], ids=lambda k: k.name)
-def test_each_kernel_multiplies_as_its_problem_says(kernel, dtype, monkeypatch):
-    """The ideal kernel rounds to tf32 itself: its products are fp32's own always."""
-    seen = []
+def test_kernels_multiply_in_the_products_of_the_problem(kernel, dtype, monkeypatch):
+    """The ideal kernel rounds to tf32 itself, so its products are always fp32's."""
+    observed = []
 
-    def watched(place, name):
+    def record_settings_of(place, name):
         original = getattr(place, name)
 
-        def call(*arguments, **named):
-            seen.append(settings())
-            return original(*arguments, **named)
+        def call(*arguments, **keywords):
+            observed.append(settings())
+            return original(*arguments, **keywords)
 
         monkeypatch.setattr(place, name, call)
 
-    watched(torch, "bmm")
-    watched(torch.nn.functional, "scaled_dot_product_attention")
-    watched(torch_kernels, "_attention")
+    record_settings_of(torch, "bmm")
+    record_settings_of(torch.nn.functional, "scaled_dot_product_attention")
+    record_settings_of(torch_kernels, "_attention")
     torch.set_float32_matmul_precision("medium")
     kernel.run(draw_inputs(Problem(query=9, head_dim=16, dtype=dtype)))
     products = "tf32" if dtype == "tf32" and kernel.name != "ideal" else "ieee"
-    assert set(seen) == {(products, products)}
+    assert set(observed) == {(products, products)}
 
 
-class Plain(TorchDispatchMode):
+class PlainMode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
-def imports_torchs_compiler(mode):
-    """At the first operator that it sees: torch has wrapped its handler."""
+def imports_compiler(mode):
+    """Whether the mode imports torch's compiler at its first operator: torch wraps its handler."""
     return hasattr(mode.__torch_dispatch__, "__wrapped__")
 
 
 @pytest.mark.parametrize("mode", [CpuFlashDetector, GuardBands, _Late])
-def test_it_imports_no_compiler(mode):
-    assert not imports_torchs_compiler(mode)
-    assert imports_torchs_compiler(Plain)
+def test_dispatch_modes_do_not_import_the_compiler(mode):
+    assert not imports_compiler(mode)
+    assert imports_compiler(PlainMode)
 
 
 @pytest.mark.parametrize("mode", [CpuFlashDetector(), GuardBands("", torch.device("cpu"))])
-def test_a_compiled_kernel_is_called_compiled_and_nothing_of_ours_is(mode):
-    """Else its operators were compiled one by one as they came by, with warnings of too many."""
+def test_compiled_kernel_runs_compiled_under_a_dispatch_mode(mode):
+    """Otherwise torch compiles the operators one by one in the mode, with warnings of too many."""
     graphs = []
 
     def backend(graph, _):

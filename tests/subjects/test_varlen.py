@@ -1,9 +1,10 @@
-"""triton-varlen: what it takes, and how it packs it."""
+"""triton-varlen: the masks that it takes, its gradients, its causal flag, and the packed layout."""
 
 import pytest
 import torch
 
 from attncheck.core.mod_spec import Spec
+from attncheck.core.paged_layout import Paging
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.conventions.layouts import pack
@@ -12,13 +13,13 @@ from attncheck.verify.run_case import run_case
 
 CAUSAL, BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
 DOCUMENT = Spec.of("document", lengths=[5, 0, 1, 6, 9])
-# Rows and keys unlike in the first of them that has both: bottom-right in each is so in the whole.
+# Only the first nonempty document has unlike lengths: bottom-right in each is so in the whole.
 FIRST = {
     "mask": Spec.of("documents", query_lengths=[0, 3, 0, 8, 1], kv_lengths=[0, 9, 0, 8, 1]),
     "query": 12,
     "kv": 18,
 }
-# … in the last: top-left in each is so in the whole.
+# Only the last document with rows has unlike lengths: top-left in each is so in the whole.
 LAST = {
     "mask": Spec.of("documents", query_lengths=[0, 4, 8, 0], kv_lengths=[0, 4, 9, 3]),
     "query": 12,
@@ -35,12 +36,13 @@ def small(**changes) -> Problem:
     return Problem(**(sizes | changes))
 
 
-def status(subject, problem) -> str:
-    record = run_case(subject, Case(problem=problem), device="cpu")
+def judge(problem) -> str:
+    """The status of triton-varlen's Record, with its reason."""
+    record = run_case(Varlen(), Case(problem=problem), device="cpu")
     return f"{record.status} {record.reason}".strip()
 
 
-TAKEN = [
+SUPPORTED = [
     {},
     {"mask": CAUSAL, "value_dim": 8},
     {"mask": BOTTOM_RIGHT, "kv": 17},
@@ -53,15 +55,16 @@ TAKEN = [
     LAST | {"dtype": "e5m2"},
     FIRST | {"mask": both(BOTTOM_RIGHT, FIRST["mask"]), "score": Spec.of("alibi")},
     LAST | {"mask": both(CAUSAL, LAST["mask"]), "score": Spec.of("softcap", cap=2.0)},
+    LAST | {"mask": both(CAUSAL, LAST["mask"]), "sink": True},
     {"mask": Spec.of("document", lengths=[1] * 12), "batch": 1},
 ]
 
 
-@pytest.mark.parametrize("changes", TAKEN, ids=lambda c: str(c.get("mask", "full")))
-def test_it_is_exact(changes):
+@pytest.mark.parametrize("changes", SUPPORTED, ids=lambda c: str(c.get("mask", "full")))
+def test_supported_problem_passes(changes):
     problem = small(**changes)
     assert Varlen().unsupported(problem, "cpu") is None
-    assert status(Varlen(), problem) == "pass"
+    assert judge(problem) == "pass"
 
 
 GRADIENTS = {"backward": True, "dlse": True}
@@ -80,30 +83,30 @@ GRADIENTS = {"backward": True, "dlse": True}
     ],
     ids=lambda c: str(c.get("mask", "full")),
 )
-def test_its_gradients_are_exact(changes):
+def test_gradients_pass(changes):
     problem = small(**changes, **GRADIENTS)
     assert Varlen().concerns(problem)
-    assert status(Varlen(), problem) == "pass"
+    assert judge(problem) == "pass"
 
 
-def test_keys_of_padding_have_gradients_of_0():
+def test_padded_keys_have_gradients_of_zero():
     inputs = draw_inputs(small(mask=Spec.of("padding", lengths=[0, 9]), **GRADIENTS))
-    found = Varlen().run(inputs)
+    gradients = Varlen().run(inputs).gradients()
     for name, like in (("dk", inputs.k), ("dv", inputs.v)):
-        given = found.gradients()[name]
-        assert given.shape == like.shape
-        assert given.dtype == like.dtype
-        assert not given[0].any()
-        assert not given[1, :, 9:].any()
-        assert given[1, :, :9].any()
+        gradient = gradients[name]
+        assert gradient.shape == like.shape
+        assert gradient.dtype == like.dtype
+        assert not gradient[0].any()
+        assert not gradient[1, :, 9:].any()
+        assert gradient[1, :, :9].any()
 
 
-def test_the_forward_beside_gradients_is_the_forward():
+def test_forward_alone_has_the_same_bits_and_no_gradients():
     inputs = draw_inputs(small(**FIRST, **GRADIENTS))
-    found, alone = Varlen().run(inputs), Varlen().run(inputs.forward())
-    assert torch.equal(found.out, alone.out)
-    assert torch.equal(found.lse, alone.lse)
-    assert not alone.gradients()
+    both, forward = Varlen().run(inputs), Varlen().run(inputs.forward())
+    assert torch.equal(both.out, forward.out)
+    assert torch.equal(both.lse, forward.lse)
+    assert not forward.gradients()
 
 
 @pytest.mark.parametrize(
@@ -121,18 +124,18 @@ def test_the_forward_beside_gradients_is_the_forward():
     ],
     ids=str,
 )
-def test_the_flag_is_used_where_it_is_the_mask(changes, alignment, masked, monkeypatch):
-    asked = {}
+def test_causal_flag_is_used_exactly_where_it_is_the_mask(changes, alignment, masked, monkeypatch):
+    passed = {}
 
     def forward(*_tensors, **keywords):
-        asked.update(keywords)
+        passed.update(keywords)
         rows, heads = 2 * small(**changes).query, 4
         return torch.zeros(rows, heads, 16), torch.zeros(heads, rows)
 
     monkeypatch.setattr(Varlen, "forward", lambda _: forward)
     Varlen().run(draw_inputs(small(**changes)))
-    assert asked["causal"] == alignment
-    assert (asked["mask"] is not None) == masked
+    assert passed["causal"] == alignment
+    assert (passed["mask"] is not None) == masked
 
 
 @pytest.mark.parametrize(
@@ -145,32 +148,27 @@ def test_the_flag_is_used_where_it_is_the_mask(changes, alignment, masked, monke
     ],
     ids=str,
 )
-def test_what_it_does_not_take_it_says(mask, reason):
+def test_unsupported_mask_has_a_reason(mask, reason):
     assert reason in (Varlen().unsupported(small(mask=mask), "cpu") or "")
 
 
-def test_it_is_asked_with_sinks_and_not_about_pages_or_softmax():
+def test_varlen_concerns_sinks_and_neither_pages_nor_softmax():
     subject = Varlen()
     assert subject.concerns(small(sink=True))
+    assert not subject.concerns(small(paging=Paging(size=16)))
     assert not subject.concerns(Problem(operation="softmax", query=3))
 
 
-def test_a_sink_takes_part():
-    problem = small(mask=both(CAUSAL, LAST["mask"]), **{k: LAST[k] for k in ("query", "kv")})
-    assert status(Varlen(), problem.replace(sink=True)) == "pass"
-
-
-def test_tiles_are_declared_where_documents_do_not_move_them():
+def test_tiling_is_declared_only_where_documents_start_at_tiles():
     aligned = small(mask=Spec.of("document", lengths=[64, 0, 64, 7]), query=135)
     assert Varlen().tiling(aligned, "cpu").block_kv == 64
     assert Varlen().tiling(small(), "cpu") is not None
-    moved = small(mask=DOCUMENT, query=21)
-    assert Varlen().tiling(moved, "cpu") is None
+    unaligned = small(mask=DOCUMENT, query=21)
+    assert Varlen().tiling(unaligned, "cpu") is None
 
 
-def test_places_are_those_of_the_problem():
-    problem = small(mask=LAST["mask"], query=12, kv=16)
-    found = pack(problem)
-    assert found.places()[:4] == [(0, 0, 0), (0, 0, 0), (0, 4, 4), (0, 12, 13)]
-    assert found.places()[4:] == [(1, row, key) for _, row, key in found.places()[:4]]
-    assert found.starts(1) == [0, 0, 4, 13, 16, 16, 20, 29, 32]
+def test_packed_documents_keep_their_places_and_starts():
+    packed = pack(small(mask=LAST["mask"], query=12, kv=16))
+    assert packed.places()[:4] == [(0, 0, 0), (0, 0, 0), (0, 4, 4), (0, 12, 13)]
+    assert packed.places()[4:] == [(1, row, key) for _, row, key in packed.places()[:4]]
+    assert packed.starts(1) == [0, 0, 4, 13, 16, 16, 20, 29, 32]

@@ -1,4 +1,4 @@
-"""What a strategy shrinks to, and what it draws."""
+"""Fixtures that shrink a strategy and draw examples of it."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ FIND = settings(
 
 
 @pytest.fixture
-def smallest() -> Callable[..., Any]:
-    """``smallest(strategy, wanted)``: what an example of which ``wanted`` is true shrinks to."""
+def shrink() -> Callable[..., Any]:
+    """``shrink(strategy, wanted)``: the smallest example of which ``wanted`` is true."""
 
-    def shrunk(
+    def find_smallest(
         strategy: SearchStrategy[Any], wanted: Callable[[Any], bool] = lambda _: True
     ) -> Any:
         return find(strategy, wanted, settings=FIND)
 
-    return shrunk
+    return find_smallest
 
 
 @pytest.fixture
-def drawn() -> Callable[..., list[Any]]:
-    """``drawn(strategy, count)``: that many examples, the same every time."""
+def draw() -> Callable[..., list[Any]]:
+    """``draw(strategy, count)``: that many examples, the same every time."""
 
-    def examples(strategy: SearchStrategy[Any], count: int = 300) -> list[Any]:
+    def draw_examples(strategy: SearchStrategy[Any], count: int = 300) -> list[Any]:
         values: list[Any] = []
 
         @settings(FIND, max_examples=count, phases=[Phase.generate])
@@ -48,4 +48,4 @@ def drawn() -> Callable[..., list[Any]]:
         collect()
         return values
 
-    return examples
+    return draw_examples

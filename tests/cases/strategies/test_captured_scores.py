@@ -1,4 +1,4 @@
-"""Score mods that read numbers from tensors, and Problems that ask for their gradients."""
+"""Score mods that read captured tensors, and Problems that ask for gradients of these tensors."""
 
 from __future__ import annotations
 
@@ -11,35 +11,33 @@ from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods.library import check_captures
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=40, kv=50)
-OF_READS = {"backward": True, "dtypes": ("bf16",), "scores": strategies.captured_scores()}
+CAPTURING = {"backward": True, "dtypes": ("bf16",), "scores": strategies.captured_scores()}
 
 
-def test_each_reads_numbers_alone_and_in_chains(drawn) -> None:
-    found = drawn(strategies.captured_scores())
-    for spec in found:
+def test_all_capturing_score_mods_are_drawn_alone_and_in_chains(draw) -> None:
+    specs = draw(strategies.captured_scores())
+    for spec in specs:
         check_captures(spec, DIMENSIONS)
-    assert {spec.name for spec in found} == {"alibi", "relative_bias", "bias", "offset", "chain"}
-    first, last = zip(*(spec.parts for spec in found if spec.name == "chain"), strict=True)
+    assert {spec.name for spec in specs} == {"alibi", "relative_bias", "bias", "offset", "chain"}
+    first, last = zip(*(spec.parts for spec in specs if spec.name == "chain"), strict=True)
     for parts in (first, last):
         names = {part.name for part in parts}
         assert names == {"alibi", "relative_bias", "bias", "temperature", "softcap"}
 
 
-def test_the_smallest_is_alibi(smallest) -> None:
-    assert smallest(strategies.captured_scores(), lambda _: True) == Spec.of("alibi")
+def test_captured_scores_shrink_to_alibi(shrink) -> None:
+    assert shrink(strategies.captured_scores()) == Spec.of("alibi")
 
 
-def test_problems_ask_for_their_gradients(drawn) -> None:
-    asked = problems(**OF_READS, dcaptured=True)
-    assert all(problem.dcaptured for problem in drawn(asked, 30))
-    plain = problems(**OF_READS)
-    assert not any(problem.dcaptured for problem in drawn(plain, 10))
+def test_problems_ask_for_captured_gradients_only_with_dcaptured(draw) -> None:
+    assert all(problem.dcaptured for problem in draw(problems(**CAPTURING, dcaptured=True), 30))
+    assert not any(problem.dcaptured for problem in draw(problems(**CAPTURING), 10))
 
 
-def test_the_nearest_problem_keeps_them(drawn) -> None:
-    (problem,) = drawn(problems(**OF_READS, dcaptured=True), 1)[:1]
-    found = nearest_supported(problem, lambda p: p.head_dim == 64, ("bf16",))
-    assert found is not None
-    assert found.dcaptured
+def test_nearest_problem_keeps_captured_gradients(draw) -> None:
+    problem = draw(problems(**CAPTURING, dcaptured=True), 1)[0]
+    nearest = nearest_supported(problem, lambda p: p.head_dim == 64, ("bf16",))
+    assert nearest is not None
+    assert nearest.dcaptured
     with pytest.raises(ProblemError, match="dcaptured=True has no meaning for score mod 'none'"):
-        found.replace(score=Spec.of("none"))
+        nearest.replace(score=Spec.of("none"))

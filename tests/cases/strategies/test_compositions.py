@@ -1,4 +1,4 @@
-"""Compositions are valid, nested, and shrink to the one that fails."""
+"""Strategies for composed masks and chains of score mods: what they draw and shrink to."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ def depth(spec: Spec) -> int:
     return 1 + max(map(depth, spec.parts), default=-1)
 
 
-def test_compositions_are_of_every_kind_and_depth(drawn) -> None:
-    found = drawn(strategies.compositions(dimensions=DIMENSIONS))
-    for spec in found:
+def test_compositions_reach_every_operator_mask_and_depth(draw) -> None:
+    specs = draw(strategies.compositions(dimensions=DIMENSIONS))
+    for spec in specs:
         build_mask(spec, DIMENSIONS)
-    assert {spec.name for spec in found} == COMPOSED
-    assert {depth(spec) for spec in found} == {1, 2, 3, 4}  # the last one an offset's part
-    parts = {part.name for spec in found for part in spec.walk()}
+    assert {spec.name for spec in specs} == COMPOSED
+    assert {depth(spec) for spec in specs} == {1, 2, 3, 4}  # 4 inside an offset
+    parts = {part.name for spec in specs for part in spec.walk()}
     assert parts == COMPOSED | {"offset", *PLAIN_MASKS}
-    assert {len(spec.parts) for spec in found if spec.name != "not"} == {2, 3}
+    assert {len(spec.parts) for spec in specs if spec.name != "not"} == {2, 3}
 
 
-def test_chains_are_of_library_and_written_score_mods(drawn) -> None:
-    found = drawn(strategies.score_chains())
-    for spec in found:
+def test_chains_reach_library_and_expression_score_mods(draw) -> None:
+    specs = draw(strategies.score_chains())
+    for spec in specs:
         build_score(spec, DIMENSIONS)
-    assert {len(spec.parts) for spec in found} == {2, 3}
-    parts = {part.name for spec in found for part in spec.parts}
+    assert {len(spec.parts) for spec in specs} == {2, 3}
+    parts = {part.name for spec in specs for part in spec.parts}
     assert parts == {
         "none", "alibi", "softcap", "temperature", "relative_bias", "bias", "offset", "expression"
     }  # fmt: skip
 
 
-def test_an_offset_fits_the_longer_problem_and_reaches_beyond_the_keys(drawn) -> None:
-    found = drawn(strategies.family_named("offset")(dimensions=DIMENSIONS))
-    for spec in found:
+def test_offsets_fit_their_dimensions_and_reach_beyond_the_keys(draw) -> None:
+    specs = draw(strategies.family_named("offset")(dimensions=DIMENSIONS))
+    for spec in specs:
         build_mask(spec, DIMENSIONS)
-    assert {spec.parts[0].name for spec in found} == set(PLAIN_MASKS)
-    rows = {spec.values["rows"] for spec in found}
+    assert {spec.parts[0].name for spec in specs} == set(PLAIN_MASKS)
+    rows = {spec.values["rows"] for spec in specs}
     assert {0, 1, DIMENSIONS.kv, DIMENSIONS.kv + 7} <= rows
 
 
@@ -78,7 +78,7 @@ CAUSES: dict[str, tuple[Callable[[Spec], bool], Spec]] = {
         lambda spec: any(part.name in COMPOSED for part in spec.parts),
         Spec.of("and", FULL, Spec.of("and", FULL, FULL)),
     ),
-    "a not within": (
+    "a nested not": (
         lambda spec: any(part.name == "not" for part in spec.parts),
         Spec.of("and", FULL, Spec.of("not", FULL)),
     ),
@@ -86,19 +86,19 @@ CAUSES: dict[str, tuple[Callable[[Spec], bool], Spec]] = {
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_a_composition_shrinks_to_its_cause(smallest, cause: str) -> None:
+def test_composition_shrinks_to_its_cause(shrink, cause: str) -> None:
     wanted, expected = CAUSES[cause]
-    found = smallest(strategies.compositions(dimensions=DIMENSIONS), wanted)
-    assert (found.name, sorted(map(str, found.parts))) == (
+    spec = shrink(strategies.compositions(dimensions=DIMENSIONS), wanted)
+    assert (spec.name, sorted(map(str, spec.parts))) == (
         expected.name,
         sorted(map(str, expected.parts)),
     )
 
 
-def test_chains_shrink_to_the_part_that_fails(smallest) -> None:
+def test_chain_shrinks_to_the_parts_that_fail(shrink) -> None:
     chains = strategies.score_chains()
-    assert smallest(chains) == Spec.of("chain", NONE, NONE)
-    capped = smallest(chains, lambda spec: any(part.name == "softcap" for part in spec.parts))
+    assert shrink(chains) == Spec.of("chain", NONE, NONE)
+    capped = shrink(chains, lambda spec: any(part.name == "softcap" for part in spec.parts))
     assert sorted(map(str, capped.parts)) == ["none", "softcap(cap=20.0)"]
-    both = smallest(chains, lambda s: s.parts[0].name == "alibi" and s.parts[1].name == "softcap")
+    both = shrink(chains, lambda s: s.parts[0].name == "alibi" and s.parts[1].name == "softcap")
     assert both == Spec.of("chain", Spec.of("alibi"), Spec.of("softcap", cap=20.0))

@@ -1,4 +1,4 @@
-"""Written masks and score mods are valid by construction, tame, and shrink to the simplest."""
+"""Strategies for mask and score mod expressions: what they draw and shrink to."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ def text(spec: Spec) -> str:
     return str(spec.values["text"])
 
 
-def test_masks_are_valid_and_of_everything(drawn) -> None:
-    found = drawn(strategies.expressions(dimensions=DIMENSIONS), 300)
+def test_masks_are_valid_and_use_every_name_and_operator(draw) -> None:
+    specs = draw(strategies.expressions(dimensions=DIMENSIONS), 300)
     long = Dimensions(batch=8, heads=64, query=2**23, kv=2**23)
-    for spec in found:
+    for spec in specs:
         check_mask(spec, long)
-    shown = [build_mask(spec, DIMENSIONS)(*INDICES) for spec in found]
-    some = [0 < float(mask.float().mean()) < 1 for mask in shown]
-    assert sum(some) > len(found) / 2  # the others show every key, or none
-    words = {word for spec in found for word in re.findall(r"\w+|[^\w\s()]+", text(spec))}
+    masks = [build_mask(spec, DIMENSIONS)(*INDICES) for spec in specs]
+    partial = [0 < float(mask.float().mean()) < 1 for mask in masks]
+    assert sum(partial) > len(specs) / 2  # the others show every key, or none
+    words = {word for spec in specs for word in re.findall(r"\w+|[^\w\s()]+", text(spec))}
     assert words >= {"b", "h", "q_idx", "kv_idx", "abs", "minimum", "maximum"}
     assert words >= {"+", "-", "*", "//", "%", ">=", ">", "<=", "<", "==", "!=", "&", "|", "~"}
 
 
-def test_score_mods_are_valid_and_tame(drawn) -> None:
-    found = drawn(strategies.score_expressions(), 300)
+def test_score_mods_are_valid_and_keep_scores_bounded(draw) -> None:
+    specs = draw(strategies.score_expressions(), 300)
     scores = torch.linspace(-1e4, 1e4, 50, dtype=torch.float64).expand(2, 3, 40, 50)
-    for spec in found:
-        given = build_score(spec, DIMENSIONS)(scores, *INDICES)
-        assert given.dtype is torch.float64
-        assert float(given.abs().max()) <= 4e4 + 100, spec  # doubled twice, and two biases
-    words = {word for spec in found for word in re.findall(r"[a-z_]+|[^\w\s().]+", text(spec))}
+    for spec in specs:
+        modified = build_score(spec, DIMENSIONS)(scores, *INDICES)
+        assert modified.dtype is torch.float64
+        assert float(modified.abs().max()) <= 4e4 + 100, spec  # doubled twice, and two biases
+    words = {word for spec in specs for word in re.findall(r"[a-z_]+|[^\w\s().]+", text(spec))}
     assert words >= {"score", "tanh", "where", "minimum", "maximum", "abs", "kv_idx", "+", "-", "*"}
-    assert len({text(spec) for spec in found}) > 120
+    assert len({text(spec) for spec in specs}) > 120
 
 
 MASKS: dict[str, tuple[str, str]] = {
@@ -65,14 +65,14 @@ MASKS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("cause", MASKS)
-def test_a_mask_shrinks_to_its_cause(smallest, cause: str) -> None:
-    holds, expected = MASKS[cause]
-    words = {holds} if holds.isidentifier() else set()
+def test_mask_shrinks_to_its_cause(shrink, cause: str) -> None:
+    substring, expected = MASKS[cause]
+    words = {substring} if substring.isidentifier() else set()
 
     def wanted(spec: Spec) -> bool:
-        return holds in text(spec) and words <= set(re.findall(r"\w+", text(spec)))
+        return substring in text(spec) and words <= set(re.findall(r"\w+", text(spec)))
 
-    assert text(smallest(strategies.expressions(dimensions=DIMENSIONS), wanted)) == expected
+    assert text(shrink(strategies.expressions(dimensions=DIMENSIONS), wanted)) == expected
 
 
 SCORES: dict[str, tuple[Callable[[str], bool], str]] = {
@@ -89,7 +89,7 @@ SCORES: dict[str, tuple[Callable[[str], bool], str]] = {
 
 
 @pytest.mark.parametrize("cause", SCORES)
-def test_a_score_mod_shrinks_to_its_cause(smallest, cause: str) -> None:
+def test_score_mod_shrinks_to_its_cause(shrink, cause: str) -> None:
     wanted, expected = SCORES[cause]
-    found = smallest(strategies.score_expressions(), lambda spec: wanted(text(spec)))
-    assert text(found) == expected
+    spec = shrink(strategies.score_expressions(), lambda spec: wanted(text(spec)))
+    assert text(spec) == expected

@@ -1,4 +1,4 @@
-"""Families of masks: each gives its own, for any dimensions, simplest first."""
+"""Families of masks: each draws its own masks for any dimensions and shrinks to the simplest."""
 
 from __future__ import annotations
 
@@ -26,28 +26,30 @@ SIMPLEST = {
 }
 
 
-NAMES = {
+DRAWN_NAMES = {
     "composition": {"and", "or", "not"},
     "packed": {"documents", "and"},
     "neighborhood": {"neighborhood", "neighborhood_tiled", "neighborhood_morton"},
 }
 
 
-def test_the_families_are_these() -> None:
+def test_every_family_has_a_simplest_mask_here() -> None:
     assert list(strategies.MASK_FAMILIES) == list(SIMPLEST)
 
 
 @pytest.mark.parametrize("name", SIMPLEST)
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 40), (40, 1), (33, 17)], ids=str)
-def test_a_family_fits_its_dimensions(drawn, name: str, sizes: tuple[int, int]) -> None:
+def test_family_draws_valid_masks_for_any_dimensions(
+    draw, name: str, sizes: tuple[int, int]
+) -> None:
     query, kv = sizes
     dimensions = Dimensions(batch=2, heads=3, query=query, kv=kv)
-    found = drawn(strategies.family_named(name)(dimensions=dimensions), 40)
-    for spec in found:
+    specs = draw(strategies.family_named(name)(dimensions=dimensions), 40)
+    for spec in specs:
         build_mask(spec, dimensions)
-    assert {spec.name for spec in found} <= NAMES.get(name, {name})
+    assert {spec.name for spec in specs} <= DRAWN_NAMES.get(name, {name})
 
 
 @pytest.mark.parametrize("name", SIMPLEST)
-def test_a_family_shrinks_to_its_simplest(smallest, name: str) -> None:
-    assert smallest(strategies.family_named(name)(dimensions=SMALL)) == SIMPLEST[name]
+def test_family_shrinks_to_its_simplest_mask(shrink, name: str) -> None:
+    assert shrink(strategies.family_named(name)(dimensions=SMALL)) == SIMPLEST[name]

@@ -1,4 +1,4 @@
-"""Lengths sit where tiles end, and every number of a range is drawn and can be shrunk to."""
+"""Strategies for lengths and numbers: tile edges and special values are drawn often."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from attncheck.cases.strategies.sizes import TILES, numbers
 EDGES = {1, 2, 3} | {n * tile + step for tile in TILES for n in (1, 2, 3) for step in (-1, 0, 1)}
 
 
-def test_lengths_sit_at_tile_edges_half_of_the_time(drawn) -> None:
-    found = drawn(strategies.lengths(longest=130), 600)
-    at_edges = sum(length in EDGES for length in found)
-    assert len(found) / 3 < at_edges < len(found) * 2 / 3
-    assert {edge for edge in EDGES if edge <= 130} <= set(found)
-    assert all(1 <= length <= 130 for length in found)
+def test_about_half_of_lengths_are_at_tile_edges(draw) -> None:
+    lengths = draw(strategies.lengths(longest=130), 600)
+    at_edges = sum(length in EDGES for length in lengths)
+    assert len(lengths) / 3 < at_edges < len(lengths) * 2 / 3
+    assert {edge for edge in EDGES if edge <= 130} <= set(lengths)
+    assert all(1 <= length <= 130 for length in lengths)
 
 
-def test_lengths_take_bounds_without_any_edge(drawn) -> None:
-    assert set(drawn(strategies.lengths(shortest=40, longest=42))) == {40, 41, 42}
+def test_lengths_between_tile_edges_are_all_drawn(draw) -> None:
+    assert set(draw(strategies.lengths(shortest=40, longest=42))) == {40, 41, 42}
 
 
 @pytest.mark.parametrize("least", [1, 17, 50, 97, 130])
-def test_the_shortest_that_fails_is_found(smallest, least: int) -> None:
-    assert smallest(strategies.lengths(), lambda length: length >= least) == least
+def test_length_shrinks_to_the_shortest_that_fails(shrink, least: int) -> None:
+    assert shrink(strategies.lengths(), lambda length: length >= least) == least
 
 
-def test_special_numbers_come_often_and_last(drawn, smallest) -> None:
-    found = drawn(numbers(1, 70, 0, 71))
-    assert 0.2 < sum(n in {0, 71} for n in found) / len(found) < 0.5
-    assert smallest(numbers(1, 70, 0, 71)) == 1
-    assert smallest(numbers(1, 70, 0, 71), lambda n: n > 50) == 51
-    assert smallest(numbers(1, 70, 0, 71), lambda n: not 0 < n <= 70) == 0
+def test_special_numbers_are_drawn_often_and_shrunk_to_last(draw, shrink) -> None:
+    drawn = draw(numbers(1, 70, 0, 71))
+    assert 0.2 < sum(n in {0, 71} for n in drawn) / len(drawn) < 0.5
+    assert shrink(numbers(1, 70, 0, 71)) == 1
+    assert shrink(numbers(1, 70, 0, 71), lambda n: n > 50) == 51
+    assert shrink(numbers(1, 70, 0, 71), lambda n: not 0 < n <= 70) == 0

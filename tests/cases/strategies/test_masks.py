@@ -1,4 +1,4 @@
-"""Masks of the library with the numbers that break kernels, and what they shrink to."""
+"""Strategies for library masks: which edge cases are drawn, and what failures shrink to."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ import torch
 from attncheck.cases import strategies
 from attncheck.cases.strategies.mask_strategies import NEIGHBORHOODS, PLAIN_MASKS
 from attncheck.core.mod_spec import Dimensions, Spec
+from attncheck.inputs.problem import Problem
 from attncheck.mods.library import build_mask, check_mask
 from attncheck.mods.masks import MASKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.inputs.problem import Problem
-
 DIMENSIONS = Dimensions(batch=2, heads=1, query=40, kv=50)
 LONGEST = 50
 
 
-def has_a_hidden_row(p: Problem) -> bool:
+def has_empty_row(p: Problem) -> bool:
     """Whether some row sees no key."""
-    return bool((~seen(p.mask, p.dimensions).any(-1)).any())
+    return bool((~visible_keys(p.mask, p.dimensions).any(-1)).any())
 
 
-def seen(mask: Spec, dimensions: Dimensions) -> torch.Tensor:
+def visible_keys(mask: Spec, dimensions: Dimensions) -> torch.Tensor:
     shape = (dimensions.batch, dimensions.heads, dimensions.query, dimensions.kv)
     return build_mask(mask, dimensions)(
         torch.arange(dimensions.batch)[:, None, None, None],
@@ -38,7 +37,7 @@ def seen(mask: Spec, dimensions: Dimensions) -> torch.Tensor:
     ).expand(shape)
 
 
-# What masks are to reach, by the argument that says so.
+# Edge cases that masks must reach, as predicates on the arguments of a mask.
 EXTREMES: dict[str, Callable[[dict], bool]] = {
     "window of 0": lambda v: v.get("window") == 0,
     "window of all": lambda v: v.get("window") == LONGEST,
@@ -56,26 +55,26 @@ EXTREMES: dict[str, Callable[[dict], bool]] = {
 
 
 @pytest.fixture
-def arguments(drawn) -> list[dict]:
-    found = drawn(strategies.masks(dimensions=DIMENSIONS), 600)
-    for spec in found:
+def arguments(draw) -> list[dict]:
+    specs = draw(strategies.masks(dimensions=DIMENSIONS), 600)
+    for spec in specs:
         check_mask(spec, DIMENSIONS)
-    assert {spec.name for spec in found} == set(PLAIN_MASKS)
-    return [spec.values for spec in found]
+    assert {spec.name for spec in specs} == set(PLAIN_MASKS)
+    return [spec.values for spec in specs]
 
 
-def test_extremes_are_drawn(arguments) -> None:
-    missing = [what for what, wanted in EXTREMES.items() if not any(map(wanted, arguments))]
+def test_every_edge_case_of_masks_is_drawn(arguments) -> None:
+    missing = [name for name, wanted in EXTREMES.items() if not any(map(wanted, arguments))]
     assert missing == []
 
 
-def test_plain_masks_are_all_but_what_has_a_page_of_its_own() -> None:
+def test_plain_masks_are_the_library_masks_without_another_strategy() -> None:
     composed = {name for name, entry in MASKS.items() if entry.compose}
     others = {"documents", "expression", *NEIGHBORHOODS, *composed}
     assert set(PLAIN_MASKS) == set(MASKS) - others
 
 
-# What canvases are to reach: (rows, columns), the cells of the shorter length, kernel, tile.
+# Edge cases that neighborhoods must reach, as predicates on the arguments of a mask.
 CANVASES: dict[str, Callable[[dict], bool]] = {
     "as many cells as rows": lambda v: math.prod(v["canvas"]) == DIMENSIONS.query,
     "as many cells as keys": lambda v: math.prod(v["canvas"]) == DIMENSIONS.kv,
@@ -102,13 +101,13 @@ CANVASES: dict[str, Callable[[dict], bool]] = {
 }
 
 
-def test_canvases_of_every_kind_are_drawn(drawn) -> None:
-    found = drawn(strategies.family_named("neighborhood")(dimensions=DIMENSIONS), 600)
-    for spec in found:
+def test_every_edge_case_of_neighborhoods_is_drawn(draw) -> None:
+    specs = draw(strategies.family_named("neighborhood")(dimensions=DIMENSIONS), 600)
+    for spec in specs:
         check_mask(spec, DIMENSIONS)
-    assert {spec.name for spec in found} == set(NEIGHBORHOODS)
+    assert {spec.name for spec in specs} == set(NEIGHBORHOODS)
     missing = [
-        what for what, wanted in CANVASES.items() if not any(wanted(s.values) for s in found)
+        name for name, wanted in CANVASES.items() if not any(wanted(s.values) for s in specs)
     ]
     assert missing == []
 
@@ -123,16 +122,16 @@ def test_canvases_of_every_kind_are_drawn(drawn) -> None:
     ],
     ids=["a canvas", "a window", "a window of two sides", "tiles"],
 )
-def test_a_canvas_shrinks_to_its_cause(smallest, wanted, expected) -> None:
+def test_neighborhood_shrinks_to_its_cause(shrink, wanted, expected) -> None:
     family = strategies.family_named("neighborhood")(dimensions=DIMENSIONS)
-    assert smallest(family, lambda spec: bool(wanted(spec.values))).values == expected
+    assert shrink(family, lambda spec: bool(wanted(spec.values))).values == expected
 
 
-def test_documents_without_rows_or_without_keys_are_drawn(drawn) -> None:
-    found = drawn(strategies.family_named("documents")(dimensions=DIMENSIONS), 300)
+def test_documents_without_rows_or_without_keys_are_drawn(draw) -> None:
+    specs = draw(strategies.family_named("documents")(dimensions=DIMENSIONS), 300)
     lengths = [
         list(zip(spec.values["query_lengths"], spec.values["kv_lengths"], strict=True))
-        for spec in found
+        for spec in specs
     ]
     assert {len(each) for each in lengths} == {1, 2, 3, 4}
     documents = [document for each in lengths for document in each]
@@ -175,8 +174,8 @@ CAUSES: dict[str, tuple[Callable[[Problem], bool], dict]] = {
         lambda p: p.mask.name == "document" and sum(n > 0 for n in p.mask.values["lengths"]) > 1,
         {"kv": 2, "mask": Spec.of("document", lengths=[1, 1])},
     ),
-    "a row that sees nothing, though others do": (
-        lambda p: has_a_hidden_row(p) and bool(seen(p.mask, p.dimensions).any()),
+    "an empty row beside others": (
+        lambda p: has_empty_row(p) and bool(visible_keys(p.mask, p.dimensions).any()),
         {"query": 2, "mask": Spec.of("causal_bottom_right")},
     ),
     "a sequence of padding": (
@@ -187,23 +186,22 @@ CAUSES: dict[str, tuple[Callable[[Problem], bool], dict]] = {
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_a_failure_shrinks_to_its_cause(smallest, cause: str) -> None:
-    from attncheck.inputs.problem import Problem
-
+def test_mask_of_a_failing_problem_shrinks_to_its_cause(shrink, cause: str) -> None:
     wanted, changes = CAUSES[cause]
-    found = smallest(
+    problem = shrink(
         strategies.problems(shapes=strategies.shapes(longest=40, head_dims=(1,))), wanted
     )
-    assert found == Problem(**{"query": 1, "kv": 1, "head_dim": 1, "dtype": "fp32"} | changes)
+    assert problem == Problem(**{"query": 1, "kv": 1, "head_dim": 1, "dtype": "fp32"} | changes)
 
 
-def test_a_row_that_sees_nothing_shrinks_to_one_hidden_key(smallest) -> None:
-    """Or to two under the plainest mask that hides one: no step leads from either to the other.
+def test_empty_row_shrinks_to_one_hidden_key(shrink) -> None:
+    """An empty row shrinks to one hidden key, or to two rows under the plainest mask.
 
-    Which of them depends on the numbers that Hypothesis finds in the code around and tries.
+    No shrinking step leads from one to the other, and which is reached depends on the constants
+    that Hypothesis collects from the code around and tries.
     """
-    found = smallest(strategies.problems(), has_a_hidden_row)
-    assert (found.shape, found.mask) in {
+    problem = shrink(strategies.problems(), has_empty_row)
+    assert (problem.shape, problem.mask) in {
         ("B1 H1 Q1 K1 D1", Spec.of("sliding_window", window=0)),
         ("B1 H1 Q1 K1 D1", Spec.of("padding", lengths=[0])),
         ("B1 H1 Q2 K1 D1", Spec.of("causal_bottom_right")),

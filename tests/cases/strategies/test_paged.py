@@ -1,4 +1,4 @@
-"""How keys lie in pages: what is drawn, and what it shrinks to."""
+"""Strategies for paged KV caches: which page layouts are drawn, and what they shrink to."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ PLAINEST = Paging(size=16, seed=0, shared=0)
 PAGED = strategies.problems(pagings=strategies.pagings())
 
 
-def test_it_shrinks_to_pages_of_16_in_order_0_of_which_none_is_shared(smallest) -> None:
-    assert smallest(strategies.pagings()) == PLAINEST
-    found = smallest(PAGED)
-    assert found == Problem(query=1, kv=1, head_dim=1, dtype="fp32", paging=PLAINEST)
+def test_paging_shrinks_to_unshared_pages_of_16_with_seed_0(shrink) -> None:
+    assert shrink(strategies.pagings()) == PLAINEST
+    assert shrink(PAGED) == Problem(query=1, kv=1, head_dim=1, dtype="fp32", paging=PLAINEST)
 
 
 @pytest.mark.parametrize(
@@ -31,50 +30,47 @@ def test_it_shrinks_to_pages_of_16_in_order_0_of_which_none_is_shared(smallest) 
     ],
     ids=["larger", "odd", "another order", "shared"],
 )
-def test_a_failure_shrinks_to_its_cause(smallest, wanted, changes) -> None:
+def test_paging_shrinks_to_its_cause(shrink, wanted, changes) -> None:
     expected = Paging(**({"size": 16, "seed": 0, "shared": 0} | changes))
-    assert smallest(strategies.pagings(), wanted) == expected
-    found = smallest(PAGED, lambda problem: wanted(problem.paging))
-    assert found.paging == expected
+    assert shrink(strategies.pagings(), wanted) == expected
+    assert shrink(PAGED, lambda problem: wanted(problem.paging)).paging == expected
 
 
-def test_every_size_is_drawn_and_half_share_nothing(drawn) -> None:
-    found = drawn(strategies.pagings())
-    assert {paging.size for paging in found} == {*PAGE_SIZES, *ODD_PAGE_SIZES}
-    assert {paging.shared for paging in found} == {0, 1, 2}
-    assert len({paging.seed for paging in found}) > 30
-    assert 0.3 < sum(not paging.shared for paging in found) / len(found) < 0.8
-    assert {p.size for p in drawn(strategies.pagings(sizes=(64,)))} == {64}
-    assert {p.shared for p in drawn(strategies.pagings(shared=(2,)))} == {2}
+def test_every_page_size_is_drawn_and_about_half_share_no_page(draw) -> None:
+    pagings = draw(strategies.pagings())
+    assert {paging.size for paging in pagings} == {*PAGE_SIZES, *ODD_PAGE_SIZES}
+    assert {paging.shared for paging in pagings} == {0, 1, 2}
+    assert len({paging.seed for paging in pagings}) > 30
+    assert 0.3 < sum(not paging.shared for paging in pagings) / len(pagings) < 0.8
+    assert {p.size for p in draw(strategies.pagings(sizes=(64,)))} == {64}
+    assert {p.shared for p in draw(strategies.pagings(shared=(2,)))} == {2}
 
 
-def test_without_pages_problems_have_none(drawn) -> None:
-    assert {problem.paging for problem in drawn(strategies.problems(), 30)} == {None}
+def test_problems_are_unpaged_by_default(draw) -> None:
+    assert {problem.paging for problem in draw(strategies.problems(), 30)} == {None}
 
 
 @pytest.mark.parametrize(
-    "given", [{"sizes": ()}, {"sizes": (0,)}, {"sizes": (5000,)}, {"shared": ()}, {"shared": (-1,)}]
+    ("argument", "value"),
+    [("sizes", ()), ("sizes", (0,)), ("sizes", (5000,)), ("shared", ()), ("shared", (-1,))],
 )
-def test_what_cannot_be_is_refused(given) -> None:
-    with pytest.raises(UsageError, match=next(iter(given))):
-        strategies.pagings(**given)
+def test_impossible_argument_is_refused_by_name(argument, value) -> None:
+    with pytest.raises(UsageError, match=argument):
+        strategies.pagings(**{argument: value})
 
 
-def test_the_nearest_problem_keeps_its_pages() -> None:
+def test_nearest_problem_keeps_its_paging() -> None:
     problem = Problem(query=5, kv=33, head_dim=17, paging=Paging(size=3, seed=8, shared=1))
 
-    def of_64(p: Problem) -> bool:
-        return p.head_dim == 64
-
-    found = nearest_supported(problem, of_64, ("bf16",))
-    assert found is not None
-    assert (found.head_dim, found.paging) == (64, problem.paging)
+    nearest = nearest_supported(problem, lambda p: p.head_dim == 64, ("bf16",))
+    assert nearest is not None
+    assert (nearest.head_dim, nearest.paging) == (64, problem.paging)
 
 
-def test_a_kernel_of_one_size_gets_pages_of_it(drawn) -> None:
-    def of_256(problem: Problem) -> bool:
+def test_kernel_with_one_page_size_gets_only_that_size(draw) -> None:
+    def supports(problem: Problem) -> bool:
         return problem.paging.size == 256
 
-    found = drawn(strategies.problems(pagings=strategies.pagings(), supports=of_256), 50)
-    assert {problem.paging.size for problem in found} == {256}
-    assert len({problem.paging.seed for problem in found}) > 10
+    problems = draw(strategies.problems(pagings=strategies.pagings(), supports=supports), 50)
+    assert {problem.paging.size for problem in problems} == {256}
+    assert len({problem.paging.seed for problem in problems}) > 10

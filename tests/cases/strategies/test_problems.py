@@ -1,4 +1,4 @@
-"""What whole Problems reach, what they shrink to, and what a narrow kernel is given."""
+"""Strategies for whole Problems: what they reach, shrink to, and give to a narrow kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.vendor.pretty import pretty
 
 from attncheck.cases import strategies
 from attncheck.cases.strategies.mask_strategies import PLAIN_MASKS
@@ -28,8 +30,9 @@ def amplitude(p: Problem) -> int:
     return round(p.scale * math.sqrt(p.head_dim))
 
 
-def test_a_problem_shrinks_to_one_key_and_one_column(smallest) -> None:
-    assert smallest(strategies.problems()) == SMALLEST
+@pytest.mark.parametrize("supports", [None, lambda _: True], ids=["any kernel", "takes all"])
+def test_problem_shrinks_to_one_key_and_one_column(shrink, supports) -> None:
+    assert shrink(strategies.problems(supports=supports)) == SMALLEST
 
 
 CAUSES: dict[str, tuple[Callable[[Problem], bool], dict[str, Any]]] = {
@@ -57,66 +60,67 @@ CAUSES: dict[str, tuple[Callable[[Problem], bool], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_a_failure_shrinks_to_its_cause(smallest, cause: str) -> None:
+def test_problem_shrinks_to_its_cause(shrink, cause: str) -> None:
     wanted, changes = CAUSES[cause]
-    found = smallest(strategies.problems(), wanted)
-    assert found == SMALLEST.replace(**{"scale": USUAL_SCALE} | changes)
+    problem = shrink(strategies.problems(), wanted)
+    assert problem == SMALLEST.replace(**{"scale": USUAL_SCALE} | changes)
 
 
-def test_problems_reach_what_kernels_get_wrong(drawn) -> None:
-    found = drawn(strategies.problems(scores=strategies.scores()))
+def test_problems_reach_what_kernels_get_wrong(draw) -> None:
+    problems = draw(strategies.problems(scores=strategies.scores()))
     assert {"less", "equal", "more"} == {
-        "less" if p.query < p.kv else "more" if p.query > p.kv else "equal" for p in found
+        "less" if p.query < p.kv else "more" if p.query > p.kv else "equal" for p in problems
     }
     assert {(6, 2), (6, 3), (4, 1), (5, 1), (4, 2), (3, 1), (2, 2), (1, 1)} <= {
-        (p.heads, p.kv_heads) for p in found
+        (p.heads, p.kv_heads) for p in problems
     }
-    assert any(p.head_dim != p.value_dim for p in found)
-    assert {p.dtype for p in found} == {"fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"}
-    assert {p.operation for p in found} == {"attention"}
-    assert {p.distribution for p in found} == set(DISTRIBUTIONS)
-    assert {p.mask.name for p in found} == set(PLAIN_MASKS)
-    assert {p.score.name for p in found} == set(library.SCORES) - {
+    assert any(p.head_dim != p.value_dim for p in problems)
+    assert {p.dtype for p in problems} == {"fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"}
+    assert {p.operation for p in problems} == {"attention"}
+    assert {p.distribution for p in problems} == set(DISTRIBUTIONS)
+    assert {p.mask.name for p in problems} == set(PLAIN_MASKS)
+    assert {p.score.name for p in problems} == set(library.SCORES) - {
         "chain",
         "expression",
-        "alibi_by_sequence",  # the bounds ask it
+        "alibi_by_sequence",  # covered by the bounds stage of the gate
     }
-    assert {amplitude(p) for p in found} == set(strategies.AMPLITUDES)
-    assert all(p.batch * p.heads <= 8 for p in found)
+    assert {amplitude(p) for p in problems} == set(strategies.AMPLITUDES)
+    assert all(p.batch * p.heads <= 8 for p in problems)
 
 
-def test_a_second_sequence_meets_shared_kv_heads(drawn) -> None:
-    found = drawn(strategies.shapes())
-    assert any(s.batch > 1 and s.heads > s.kv_heads > 1 for s in found)
-    assert sum(s.batch * s.heads for s in found) / len(found) < 6  # an interpreted kernel's time
+def test_shapes_combine_batches_with_grouped_heads_and_stay_small(draw) -> None:
+    shapes = draw(strategies.shapes())
+    assert any(s.batch > 1 and s.heads > s.kv_heads > 1 for s in shapes)
+    # An interpreted kernel takes time for each.
+    assert sum(s.batch * s.heads for s in shapes) / len(shapes) < 6
 
 
-def test_shapes_keep_to_their_limits(drawn) -> None:
-    found = drawn(strategies.shapes(shortest_query=40, shortest_kv=3, longest=50, most_heads=2))
-    assert {(s.query >= 40, s.kv >= 3) for s in found} == {(True, True)}
-    assert any(s.query == s.kv for s in found)
-    assert max(max(s.query, s.kv) for s in found) == 50
-    assert max(s.batch * s.heads for s in found) == 2
+def test_shapes_keep_to_their_limits(draw) -> None:
+    shapes = draw(strategies.shapes(shortest_query=40, shortest_kv=3, longest=50, most_heads=2))
+    assert {(s.query >= 40, s.kv >= 3) for s in shapes} == {(True, True)}
+    assert any(s.query == s.kv for s in shapes)
+    assert max(max(s.query, s.kv) for s in shapes) == 50
+    assert max(s.batch * s.heads for s in shapes) == 2
 
 
-def test_few_rows_behind_many_keys(drawn) -> None:
-    """As decoding has them: no square makes the query longer, and groups are as large as asked."""
-    found = drawn(strategies.shapes(longest_query=4, longest=70, largest_group=8, most_heads=8))
-    assert {sizes.query for sizes in found} == {1, 2, 3, 4}
-    assert max(sizes.kv for sizes in found) > 64
-    assert {sizes.heads // sizes.kv_heads for sizes in found} == set(range(1, 9))
-    assert any(sizes.query == sizes.kv > 1 for sizes in found)
-    usual = drawn(strategies.shapes())
-    assert max(sizes.heads // sizes.kv_heads for sizes in usual) == 5
+def test_decoding_shapes_have_few_rows_many_keys_and_large_groups(draw) -> None:
+    """A square shape does not lengthen the query, and groups reach the size asked for."""
+    shapes = draw(strategies.shapes(longest_query=4, longest=70, largest_group=8, most_heads=8))
+    assert {s.query for s in shapes} == {1, 2, 3, 4}
+    assert max(s.kv for s in shapes) > 64
+    assert {s.heads // s.kv_heads for s in shapes} == set(range(1, 9))
+    assert any(s.query == s.kv > 1 for s in shapes)
+    usual = draw(strategies.shapes())
+    assert max(s.heads // s.kv_heads for s in usual) == 5
 
 
-def test_causal_masks_hide_something_of_two_keys(drawn) -> None:
+def test_causal_masks_hide_a_key_where_there_are_two(draw) -> None:
     strategy = strategies.problems(
         shapes=strategies.shapes(shortest_kv=2), masks=strategies.causal_masks
     )
-    found = drawn(strategy)
-    assert all(relation_named("future_keys").unfit(p) is None for p in found)
-    assert {p.mask.name for p in found} == {
+    problems = draw(strategy)
+    assert all(relation_named("future_keys").unfit(p) is None for p in problems)
+    assert {p.mask.name for p in problems} == {
         "causal",
         "sliding_window",
         "causal_bottom_right",
@@ -124,50 +128,46 @@ def test_causal_masks_hide_something_of_two_keys(drawn) -> None:
     }
 
 
-def test_a_narrow_kernel_gets_problems_that_it_takes(drawn) -> None:
+def test_narrow_kernel_gets_varied_problems_that_it_supports(draw) -> None:
     def supports(p: Problem) -> bool:
         same = p.head_dim == p.value_dim and p.query == p.kv and p.group == 1
         return same and p.head_dim in {64, 128} and p.dtype == "bf16"
 
-    found = drawn(strategies.problems(masks=strategies.causal_masks, supports=supports), 100)
-    assert len(found) > 90  # hardly any is dropped
-    assert all(map(supports, found))
-    assert len({p.kv for p in found}) > 20
-    assert {amplitude(p) for p in found} == set(strategies.AMPLITUDES)
-    usual = [p for p in found if amplitude(p) == 1]
+    problems = draw(strategies.problems(masks=strategies.causal_masks, supports=supports), 100)
+    assert len(problems) > 90  # hardly any draw is dropped
+    assert all(map(supports, problems))
+    assert len({p.kv for p in problems}) > 20
+    assert {amplitude(p) for p in problems} == set(strategies.AMPLITUDES)
+    usual = [p for p in problems if amplitude(p) == 1]
     assert all(p.scale == p.replace(scale=USUAL_SCALE).scale for p in usual)
 
 
-def test_a_kernel_without_a_scale_gets_the_default_one(drawn) -> None:
+def test_kernel_without_a_scale_gets_the_default_scale(draw) -> None:
     def supports(p: Problem) -> bool:
         return p.scale == p.replace(scale=USUAL_SCALE).scale and p.head_dim == p.value_dim == 64
 
-    found = drawn(strategies.problems(supports=supports), 50)
-    assert len(found) > 45
-    assert all(map(supports, found))
+    problems = draw(strategies.problems(supports=supports), 50)
+    assert len(problems) > 45
+    assert all(map(supports, problems))
 
 
-def test_a_kernel_of_whole_tiles_gets_whole_tiles(drawn) -> None:
+def test_kernel_of_whole_tiles_gets_whole_tiles(draw) -> None:
     def supports(p: Problem) -> bool:
         return p.query % 128 == 0 and p.kv % 128 == 0
 
     causal = partial(strategies.masks, names=("causal",))
-    found = drawn(strategies.problems(masks=causal, supports=supports), 50)
-    assert {(p.query, p.kv) for p in found} >= {(128, 128)}
-    assert all(map(supports, found))
+    problems = draw(strategies.problems(masks=causal, supports=supports), 50)
+    assert {(p.query, p.kv) for p in problems} >= {(128, 128)}
+    assert all(map(supports, problems))
 
 
-def test_what_a_kernel_takes_is_not_moved(smallest) -> None:
-    assert smallest(strategies.problems(supports=lambda _: True)) == SMALLEST
-
-
-def test_the_distributions_are_those_of_now_without_recordings(drawn, monkeypatch) -> None:
+def test_distributions_include_registered_ones_and_exclude_recordings(draw, monkeypatch) -> None:
     normal = DISTRIBUTIONS["normal"]
     monkeypatch.setitem(DISTRIBUTIONS, "mine", normal)
     monkeypatch.setitem(DISTRIBUTIONS, "calls.safetensors:decode@01234567", normal)
-    found = {p.distribution for p in drawn(strategies.problems())}
-    assert "mine" in found
-    assert not any("calls" in name for name in found)
+    names = {p.distribution for p in draw(strategies.problems())}
+    assert "mine" in names
+    assert not any("calls" in name for name in names)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_the_distributions_are_those_of_now_without_recordings(drawn, monkeypatc
         lambda: strategies.problems(amplitudes=(0.0,)),
     ],
 )
-def test_impossible_numbers_are_refused_at_once(make: Callable[[], object]) -> None:
+def test_impossible_numbers_are_refused_before_drawing(make: Callable[[], object]) -> None:
     with pytest.raises(UsageError):
         make()
 
@@ -203,18 +203,16 @@ def test_impossible_numbers_are_refused_at_once(make: Callable[[], object]) -> N
         lambda: strategies.family_named("diagonal"),
     ],
 )
-def test_unknown_names_are_refused_at_once(make: Callable[[], object]) -> None:
+def test_unknown_names_are_refused_before_drawing(make: Callable[[], object]) -> None:
     with pytest.raises(UnknownName, match=r"[Cc]hoose from"):
         make()
 
 
-def test_parameters_shrink_to_the_first(smallest) -> None:
-    assert smallest(strategies.parameters(allowed={"row": [3, 5, 9]})) == {"row": 3}
+def test_parameters_shrink_to_the_first_allowed_value(shrink) -> None:
+    assert shrink(strategies.parameters(allowed={"row": [3, 5, 9]})) == {"row": 3}
 
 
-def test_hypothesis_prints_a_problem_and_a_case_in_a_line() -> None:
-    from hypothesis.vendor.pretty import pretty
-
+def test_hypothesis_prints_a_problem_and_a_case_on_one_line() -> None:
     window = Spec.of("sliding_window", window=3)
     problem = Problem(query=5, kv=7, head_dim=4, mask=window, scale=5.0)
     line = "bf16 sliding_window(window=3) B1 H1 Q5 K7 D4 normal seed 0 scale 5"
@@ -224,9 +222,7 @@ def test_hypothesis_prints_a_problem_and_a_case_in_a_line() -> None:
     assert pretty(Case(problem=problem)) == f"compare: {line}"
 
 
-def test_a_failing_property_says_the_problem_in_a_line(capsys) -> None:
-    from hypothesis import given, settings
-
+def test_failing_property_prints_its_problem_on_one_line() -> None:
     @given(problem=strategies.problems(masks=strategies.family_named("causal")), data=st.data())
     @settings(database=None, derandomize=True, max_examples=20)
     def holds(problem: Problem, data: st.DataObject) -> None:

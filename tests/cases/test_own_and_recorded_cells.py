@@ -1,10 +1,11 @@
-"""Variants of mods as typed, and what recordings become."""
+"""Variants of masks and score mods that the user names, and cells of recorded calls."""
 
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from tests.messages import one_line
 
 import attncheck
 from attncheck.cases import variants
@@ -12,9 +13,9 @@ from attncheck.cases.variants import Shape, own_variant, plan_cells, recorded_ce
 from attncheck.core.errors import ProblemError, UnknownName, UsageError
 from attncheck.core.formats import FORMATS, round_to
 from attncheck.core.mod_spec import Spec
-from attncheck.inputs import input_tensors
-from attncheck.inputs.distributions import DISTRIBUTIONS
-from attncheck.mods import library, mod_files
+from attncheck.inputs.input_tensors import draw_inputs
+
+pytestmark = pytest.mark.usefixtures("library_as_before")
 
 SHAPE = Shape.parse("1x2x5x4")
 FULL, NONE = Spec.of("full"), Spec.of("none")
@@ -26,21 +27,9 @@ COMPLETE_SCORES = "choose from alibi, alibi_by_sequence, none."
 RECORDING = Path(__file__).parents[1] / "data" / "trained.safetensors"
 
 
-@pytest.fixture(autouse=True)
-def _forgotten():
-    """Other tests go through all distributions, masks and score mods there are."""
-    registries = (DISTRIBUTIONS, library.MASKS, library.SCORES)
-    before = [(registry, dict(registry)) for registry in registries]
-    yield
-    mod_files._import_mod.cache_clear()
-    for registry, known in before:
-        registry.clear()
-        registry.update(known)
-
-
 @pytest.fixture
 def record(tmp_path):
-    """Record one call of torch's function for each tuple of arguments."""
+    """``record(*calls)``: a file with one call of torch's function per tuple of arguments."""
 
     def write(*calls):
         file = tmp_path / "recorded.safetensors"
@@ -53,7 +42,7 @@ def record(tmp_path):
 
 
 @pytest.fixture
-def mine(tmp_path):
+def mod_file(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
         "def mask(b, h, q_idx, kv_idx):\n    return q_idx > kv_idx\n"
@@ -72,14 +61,14 @@ def mine(tmp_path):
         (None, None, "full", (FULL, NONE)),
     ],
 )
-def test_names_of_the_library(mask, score, name, specs):
+def test_own_variant_of_library_names(mask, score, name, specs):
     variant = own_variant(mask, score)
     assert variant.name == name
     assert variant.mods(SHAPE) == specs
 
 
-def test_mods_of_a_file_are_planned_like_any(mine):
-    variant = own_variant(f"{mine}::mask", f"{mine}::score")
+def test_mods_of_a_file_are_planned_in_every_dtype(mod_file):
+    variant = own_variant(f"{mod_file}::mask", f"{mod_file}::score")
     assert variant.name == "mine.py::mask mine.py::score"
     cells = plan_cells(
         dtypes=["fp16", "e4m3"],
@@ -96,13 +85,13 @@ def test_mods_of_a_file_are_planned_like_any(mine):
     assert {c.problem.score.name for c in cells} == {"mine.py::score"}
 
 
-def test_a_mask_of_a_file_beside_a_score_mod_of_the_library(mine):
-    mask, score = own_variant(f"{mine}::mask", "alibi").mods(SHAPE)
+def test_mask_of_a_file_combines_with_a_score_mod_of_the_library(mod_file):
+    mask, score = own_variant(f"{mod_file}::mask", "alibi").mods(SHAPE)
     assert (mask.name, score) == ("mine.py::mask", Spec.of("alibi"))
 
 
 @pytest.mark.parametrize(
-    ("mask", "score", "error", "says"),
+    ("mask", "score", "error", "message"),
     [
         ("casual", None, UnknownName, "mask 'casual' is not known: did you mean 'causal'?"),
         (None, "causal", UnknownName, f"score mod 'causal' is not known: {COMPLETE_SCORES}"),
@@ -125,32 +114,29 @@ def test_a_mask_of_a_file_beside_a_score_mod_of_the_library(mine):
         ("nowhere.py::mask", None, UsageError, "there is no file nowhere.py."),
     ],
 )
-def test_what_cannot_be_a_mod_is_one_line(mask, score, error, says):
-    with pytest.raises(error) as raised:
+def test_invalid_mod_name_is_refused_in_one_line(mask, score, error, message):
+    with one_line(error, message):
         own_variant(mask, score)
-    assert says in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
-def test_mods_that_a_command_line_cannot_name_are_not_offered(mine, record):
-    own_variant(f"{mine}::mask", f"{mine}::score")
+def test_mods_of_files_and_recordings_are_not_offered_as_choices(mod_file, record):
+    own_variant(f"{mod_file}::mask", f"{mod_file}::score")
     q, hidden = torch.ones(1, 2, 3, 4), torch.zeros(3, 3).masked_fill_(torch.eye(3) > 0, -math.inf)
     recorded_cells(record((q, q, q, hidden), (q, q, q, hidden + 0.5)), ())
-    for mask, score, says in (("a", None, COMPLETE_MASKS), (None, "a", COMPLETE_SCORES)):
-        with pytest.raises(UnknownName, match=says):
+    for mask, score, choices in (("a", None, COMPLETE_MASKS), (None, "a", COMPLETE_SCORES)):
+        with pytest.raises(UnknownName, match=choices):
             own_variant(mask, score)
 
 
-def test_recordings_are_measured_in_the_dtypes_that_kernels_have():
+def test_unknown_dtype_is_refused_before_the_recording_is_read():
     with pytest.raises(UnknownName, match="dtype 'fp64' is not known: choose from bf16"):
         recorded_cells("nowhere.safetensors", ["fp64"])
     with pytest.raises(UsageError, match=r"nowhere\.safetensors"):
         recorded_cells("nowhere.safetensors", ["fp16"])
 
 
-def test_recorded_calls_come_in_each_dtype_asked_for_or_their_own():
-    its_own = recorded_cells(str(RECORDING), ())
-    names = [cell.variant for cell in its_own]
+def test_recorded_calls_are_planned_in_each_dtype_asked_for_or_their_own():
+    names = [cell.variant for cell in recorded_cells(str(RECORDING), ())]
     assert len(set(names)) == len(names) > 0
     two = recorded_cells(str(RECORDING), ["fp16", "e4m3"])
     assert [(c.variant, c.problem.dtype) for c in two] == [
@@ -159,13 +145,13 @@ def test_recorded_calls_come_in_each_dtype_asked_for_or_their_own():
     assert {c.problem.operation for c in two} == {"attention"}
 
 
-def test_a_dtype_asked_for_twice_is_measured_once():
+def test_repeated_dtype_of_a_recording_is_planned_once():
     once = recorded_cells(str(RECORDING), ["bf16", "fp16"])
     assert recorded_cells(str(RECORDING), ["bf16", "fp16", "bf16"]) == once
 
 
 @pytest.mark.parametrize(
-    ("dtype", "number", "says"),
+    ("dtype", "number", "message"),
     [
         ("fp16", 65504.0, None),
         ("fp16", 65519.0, None),  # rounds to 65504
@@ -179,40 +165,40 @@ def test_a_dtype_asked_for_twice_is_measured_once():
     ],
 )
 @pytest.mark.parametrize("sign", [1, -1])
-def test_numbers_that_a_dtype_does_not_hold_are_refused(dtype, number, says, sign, record):
+def test_recorded_numbers_beyond_the_range_of_a_dtype_are_refused(
+    dtype, number, message, sign, record
+):
     for name in ("q", "k", "v"):
         tensors = {n: torch.ones(1, 2, 3, 4) for n in ("q", "k", "v")}
         tensors[name][0, 1, 2, :3] = sign * number
         one = torch.ones(1, 2, 3, 4)
         file = record((one, one, one), tuple(tensors.values()))
-        if says is None:
-            drawn = input_tensors.draw_inputs(
-                recorded_cells(file, [dtype] if dtype else [])[1].problem
-            )
-            fmt = drawn.problem.formats.products
-            assert round_to(getattr(drawn, name).double(), fmt).isfinite().all()
+        if message is None:
+            inputs = draw_inputs(recorded_cells(file, [dtype] if dtype else [])[1].problem)
+            fmt = inputs.problem.formats.products
+            assert round_to(getattr(inputs, name).double(), fmt).isfinite().all()
             continue
         with pytest.raises(UsageError) as error:
             recorded_cells(file, [dtype])
         assert str(error.value) == (
-            f"{name} of call 'call-1' has 3 numbers {says}: "
+            f"{name} of call 'call-1' has 3 numbers {message}: "
             "choose another dtype, such as its own, fp32."
         )
 
 
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("size", [FORMATS["fp32"].max, 2.0**-126, 2.0**-149, 0.0])
-def test_in_fp8_every_recorded_number_is_in_range(dtype, size, record):
+def test_recorded_numbers_of_any_size_are_scaled_into_fp8(dtype, size, record):
     q = torch.full((1, 2, 3, 4), size)
     (cell,) = recorded_cells(record((q, -q, q)), [dtype])
-    drawn = input_tensors.draw_inputs(cell.problem)
-    assert all(tensor.float().isfinite().all() for tensor in drawn.tensors().values())
+    tensors = draw_inputs(cell.problem).tensors()
+    assert all(tensor.float().isfinite().all() for tensor in tensors.values())
 
 
-def test_what_does_not_fit_into_memory_is_refused_beforehand(monkeypatch):
-    def too_large(*_):
+def test_recording_beyond_memory_is_refused(monkeypatch):
+    def refuse(*_):
         raise ProblemError("too large")
 
-    monkeypatch.setattr(variants, "check_size", too_large)
+    monkeypatch.setattr(variants, "check_size", refuse)
     with pytest.raises(ProblemError, match="too large"):
         recorded_cells(str(RECORDING), ())

@@ -1,6 +1,7 @@
-"""Masks and score mods that every kernel of attention is asked about; lengths up to 150."""
+"""Problems for tests of attention kernels, and masks and score mods that fit lengths up to 150."""
 
 from attncheck.core.mod_spec import Spec
+from attncheck.inputs.problem import Problem
 
 MASKS = {
     "full": Spec.of("full"),
@@ -21,3 +22,8 @@ SCORES = {
     "temperature": Spec.of("temperature", temperature=0.7),
     "chain": Spec.of("chain", Spec.of("softcap", cap=5.0), Spec.of("alibi")),
 }
+
+
+def small(**changes) -> Problem:
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 40, "head_dim": 16}
+    return Problem(**(sizes | changes))
