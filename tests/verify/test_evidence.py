@@ -121,24 +121,24 @@ def test_input_rmse_excludes_rows_that_see_no_key():
     """Such rows are 0 in both results, and would make the rmse look smaller."""
     mask = Spec.of("not", Spec.of("prefix_lm", prefix=2))
     problem = attention(mask=mask, dtype="bf16")
-    known = evidence(problem)
+    builder = evidence(problem)
     truths = [evidence(p).truth.out for p in (problem, problem.replace(dtype="fp64"))]
-    difference = (truths[0] - truths[1])[known.alive]
-    assert 0 < len(difference) < known.alive.numel()
+    difference = (truths[0] - truths[1])[builder.alive]
+    assert 0 < len(difference) < builder.alive.numel()
     # Both sum the same numbers, in different orders.
-    assert abs(known.input_rmse / rms(difference) - 1) <= difference.numel() * 2.0**-53
-    assert known.input_rmse > rms(truths[0] - truths[1])
+    assert abs(builder.input_rmse / rms(difference) - 1) <= difference.numel() * 2.0**-53
+    assert builder.input_rmse > rms(truths[0] - truths[1])
 
 
 def test_establish_computes_once_and_frees_the_originals():
-    known = evidence(attention())
-    known.establish()
-    first = known.inputs, known.truth, known.input_rmse
-    assert "_originals" not in known.__dict__
-    known.establish()
-    assert (known.inputs, known.truth, known.input_rmse) == first
-    assert "_originals" not in known.__dict__
-    assert torch.equal(known.alive, torch.ones(2, 4, 9, dtype=torch.bool))
+    builder = evidence(attention())
+    builder.establish()
+    first = builder.inputs, builder.truth, builder.input_rmse
+    assert "_originals" not in builder.__dict__
+    builder.establish()
+    assert (builder.inputs, builder.truth, builder.input_rmse) == first
+    assert "_originals" not in builder.__dict__
+    assert torch.equal(builder.alive, torch.ones(2, 4, 9, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("problem", [attention(dtype="e4m3"), softmax(dtype="bf16")], ids=str)
@@ -154,11 +154,11 @@ def declared(problem: Problem):
 
 @pytest.mark.parametrize("problem", [attention(), softmax()], ids=str)
 def test_allowance_is_cached_by_arithmetic(problem):
-    known = evidence(problem)
+    builder = evidence(problem)
     arithmetic = declared(problem)
-    first = known.allowance(arithmetic)
-    assert known.allowance(dataclasses.replace(arithmetic)) is first  # an equal one
-    other = known.allowance(dataclasses.replace(arithmetic, exp2_ulps=64.0))
+    first = builder.allowance(arithmetic)
+    assert builder.allowance(dataclasses.replace(arithmetic)) is first  # an equal one
+    other = builder.allowance(dataclasses.replace(arithmetic, exp2_ulps=64.0))
     assert other is not first
     assert bool((other.lse > first.lse).all())
 
@@ -166,11 +166,11 @@ def test_allowance_is_cached_by_arithmetic(problem):
 def test_sampled_conditions_match_the_samples_of_the_allowance(monkeypatch):
     monkeypatch.setattr(conditions_room, "_CPU_PAIRS", 20)
     problem = attention(mask=Spec.of("causal"))
-    known = evidence(problem)
-    samples = known.allowance(declared(problem)).samples
-    known = list(known.sampled_conditions())
-    assert len(samples) == len(known) > 1
-    for sample, one in zip(samples, known, strict=True):
+    builder = evidence(problem)
+    samples = builder.allowance(declared(problem)).samples
+    conditions = list(builder.sampled_conditions())
+    assert len(samples) == len(conditions) > 1
+    for sample, one in zip(samples, conditions, strict=True):
         assert sample.rows.heads == one.rows.heads
         assert torch.equal(sample.rows.query, one.rows.query)
         assert sample.probable_out.shape == one.out.shape
@@ -178,65 +178,65 @@ def test_sampled_conditions_match_the_samples_of_the_allowance(monkeypatch):
 
 def test_blind_spot_is_cached_and_smaller_with_lse():
     problem = attention(score=Spec.of("softcap", cap=2.0))
-    known, arithmetic = evidence(problem), declared(problem)
-    with_lse = known.blind_spot(arithmetic, exposes_lse=True)
+    builder, arithmetic = evidence(problem), declared(problem)
+    with_lse = builder.blind_spot(arithmetic, exposes_lse=True)
     assert with_lse is not None
-    assert known.blind_spot(arithmetic, exposes_lse=True) is with_lse
-    without = known.blind_spot(arithmetic, exposes_lse=False)
+    assert builder.blind_spot(arithmetic, exposes_lse=True) is with_lse
+    without = builder.blind_spot(arithmetic, exposes_lse=False)
     assert without is not None
     assert with_lse.weight < without.weight  # LSE reveals lighter keys
     assert with_lse.scale < math.inf  # the slopes of the score mod are known
 
 
 def test_ideal_outputs_are_cached_by_tiling(monkeypatch):
-    known, tiling = evidence(attention()), Tiling(block_query=16, block_kv=4)
-    first = known.ideal_outputs(tiling)
+    builder, tiling = evidence(attention()), Tiling(block_query=16, block_kv=4)
+    first = builder.ideal_outputs(tiling)
     monkeypatch.setattr(Ideal, "run", None)
-    assert known.ideal_outputs(Tiling(block_query=16, block_kv=4)) is first
-    assert known.ideal_outputs(tiling, truncates=True) is first  # only tf32 is truncated
-    expected = rms((first.out.double() - known.truth.out)[known.alive])
-    assert abs(known.ideal_rmse(tiling) / expected - 1) <= first.out.numel() * 2.0**-53
+    assert builder.ideal_outputs(Tiling(block_query=16, block_kv=4)) is first
+    assert builder.ideal_outputs(tiling, truncates=True) is first  # only tf32 is truncated
+    expected = rms((first.out.double() - builder.truth.out)[builder.alive])
+    assert abs(builder.ideal_rmse(tiling) / expected - 1) <= first.out.numel() * 2.0**-53
 
 
 def test_ideal_outputs_truncate_tf32_if_the_kernel_does():
-    known, tiling = evidence(attention(dtype="tf32")), Tiling(block_query=16, block_kv=4)
-    nearest, cut = (known.ideal_outputs(tiling, truncates=t) for t in (False, True))
+    builder, tiling = evidence(attention(dtype="tf32")), Tiling(block_query=16, block_kv=4)
+    nearest, cut = (builder.ideal_outputs(tiling, truncates=t) for t in (False, True))
     assert not torch.equal(nearest.out, cut.out)
-    assert torch.equal(cut.out, Ideal(tiling, tf32="truncate").run(known.inputs).out)
+    assert torch.equal(cut.out, Ideal(tiling, tf32="truncate").run(builder.inputs).out)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
 def test_ensemble_outputs_differ_and_stay_within_their_allowances(dtype):
     problem = attention(dtype=dtype, query=150, kv=140)
-    known = evidence(problem)
+    builder = evidence(problem)
     tilings = ensemble_tilings(problem)
     assert len(set(tilings)) == 4
     assert any(tiling.reverse for tiling in tilings)
     assert any(tiling.lazy_rescale for tiling in tilings) == (dtype == "bf16")
-    outputs = list(known.ensemble())
+    outputs = list(builder.ensemble())
     for i, one in enumerate(outputs):
         assert not any(torch.equal(one.lse, other.lse) for other in outputs[:i])
         tiling = tilings[i]
         arithmetic = Ideal(tiling).arithmetic(problem, "cpu")
         arithmetic = dataclasses.replace(arithmetic, lazy_rescale=tiling.lazy_rescale)
-        error = (one.out.double() - known.truth.out).abs()
-        assert bool((error <= known.allowance(arithmetic).out).all())
+        error = (one.out.double() - builder.truth.out).abs()
+        assert bool((error <= builder.allowance(arithmetic).out).all())
     assert len(list(evidence(softmax()).ensemble())) == 1
 
 
 def test_probe_case_uses_the_inputs_of_the_probe():
     case = probes.case("decode", attention(mask=Spec.of("causal")))
-    known = EvidenceBuilder(case, "cpu")
-    known.establish()
+    builder = EvidenceBuilder(case, "cpu")
+    builder.establish()
     for name, tensor in probes.inputs(case).tensors().items():
-        assert torch.equal(known.inputs.tensors()[name], tensor)
-    assert known.input_rmse == 0
-    assert not known.evidence.generic
+        assert torch.equal(builder.inputs.tensors()[name], tensor)
+    assert builder.input_rmse == 0
+    assert not builder.evidence.generic
     assert evidence(attention()).evidence.generic
     assert not evidence(attention(distribution="zero_q")).evidence.generic
-    allowed = known.allowance(declared(case.problem))
-    outputs = Ideal().run(known.inputs)
-    assert bool(((outputs.out.double() - known.truth.out).abs() <= allowed.out).all())
+    allowed = builder.allowance(declared(case.problem))
+    outputs = Ideal().run(builder.inputs)
+    assert bool(((outputs.out.double() - builder.truth.out).abs() <= allowed.out).all())
 
 
 def test_establish_runs_ideal_kernels_ahead_only_on_a_gpu_for_reference_errors():
@@ -262,9 +262,9 @@ def test_truncated_sums_are_computed_once_for_all_arithmetics(monkeypatch):
         return cut_sums(steps, bits)
 
     monkeypatch.setattr(blind_spots, "_cut_sums", logged_cut_sums)
-    known = evidence(attention(kv=64))
-    declared = Ideal().arithmetic(known.case.problem, "cpu")
+    builder = evidence(attention(kv=64))
+    declared = Ideal().arithmetic(builder.case.problem, "cpu")
     for each in (declared, dataclasses.replace(declared, exp2_ulps=9.0)):
-        assert known.blind_spot(each, exposes_lse=True) is not None
+        assert builder.blind_spot(each, exposes_lse=True) is not None
     sums_over_keys = [shape for shape in shapes if shape[0] == 64 // blind_spots.STEP]
     assert len(sums_over_keys) == 1

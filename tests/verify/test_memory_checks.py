@@ -27,7 +27,7 @@ from attncheck.verify.run_case import run_case
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = ["fp32", "bf16", "e4m3"]
-UNREACHED = "may have held anything before: torch did not run_check Python for that memory"
+UNREACHED = "may have held anything before: torch did not ask Python for that memory"
 MEMORY_CHECKS = [name for name, check in CHECKS.items() if check.stage == "memory"]
 
 
@@ -93,7 +93,7 @@ def test_guards_warns_of_output_without_guard_bands():
     record = run_check("sdpa-flash", "guards", SMALL.replace(value_dim=6))
     assert record.status == "pass"
     assert record.judgement.warnings == (
-        "no guard bands around out: torch did not run_check Python for that memory",
+        "no guard bands around out: torch did not ask Python for that memory",
     )
 
 
