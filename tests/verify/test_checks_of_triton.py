@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.verify import planted_calls_in_triton as planted
+from tests.verify import planted_triton_faults as planted
 
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem

@@ -328,12 +328,6 @@ def test_convention_is_detected(find, name, convention, line):
     assert limited.summary.startswith(f"{convention} convention")
 
 
-def test_explicit_convention_is_the_only_one_tried(find):
-    _, claims = find("heads_inside", "sdpa")
-    assert (claims.conventions, claims.convention) == (("sdpa",), "sdpa")
-    assert claims.base is None or not claims.right
-
-
 def test_claims_are_cached_until_the_kernel_file_changes(find, file, monkeypatch):
     _, first = find("raises")
 
@@ -374,10 +368,12 @@ def test_convention_of_a_wrong_kernel_is_inferred_from_shapes(find):
     assert line.endswith("asked as flash_attn; --convention sdpa says otherwise")
 
 
-@pytest.mark.parametrize("name", ["halved", "wrong_inside"])
-def test_explicit_convention_of_a_wrong_kernel_is_kept(find, name):
+@pytest.mark.parametrize("name", ["heads_inside", "halved", "wrong_inside"])
+def test_explicit_convention_is_the_only_one_tried(find, name):
+    """It is kept even if the kernel is wrong by it, or right by another one (``heads_inside``)."""
     _, claims = find(name, "sdpa")
-    assert (claims.convention, claims.readings) == ("sdpa", ())
+    assert (claims.conventions, claims.convention, claims.readings) == (("sdpa",), "sdpa", ())
+    assert claims.base is None or not claims.right
 
 
 def test_gqa_is_also_tried_with_few_rows(find):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.verify.call_check_runs import CORRECT_KERNELS, SMALL, require_interpreter, run_check
-from tests.verify.planted_calls_of_bits import KERNELS
+from tests.verify.planted_nondeterminism import KERNELS
 
 from attncheck.core.errors import ProblemError, UsageError
 from attncheck.records.failure_causes import without_place

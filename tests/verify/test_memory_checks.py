@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from tests.verify import planted_calls_of_memory as planted
+from tests.verify import planted_memory_faults as planted
 from tests.verify.call_check_runs import CORRECT_KERNELS, SMALL, require_interpreter, run_check
 
 from attncheck.inputs import input_tensors as inputs_room

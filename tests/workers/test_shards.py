@@ -51,11 +51,11 @@ def test_alone_does_not_change_the_shard():
         assert Shard(1, 2).has(one) == Shard(1, 2).has(again)
 
 
-def test_shrink_and_bisection_units_belong_to_the_shard_of_the_failure():
+def test_shrinking_and_repetition_at_another_commit_stay_in_the_shard_of_the_question():
     for one in UNITS:
-        smaller = msgspec.structs.replace(one, kind="shrink")
-        before = msgspec.structs.replace(one, commit="0" * 40)
-        assert {Shard(2, 7).has(each) for each in (one, smaller, before)} != {True, False}
+        shrunk = msgspec.structs.replace(one, kind="shrink")
+        repeated = msgspec.structs.replace(one, commit="0" * 40)
+        assert {Shard(2, 7).has(each) for each in (one, shrunk, repeated)} != {True, False}
 
 
 def write_shard(folder, text, *, seconds=1.0, facts=None, answer=None, finished=True, **header):
