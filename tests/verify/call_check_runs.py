@@ -1,4 +1,4 @@
-"""Runs one call check on a small Problem, for the tests of memory checks and determinism checks."""
+"""Runs one call check on a small Problem, for the tests of memory and determinism checks."""
 
 import pytest
 
@@ -33,9 +33,9 @@ def require_interpreter(kernel):
             pytest.skip("this process compiles for its GPU")
 
 
-def run_check(kernel, question, problem=SMALL, **parameters):
+def run_check(kernel, question, problem=SMALL, device="cpu", **parameters):
     """The Record of a call check; a parameter that is not passed has its smallest value."""
     subject = load_subject(kernel) if isinstance(kernel, str) else kernel
     smallest = {name: of[0] for name, of in CHECKS[question].allowed(problem).items()}
     case = Case(problem=problem, question=question, parameters=smallest | parameters)
-    return run_case(subject, case, device="cpu")
+    return run_case(subject, case, device=device)

@@ -1,6 +1,6 @@
 """Planted faults in Triton kernels: at the last tile, in atomics and in the use of streams.
 
-They run in the interpreter and on a GPU: prepare Triton before importing this.
+They run on a GPU or, where TRITON_INTERPRET is set before the import, in the interpreter.
 """
 
 # ruff: noqa: N803  # Triton: constexprs in capitals

@@ -1,31 +1,26 @@
 """Memory and determinism checks of Triton kernels: in the interpreter, or compiled on a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
+from tests.verify import call_check_runs
 from tests.verify import planted_triton_faults as planted
 
 from attncheck.core.mod_spec import Spec
-from attncheck.inputs.problem import Case, Problem
+from attncheck.inputs.problem import Problem
 from attncheck.kernels import interpreter
-from attncheck.subjects.load import load_subject
 from attncheck.verify.call_checks import CHECKS
 from attncheck.verify.environment import prepare
-from attncheck.verify.run_case import run_case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cuda" and interpreter.enabled():
     pytest.skip("this process interprets, and a GPU compiles", allow_module_level=True)
-prepare(DEVICE)  # before Triton is imported
+prepare(DEVICE)
 
 SMALL = Problem(heads=2, query=37, kv=41, head_dim=16, mask=Spec.of("causal"), dtype="fp16")
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU: it has streams")
-
-
-def run_check(kernel, question, **parameters):
-    subject = load_subject(kernel) if isinstance(kernel, str) else kernel
-    smallest = {name: of[0] for name, of in CHECKS[question].allowed(SMALL).items()}
-    case = Case(problem=SMALL, question=question, parameters=smallest | parameters)
-    return run_case(subject, case, device=DEVICE)
+run_check = partial(call_check_runs.run_check, problem=SMALL, device=DEVICE)
 
 
 @pytest.mark.parametrize("question", ["guards", "unwritten", "repeats", "elsewhere"])

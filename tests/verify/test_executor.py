@@ -104,10 +104,14 @@ def test_wrong_number_of_output_columns_breaks_the_contract(problem, columns, ex
             "lse.dtype=torch.float16, but should be torch.float32.",
         ),
         (lambda o: Outputs([1.0], o.lse), "out is list, but should be a tensor."),
+        (
+            lambda o: Outputs(o.out.to_sparse()),
+            "out.layout=torch.sparse_coo, but should be torch.strided.",
+        ),
         (lambda o: (o.out, o.lse), "returned tuple, but should return Outputs."),
     ],
 )
-def test_wrong_output_type_shape_dtype_or_device_breaks_the_contract(change, message):
+def test_wrong_output_type_shape_dtype_layout_or_device_breaks_the_contract(change, message):
     broken = Kernel(make_outputs=lambda _, out: change(Outputs(out, torch.zeros(1, 4, 5))))
     assert run(broken) == Failure(kind="contract", message=message)
 
@@ -413,8 +417,3 @@ def test_keyboard_interrupt_in_a_kernel_propagates():
 
     with pytest.raises(KeyboardInterrupt):
         run(Kernel(raises))
-
-
-def test_sparse_output_breaks_the_contract():
-    result = run(Kernel(make_outputs=lambda _, out: Outputs(out.to_sparse())))
-    assert result.message == "out.layout=torch.sparse_coo, but should be torch.strided."
