@@ -116,33 +116,28 @@ def verdicts(detection, aspect):
     return {one.what: one.verdict for one in detection.tried if one.aspect == aspect}
 
 
-def test_refused_head_dim_is_left_out_of_the_table(detect):
-    detection = detect(only_64, "head_dims")
-    assert verdicts(detection, "head_dims") == {"64": "takes", "80": "refuses"}
+@pytest.mark.parametrize(
+    ("kernel", "verdict", "head_dims", "comment"),
+    [
+        (only_64, "refuses", (64,), None),
+        # A wrong result is a fault, and no refusal: the table has every head_dim that was tried.
+        (half_at_80, "wrong", "any", "80: wrong, to be mended, refused"),
+        (
+            raises_at_80,
+            "raises",
+            (64,),
+            "80: raises, and is left out: RuntimeError: no kernel [31m",
+        ),
+    ],
+    ids=["refuses", "wrong", "raises"],
+)
+def test_head_dims_of_the_table_and_their_comment(detect, kernel, verdict, head_dims, comment):
+    detection = detect(kernel, "head_dims")
+    assert verdicts(detection, "head_dims") == {"64": "takes", "80": verdict}
     table, comments = propose_table(detection, "mine.py::kernel")
-    assert table.head_dims == (64,)
-    assert not comments["head_dims"]
-
-
-def test_wrong_head_dim_stays_in_the_table_with_a_comment(detect):
-    detection = detect(half_at_80, "head_dims")
-    assert verdicts(detection, "head_dims") == {"64": "takes", "80": "wrong"}
-    table, comments = propose_table(detection, "mine.py::kernel")
-    assert (
-        table.head_dims == "any"
-    )  # every head_dim tried: a wrong result is a fault, and no refusal
-    assert len(comments["head_dims"]) == 1
-    assert comments["head_dims"][0].startswith("80: wrong, to be mended, refused")
-
-
-def test_head_dim_that_raises_is_left_out_with_a_comment(detect):
-    detection = detect(raises_at_80, "head_dims")
-    assert verdicts(detection, "head_dims") == {"64": "takes", "80": "raises"}
-    table, comments = propose_table(detection, "mine.py::kernel")
-    assert table.head_dims == (64,)
-    assert "80: raises, and is left out: RuntimeError: no kernel [31m for 80" in render_table(
-        table, "kernels.mine", comments
-    )
+    assert table.head_dims == head_dims
+    assert len(comments["head_dims"]) == (comment is not None)
+    assert comment is None or f"# {comment}" in render_table(table, "kernels.mine", comments)
 
 
 def test_base_2_lse_is_detected(detect):
