@@ -58,7 +58,7 @@ _QUICK = (
     "reporting/test_likely.py",
     "reporting/test_map_text.py",
     "reporting/test_reporting_pages.py",
-    "standalone/test_standalone.py::test_a_wrong_kernel_is_not",
+    "standalone/test_standalone.py::test_script_fails_wrong_kernel",
     "subjects/test_conventions_diagonals.py",
     "subjects/test_declared.py",
     "subjects/test_load.py",
@@ -137,12 +137,12 @@ _SLOW = {
     "suite/test_workers.py::test_kernel_that_dies_fails_its_test_and_the_next_one_passes": 9,
     "surveys/test_fingerprint.py::test_fingerprint_reads_tile_size_and_order": 4,
     "surveys/test_fingerprint.py::test_triton_kernels_agree_with_their_declarations": 6,
-    "verify/test_determinism_checks.py::test_a_planted_fault_is_found": 4,
-    "verify/test_isolated_faults.py::test_no_daemon_is_left": 9,
-    "verify/test_long_sums.py::test_it_is_seen_in_tiles_of_any_usual_size": 3,
-    "verify/test_long_sums.py::test_sums_of_fp8_products_are_seen": 6,
-    "verify/test_long_sums.py::test_the_contract_sees_gradients_summed_in_16_bits": 6,
-    "verify/test_settled_rows.py::test_records_are_those_of_all_bounds": 6,
+    "verify/test_determinism_checks.py::test_planted_nondeterminism_fails": 4,
+    "verify/test_isolated_faults.py::test_daemon_of_a_dead_worker_is_killed": 9,
+    "verify/test_long_sums.py::test_contract_detects_gradients_summed_in_bf16": 6,
+    "verify/test_long_sums.py::test_long_sum_detects_16_bit_sums_at_any_usual_tile_size": 3,
+    "verify/test_long_sums.py::test_longer_sum_detects_bf16_sums_of_fp8_products": 6,
+    "verify/test_settled_rows.py::test_records_equal_those_with_all_bounds": 6,
 }
 # The same of properties/, which are asked of every kernel: of each property the first stays.
 _PROPERTIES = "../properties/"

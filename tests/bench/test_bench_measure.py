@@ -1,4 +1,4 @@
-"""What is counted, beside brute force; and the tables."""
+"""Counted work of attention (pairs, FLOPs, bytes) against brute force, and the bench tables."""
 
 import pytest
 import torch
@@ -9,22 +9,24 @@ from attncheck.core.errors import UnknownName, UsageError
 from attncheck.inputs.problem import Problem
 from attncheck.oracles.mod_calls import Indices, call_mask
 
-SEVEN = ("full", "causal", "alibi", "sliding_window", "prefix_lm", "softcap", "document")
+FLEX_VARIANTS = ("full", "causal", "alibi", "sliding_window", "prefix_lm", "softcap", "document")
 
 
-@pytest.mark.parametrize("variant", [*SEVEN, "neighborhood", "varlen", "decode", "paged_decode"])
+@pytest.mark.parametrize(
+    "variant", [*FLEX_VARIANTS, "neighborhood", "varlen", "decode", "paged_decode"]
+)
 @pytest.mark.parametrize("shape", ["2x4/2x48x16", "1x2x24/40x8"])
-def test_pairs_are_those_that_the_mask_shows(variant, shape, monkeypatch):
+def test_visible_pairs_match_the_mask_by_brute_force(variant, shape, monkeypatch):
     monkeypatch.setattr("attncheck.bench.measure._PAIRS", {"cpu": 500})  # in several pieces
     (planned,) = bench_plan((), shapes=[shape], variants=[variant], backward=False)
     problem = planned.problem
     sizes = problem.batch, problem.heads, problem.query, problem.kv
-    seen = call_mask(problem.mask_mod(), Indices.of(*map(range, sizes), "cpu")).expand(sizes)
+    visible = call_mask(problem.mask_mod(), Indices.of(*map(range, sizes), "cpu")).expand(sizes)
     visible_pairs.cache_clear()
-    assert visible_pairs(problem, "cpu") == int(seen.sum())
+    assert visible_pairs(problem, "cpu") == int(visible.sum())
 
 
-def test_operations_and_bytes():
+def test_count_work_gives_flops_and_bytes():
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 8, "kv": 16, "head_dim": 32}
     work = count_work(Problem(**sizes, dtype="bf16", backward=True), "cpu")
     pairs = 2 * 4 * 8 * 16
@@ -33,32 +35,27 @@ def test_operations_and_bytes():
     assert work.backward_flops == 2.5 * work.forward_flops
     assert work.cache_bytes == 2 * (2 * 2 * 16 * 32) * 2
     assert work.forward_bytes == work.cache_bytes + 2 * (2 * 4 * 8 * 32) * 2
-    # Products of brute force: of their inner dimensions, at each pair.
+    # Each pair costs the inner dimensions of 2 forward and 5 backward products.
     other = count_work(Problem(**sizes, value_dim=8, backward=True), "cpu")
     assert other.forward_flops == 2 * pairs * (32 + 8)
     assert other.backward_flops == 2 * pairs * (3 * 32 + 2 * 8)
     assert count_work(Problem(**sizes), "cpu").backward_flops == 0
 
 
-def test_causal_is_half():
-    (planned,) = bench_plan((), shapes=["1x1x64x8"], variants=["causal"])
-    assert count_work(planned.problem, "cpu").pairs == 64 * 65 // 2
-
-
-def test_few_rows_over_many_keys_are_decoding():
+def test_decode_table_counts_as_decoding():
     for plan in bench_plan(["decode"], lengths=[64], dims=[8]):
         assert count_work(plan.problem, "cpu").decoding
     (prefill,) = bench_plan((), shapes=["1x1x64x8"], variants=["full"])
     assert not count_work(prefill.problem, "cpu").decoding
 
 
-def test_the_tables_have_what_the_papers_have():
+def test_tables_cover_the_sizes_of_the_papers():
     lengths = {length for table in TABLES.values() for length in table.lengths}
     assert {512 * 2**i for i in range(7)} <= lengths
     assert {dim for table in TABLES.values() for dim in table.dims} == {64, 128, 256}
     dtypes = {dtype for table in TABLES.values() for dtype in table.dtypes}
     assert {"fp16", "bf16", "e4m3"} <= dtypes
-    assert TABLES["flex"].variants == SEVEN
+    assert TABLES["flex"].variants == FLEX_VARIANTS
     assert TABLES["flex"].groups == (1, 8)
     flash = {one.problem for one in bench_plan(["flash2"])}
     assert {p.batch * p.query for p in flash} == {16384}
@@ -66,15 +63,17 @@ def test_the_tables_have_what_the_papers_have():
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_table_can_be_planned(name, monkeypatch):
-    monkeypatch.setattr("attncheck.bench.tables.check_size", lambda *_: None)  # of this machine
+def test_every_table_plans_distinct_problems(name, monkeypatch):
+    monkeypatch.setattr(
+        "attncheck.bench.tables.check_size", lambda *_: None
+    )  # its limits depend on the machine
     plan = bench_plan([name])
     assert len({p.problem for p in plan}) == len(plan)
-    without = {"flash3-fp8", "tutorial-fp8", "decode", "paged"}
-    assert {p.problem.backward for p in plan} == {name not in without}
+    forward_only = {"flash3-fp8", "tutorial-fp8", "decode", "paged"}
+    assert {p.problem.backward for p in plan} == {name not in forward_only}
 
 
-def test_a_selection_takes_the_place_of_a_tables():
+def test_options_replace_the_values_of_a_table():
     plan = bench_plan(
         ["main"], dtypes=["fp16"], variants=["alibi"], lengths=[128], dims=[32], backward=False
     )
@@ -84,7 +83,7 @@ def test_a_selection_takes_the_place_of_a_tables():
 
 
 @pytest.mark.parametrize(
-    ("asked", "error"),
+    ("options", "error"),
     [
         ({"tables": ["flash4"]}, UnknownName),
         ({"tables": ["main"], "variants": ["casual"]}, UnknownName),
@@ -92,12 +91,12 @@ def test_a_selection_takes_the_place_of_a_tables():
         ({"tables": [], "shapes": ["1x1x64x8"], "variants": ["softmax"]}, UsageError),
     ],
 )
-def test_what_cannot_be_is_refused(asked, error):
+def test_invalid_plan_is_refused(options, error):
     with pytest.raises(error):
-        bench_plan(**asked)
+        bench_plan(**options)
 
 
-def test_quick_inputs_are_the_problems(monkeypatch):
+def test_quick_inputs_depend_on_the_seed_and_have_unit_variance():
     from attncheck.inputs.input_tensors import quick_inputs
 
     problem = Problem(batch=2, heads=4, kv_heads=2, query=64, head_dim=32, backward=True, seed=3)

@@ -1,4 +1,4 @@
-"""Recordings made in a test are forgotten after it; small ones to make them from."""
+"""Fixtures that make recordings, which are removed from the libraries after each test."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from attncheck.inputs.recording_file import load
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread, library_as_before):
-    """In every test of this room."""
+    """Apply both fixtures to every test here."""
 
 
 @pytest.fixture(scope="session")
 def allowance():
-    """How far two float64 evaluations of Inputs may lie apart: that of the oracles' tests."""
+    """The allowance of the oracles' tests: how far two float64 evaluations of Inputs may differ."""
     return Allowance.of
 
 

@@ -1,4 +1,4 @@
-"""Every call is seen, however it is made; and the model computes what it computes without."""
+"""``attncheck.capture`` records every call of attention and does not change the model's results."""
 
 import contextlib
 import math
@@ -19,8 +19,8 @@ from attncheck.core.errors import UsageError
 from attncheck.inputs.recording_file import load
 
 
-class Imported(nn.Module):
-    """Its function was imported by name, long before."""
+class Attention(nn.Module):
+    """Calls a function that was imported by name before ``capture``, and keeps its arguments."""
 
     def __init__(self, width=16, heads=2, dropout=0.0):
         super().__init__()
@@ -37,7 +37,7 @@ class Imported(nn.Module):
 class Stack(nn.Module):
     def __init__(self, **options):
         super().__init__()
-        self.blocks = nn.ModuleList(Imported(**options) for _ in range(3))
+        self.blocks = nn.ModuleList(Attention(**options) for _ in range(3))
 
     def forward(self, x):
         for block in self.blocks:
@@ -55,20 +55,20 @@ def x():
     return torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 
 
-def made(make):
+def seeded(make):
     torch.manual_seed(0)
     return make()
 
 
-def test_each_call_is_kept_bit_for_bit(file, x):
-    model = made(Stack)
+def test_capture_records_each_call_bit_for_bit(file, x):
+    model = seeded(Stack)
     with attncheck.capture(file, model=model):
         model(x)
     recordings = load(file)
-    passed = [block.passed[0] for block in model.blocks]
-    for recording, tensors in zip(recordings, passed, strict=False):
-        for kept, given in zip((recording.q, recording.k, recording.v), tensors, strict=True):
-            assert torch.equal(kept.view(torch.int32), given.contiguous().view(torch.int32))
+    arguments = [block.passed[0] for block in model.blocks]
+    for recording, tensors in zip(recordings, arguments, strict=False):
+        for kept, passed in zip((recording.q, recording.k, recording.v), tensors, strict=True):
+            assert torch.equal(kept.view(torch.int32), passed.contiguous().view(torch.int32))
     assert [r.call.name for r in recordings] == [
         "blocks.0/0",
         "blocks.1/0",
@@ -77,8 +77,8 @@ def test_each_call_is_kept_bit_for_bit(file, x):
     ]
 
 
-def test_names_count_the_calls_of_each_module(file, x):
-    model = made(Stack)
+def test_call_names_count_the_calls_of_each_module(file, x):
+    model = seeded(Stack)
     with attncheck.capture(file, model=model):
         model(x)
         model(x)
@@ -118,10 +118,10 @@ def no_fast_path():
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("kind", ATTENTION)
 @pytest.mark.parametrize("around", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_torchs_own_modules_are_seen_and_unchanged(kind, training, around, file, x, no_fast_path):
+def test_torch_modules_are_recorded_and_unchanged(kind, training, around, file, x, no_fast_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, on nested tensors
-        module = made(ATTENTION[kind]).train(training)
+        module = seeded(ATTENTION[kind]).train(training)
         with around():
             expected = call(kind, module, x)
             with attncheck.capture(file, model=module):
@@ -129,13 +129,13 @@ def test_torchs_own_modules_are_seen_and_unchanged(kind, training, around, file,
     assert torch.equal(out, expected)
     recordings = load(file)
     assert len(recordings) == CALLS[kind]
-    name = recordings[0].call.name
-    assert name == ("MultiheadAttention/0" if kind == "attention" else name)
+    if kind == "attention":
+        assert recordings[0].call.name == "MultiheadAttention/0"
     assert recordings[0].problem().shape == "B2 H2 Q5 K5 D8"
 
 
-def test_the_fast_path_is_off_inside_and_as_it_was_after(file, x):
-    layer = made(ATTENTION["layer"]).eval()
+def test_capture_disables_the_fast_path_and_restores_it(file, x):
+    layer = seeded(ATTENTION["layer"]).eval()
     for before in (True, False):
         torch.backends.mha.set_fastpath_enabled(before)
         try:
@@ -148,8 +148,8 @@ def test_the_fast_path_is_off_inside_and_as_it_was_after(file, x):
     assert len(load(file)) == 1
 
 
-def test_masks_of_torchs_own_modules(file, x):
-    layer = made(ATTENTION["layer"]).train()
+def test_key_padding_mask_of_a_torch_module_is_recorded(file, x):
+    layer = seeded(ATTENTION["layer"]).train()
     padded = torch.zeros(2, 5, dtype=torch.bool)
     padded[1, 3:] = True
     with attncheck.capture(file):
@@ -161,63 +161,63 @@ def test_masks_of_torchs_own_modules(file, x):
     assert torch.equal(seen, ~padded[:, None, None, :].expand(2, 2, 5, 5))
 
 
-def test_gradients_and_dropout_are_unchanged(file, x):
-    def step(inside):
-        model = made(lambda: Stack(dropout=0.5))
+def test_capture_changes_neither_gradients_nor_dropout(file, x):
+    def gradients(context):
+        model = seeded(lambda: Stack(dropout=0.5))
         torch.manual_seed(1)
-        with inside:
+        with context:
             model(x).square().sum().backward()
         return [parameter.grad for parameter in model.parameters()]
 
-    expected = step(torch.enable_grad())
-    got = step(attncheck.capture(file))
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    expected = gradients(torch.enable_grad())
+    captured = gradients(attncheck.capture(file))
+    assert all(torch.equal(a, b) for a, b in zip(expected, captured, strict=True))
     first, *_ = load(file)
     assert first.call.dropout == 0.5
     assert not first.q.requires_grad
 
 
-def test_what_is_changed_afterwards_is_kept_as_it_was(file, x):
-    given = x[:, None].clone()
+def test_recording_keeps_inputs_that_are_overwritten_later(file, x):
+    tensor = x[:, None].clone()
     with attncheck.capture(file):
-        functional.scaled_dot_product_attention(given, given, given)
-        given.zero_()
+        functional.scaled_dot_product_attention(tensor, tensor, tensor)
+        tensor.zero_()
     assert torch.equal(load(file)[0].q, x[:, None])
 
 
-def test_autocast_is_recorded_as_the_kernel_reads_it(file, x):
+def test_inputs_and_mask_are_recorded_in_the_autocast_dtype(file, x):
     x = x[:, None]
-    added = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
+    bias = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", torch.bfloat16), attncheck.capture(file):
-        out = functional.scaled_dot_product_attention(x, x, x, added)
+        out = functional.scaled_dot_product_attention(x, x, x, bias)
     assert out.dtype == torch.bfloat16
     (recording,) = load(file)
     assert recording.call.dtype == "bf16"
     assert torch.equal(recording.q, x.bfloat16())
-    assert torch.equal(recording.mask[0, 0], added.bfloat16())
+    assert torch.equal(recording.mask[0, 0], bias.bfloat16())
 
 
-def test_beside_a_function_that_has_taken_its_name(file, x, monkeypatch):
+def test_capture_works_with_a_wrapper_around_sdpa(file, x, monkeypatch):
     def wrapped(*args, **kwargs):
         return scaled_dot_product_attention(*args, **kwargs)
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", wrapped)
     with attncheck.capture(file):
         functional.scaled_dot_product_attention(x, x, x)
-        made(ATTENTION["layer"])(x)
+        seeded(ATTENTION["layer"])(x)
     assert len(load(file)) == 2
 
 
-def test_beside_a_default_device(file, x):
-    """That is a mode too: it comes between this one and the function."""
-    module = made(ATTENTION["layer"])
+def test_capture_works_inside_and_outside_a_default_device(file, x):
+    """A default device is a torch function mode too, and may lie between capture and the call."""
+    module = seeded(ATTENTION["layer"])
     with torch.device("cpu"), attncheck.capture(file), torch.device("cpu"):
         module(x)
     assert len(load(file)) == 1
 
 
-def test_hooks_and_modes_are_gone_after_an_exception(file, x):
-    model = made(Stack)
+def test_capture_writes_and_removes_its_hooks_after_an_exception(file, x):
+    model = seeded(Stack)
     expected = model(x)
 
     def interrupted():
@@ -227,7 +227,7 @@ def test_hooks_and_modes_are_gone_after_an_exception(file, x):
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert len(load(file)) == 4  # what there was until then
+    assert len(load(file)) == 4  # the calls before the exception
     file.unlink()
     assert torch.equal(model(x), expected)
     for module in model.modules():
@@ -236,8 +236,8 @@ def test_hooks_and_modes_are_gone_after_an_exception(file, x):
     assert not file.exists()
 
 
-def test_a_module_that_raises_leaves_the_names_right(file, x):
-    model = made(Stack)
+def test_call_names_are_right_after_a_module_raised(file, x):
+    model = seeded(Stack)
     with attncheck.capture(file, model=model):
         with pytest.raises(RuntimeError):
             model(x[..., :3])
@@ -250,13 +250,13 @@ def test_a_module_that_raises_leaves_the_names_right(file, x):
     ]
 
 
-def test_an_exception_before_any_call_writes_nothing(file):
+def test_exception_before_any_call_writes_no_file(file):
     with pytest.raises(ZeroDivisionError), attncheck.capture(file):
         1 / 0  # noqa: B018  # raises
     assert list(file.parent.iterdir()) == []
 
 
-def test_the_file_is_replaced_in_one_step(file, x):
+def test_file_is_replaced_only_at_the_end(file, x):
     file.write_text("an old one")
     with attncheck.capture(file):
         functional.scaled_dot_product_attention(x, x, x)
@@ -269,8 +269,8 @@ def test_the_file_is_replaced_in_one_step(file, x):
 
 
 @contextlib.contextmanager
-def one_left_out(reason, file, **options):
-    """capture, with one warning of one line."""
+def capture_with_warning(reason, file, **options):
+    """``capture``, which must give exactly one warning, of one line that matches ``reason``."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with attncheck.capture(file, **options):
@@ -280,14 +280,13 @@ def one_left_out(reason, file, **options):
     assert "\n" not in warning
 
 
+ZEROS = torch.zeros(1, 1, 2, 4)
+
+
 @pytest.mark.parametrize(
-    ("given", "options", "reason"),
+    ("tensor", "others", "reason"),
     [
-        (
-            torch.zeros(1, 1, 2, 4, dtype=torch.float64),
-            {},
-            "torch.float64 is not one of fp32, fp16",
-        ),
+        (ZEROS.double(), {}, "torch.float64 is not one of fp32, fp16"),
         (torch.zeros(1, 1, 2, 300), {}, "head_dim=300 must be 1–256"),
         (torch.zeros(1, 1, 0, 4), {}, r"shapes \(1, 1, 0, 4\), .* have a size of 0"),
         (torch.zeros(1, 0, 2, 4), {}, r"shapes \(1, 0, 2, 4\), .* have a size of 0"),
@@ -295,50 +294,28 @@ def one_left_out(reason, file, **options):
         (torch.zeros(1, 1, 2, 0), {}, r"shapes \(1, 1, 2, 0\), .* have a size of 0"),
         (torch.full((1, 1, 2, 4), math.nan), {}, "q holds 8 NaN or infinite numbers: no error"),
         (torch.full((1, 1, 2, 4), -math.inf), {}, "q holds 8 NaN or infinite numbers: no error"),
-        (
-            torch.zeros(1, 1, 2, 4),
-            {"attn_mask": torch.full((2, 2), math.nan)},
-            r"its mask adds NaN or \+infinity",
-        ),
-        (
-            torch.zeros(1, 1, 2, 4),
-            {"attn_mask": torch.full((2, 2), math.inf)},
-            r"its mask adds NaN or \+infinity",
-        ),
-        (
-            torch.zeros(1, 1, 2, 4),
-            {"scale": -1e300},
-            r"scale=-1e\+300 must be a number in the range",
-        ),
-        (torch.zeros(1, 1, 2, 4, device="meta"), {}, "on meta .* has no numbers to copy"),
+        (ZEROS, {"attn_mask": torch.full((2, 2), math.nan)}, r"its mask adds NaN or \+infinity"),
+        (ZEROS, {"attn_mask": torch.full((2, 2), math.inf)}, r"its mask adds NaN or \+infinity"),
+        (ZEROS, {"scale": -1e300}, r"scale=-1e\+300 must be a number in the range"),
+        (ZEROS.to("meta"), {}, "on meta .* has no numbers to copy"),
+        (ZEROS, {"key": ZEROS[:, :, :0], "value": ZEROS[:, :, :0]}, "have a size of 0"),
+        (ZEROS, {"value": ZEROS[..., :0]}, "have a size of 0"),
+        (ZEROS, {"key": torch.full((1, 1, 2, 4), math.inf)}, "k holds 8 NaN or infinite"),
+        (ZEROS, {"value": torch.full((1, 1, 2, 4), math.nan)}, "v holds 8 NaN or infinite"),
     ],
 )
-def test_what_cannot_be_kept_is_left_out_with_one_warning(given, options, reason, file, x):
-    with one_left_out(f"^capture leaves out call-0: .*{reason}", file):
-        functional.scaled_dot_product_attention(given, given, given, **options)
-        functional.scaled_dot_product_attention(given, given, given, **options)
+def test_unrecordable_calls_are_skipped_with_one_warning(tensor, others, reason, file, x):
+    """``others`` replaces or adds arguments; the file with the remaining call stays readable."""
+    arguments = {"query": tensor, "key": tensor, "value": tensor} | others
+    with capture_with_warning(f"^capture leaves out call-0: .*{reason}", file):
+        functional.scaled_dot_product_attention(**arguments)
+        functional.scaled_dot_product_attention(**arguments)
         functional.scaled_dot_product_attention(x, x, x)
     assert [r.call.name for r in load(file)] == ["call-2"]
 
 
-@pytest.mark.parametrize(
-    ("k", "v", "reason"),
-    [
-        (torch.zeros(1, 1, 0, 4), torch.zeros(1, 1, 0, 4), "have a size of 0"),
-        (torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 0), "have a size of 0"),
-        (torch.full((1, 1, 3, 4), math.inf), torch.zeros(1, 1, 3, 4), "k holds 12 NaN or inf"),
-        (torch.zeros(1, 1, 3, 4), torch.full((1, 1, 3, 4), math.nan), "v holds 12 NaN or inf"),
-    ],
-)
-def test_keys_and_values_that_cannot_be_kept_leave_the_file_readable(k, v, reason, file, x):
-    with one_left_out(reason, file):
-        functional.scaled_dot_product_attention(torch.zeros(1, 1, 2, 4), k, v)
-        functional.scaled_dot_product_attention(x, x, x)
-    assert [r.call.name for r in load(file)] == ["call-1"]
-
-
-def test_what_autocast_makes_infinite_is_left_out(file, x):
-    with one_left_out("q holds .* NaN or infinite", file):
+def test_inputs_that_autocast_makes_infinite_are_skipped(file, x):
+    with capture_with_warning("q holds .* NaN or infinite", file):
         with torch.autocast("cpu", dtype=torch.float16):
             functional.scaled_dot_product_attention(x * 1e6, x, x)
         functional.scaled_dot_product_attention(x, x, x)
@@ -346,16 +323,16 @@ def test_what_autocast_makes_infinite_is_left_out(file, x):
 
 
 @pytest.mark.parametrize("name", ["two\nlines", "\udc80"])
-def test_a_module_that_cannot_be_named_is_left_out(name, file, x):
+def test_module_with_unprintable_name_is_skipped(name, file, x):
     model = nn.Sequential()
-    model.add_module(name, made(Imported))
-    with one_left_out("its name must be printable, and not blank", file, model=model):
+    model.add_module(name, seeded(Attention))
+    with capture_with_warning("its name must be printable, and not blank", file, model=model):
         model(x)
         functional.scaled_dot_product_attention(x, x, x)
     assert [r.call.name for r in load(file)] == ["call-0"]
 
 
-def test_nested_and_mapped_tensors_are_left_out(file, x):
+def test_nested_and_vmapped_tensors_are_skipped(file, x):
     q = x[:, None]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's: nested tensors are a prototype
@@ -376,23 +353,23 @@ def test_nested_and_mapped_tensors_are_left_out(file, x):
 
 
 @pytest.mark.parametrize("calls", [0, -1, 1.5, True])
-def test_calls_is_a_count(calls, file):
+def test_calls_must_be_a_positive_integer(calls, file):
     with pytest.raises(UsageError, match="must be a whole number of at least 1"):
         attncheck.capture(file, calls=calls).__enter__()
 
 
-def test_where_nothing_can_be_written_is_said_at_once(tmp_path):
-    ran = []
+def test_unwritable_path_is_refused_before_the_body_runs(tmp_path):
+    entered = []
     for file in (tmp_path, tmp_path / "no" / "folder.safetensors"):
         refused = pytest.raises(UsageError, match="cannot be written")
         with refused as error, attncheck.capture(file):
-            ran.append(file)
+            entered.append(file)
         assert "\n" not in str(error.value)
-    assert not ran
+    assert not entered
 
 
 @pytest.mark.parametrize(
-    ("file", "says"),
+    ("file", "message"),
     [
         (None, "file is NoneType: it must be a path."),
         (5, "file is int: it must be a path."),
@@ -403,9 +380,9 @@ def test_where_nothing_can_be_written_is_said_at_once(tmp_path):
         ("", "recording '.' cannot be written: it is a folder."),
     ],
 )
-def test_what_is_no_path_of_a_file_is_said_at_once(file, says, tmp_path, monkeypatch):
+def test_invalid_path_is_refused_with_a_one_line_message(file, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with one_line(UsageError, start=says):
+    with one_line(UsageError, start=message):
         attncheck.capture(file).__enter__()
     assert not list(tmp_path.iterdir())
 
@@ -415,7 +392,7 @@ def test_importing_attncheck_imports_no_torch():
         "import sys, attncheck\n"
         "assert 'torch' not in sys.modules and 'attncheck.inputs' not in sys.modules\n"
         "assert 'capture' in attncheck.__all__\n"
-        "assert callable(attncheck.capture) and callable(attncheck.capture)\n"
+        "assert callable(attncheck.capture)\n"
         "import attncheck.inputs.capture\n"
         "from attncheck import capture\n"
         "assert capture is attncheck.capture\n"
@@ -424,19 +401,19 @@ def test_importing_attncheck_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_calls_limits_how_many_are_kept(file, x):
+def test_calls_limits_the_number_of_recordings(file, x):
     with attncheck.capture(file, calls=2):
-        made(Stack)(x)
+        seeded(Stack)(x)
     assert [r.call.name for r in load(file)] == ["call-0", "call-1"]
 
 
-def test_no_call_is_an_error(file, x):
+def test_capture_without_a_call_is_a_usage_error(file, x):
     with pytest.raises(UsageError) as error, attncheck.capture(file):
         torch.softmax(x, dim=-1)
     assert str(error.value).startswith("capture saw no call of scaled_dot_product_attention")
     assert "\n" not in str(error.value)
 
 
-def test_a_model_is_a_module(file):
+def test_model_must_be_a_torch_module(file):
     with pytest.raises(UsageError, match=r"model is function: it must be a torch\.nn\.Module"):
-        attncheck.capture(file, model=made).__enter__()
+        attncheck.capture(file, model=seeded).__enter__()

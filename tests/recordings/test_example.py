@@ -1,4 +1,4 @@
-"""The example runs as its docstring says, and writes a recording of each layer."""
+"""examples/train_transformer.py."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from attncheck.inputs import input_tensors
 from attncheck.inputs.recording_file import load
 
 
-def test_the_example_trains_and_records(tmp_path, request):
+def test_example_trains_and_records_each_layer(tmp_path, request):
     script = request.config.rootpath / "examples" / "train_transformer.py"
     out = tmp_path / "trained.safetensors"
     done = subprocess.run(

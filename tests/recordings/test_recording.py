@@ -1,4 +1,4 @@
-"""What is recorded is what was passed: its bits, its mask, its scale, and its exact result."""
+"""A recorded call as a Problem: its bits, mask, scale, name and exact result are those passed."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ from attncheck.mods.library import build_mask
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
 
-# Of tests/data/trained.safetensors, call by call.
+# Of the calls in tests/data/trained.safetensors.
 DIGESTS = ["295948c2", "5a73b380", "f294c281", "6a0855bd"]
 FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -51,8 +51,8 @@ def holes(*shape):
 
 
 def bias(*shape, hidden=True, dtype=torch.float32):
-    added = randn(*shape, seed=4, dtype=dtype)
-    return added.masked_fill(~holes(*shape), -math.inf) if hidden else added
+    values = randn(*shape, seed=4, dtype=dtype)
+    return values.masked_fill(~holes(*shape), -math.inf) if hidden else values
 
 
 CASES = {
@@ -90,23 +90,24 @@ CASES = {
         {"attn_mask": torch.zeros(5, 7).masked_fill(~holes(5, 7), -math.inf)},
     ),
 }
-every_case = pytest.mark.parametrize(("given", "options"), CASES.values(), ids=CASES.keys())
+every_case = pytest.mark.parametrize(("tensors", "options"), CASES.values(), ids=CASES.keys())
 
 
-def torch_in_float64(given, options, scale):
-    """What torch gives for the same numbers in float64."""
+def torch_in_float64(tensors, options, scale):
+    """torch's result for the same numbers in float64."""
     options = dict(options) | {"scale": scale}
     mask = options.get("attn_mask")
     if mask is not None and mask.is_floating_point() and not hasattr(mask, "variant"):
         options["attn_mask"] = mask.double()
-    return functional.scaled_dot_product_attention(*(t.double() for t in given), **options)
+    return functional.scaled_dot_product_attention(*(t.double() for t in tensors), **options)
 
 
-def allowed_beside_torch(drawn, allowance):
-    """torch's unfused formula multiplies q and k by √scale, as float64, before their product.
+def allowance_for_torch(drawn, allowance):
+    """The allowance for torch's unfused formula, which multiplies q and k by √scale in float64
+    before their product.
 
-    That is a rounding of each and one of the root in each: 4 of Σ|q·k|, beside the head_dim + 1
-    of the sum and one to spare for the additive mask.
+    Each product and each root is rounded: 4 roundings of Σ|q·k|, added to the head_dim + 1 of the
+    sum and to one more for the additive mask.
     """
     bound, problem = allowance(drawn), drawn.problem
     q, k, _ = drawn.promoted()
@@ -116,38 +117,40 @@ def allowed_beside_torch(drawn, allowance):
 
 
 @every_case
-def test_exact_attention_on_the_recording_is_torchs_in_float64(given, options, recorded, allowance):
-    problem = recorded(*given, **options).problem()
+def test_exact_result_of_a_recording_is_that_of_torch_in_float64(
+    tensors, options, recorded, allowance
+):
+    problem = recorded(*tensors, **options).problem()
     drawn = input_tensors.draw_inputs(problem)
     truth = oracles.dense(drawn)
-    theirs = torch_in_float64(given, options, problem.scale).reshape(truth.out.shape)
-    bound = allowed_beside_torch(drawn, allowance)
-    assert not bound.misses(truth, dataclasses.replace(truth, out=theirs))
+    out = torch_in_float64(tensors, options, problem.scale).reshape(truth.out.shape)
+    bound = allowance_for_torch(drawn, allowance)
+    assert not bound.misses(truth, dataclasses.replace(truth, out=out))
 
 
-def test_the_comparison_notices_another_mask(recorded, allowance):
-    given, _ = CASES["plain"]
-    problem = recorded(*given, attn_mask=holes(5, 7)).problem()
+def test_allowance_for_torch_detects_another_mask(recorded, allowance):
+    tensors, _ = CASES["plain"]
+    problem = recorded(*tensors, attn_mask=holes(5, 7)).problem()
     drawn = input_tensors.draw_inputs(problem)
     truth = oracles.dense(drawn)
-    theirs = torch_in_float64(given, {}, problem.scale)
-    bound = allowed_beside_torch(drawn, allowance)
-    assert bound.misses(truth, dataclasses.replace(truth, out=theirs))
+    out = torch_in_float64(tensors, {}, problem.scale)
+    bound = allowance_for_torch(drawn, allowance)
+    assert bound.misses(truth, dataclasses.replace(truth, out=out))
 
 
 @every_case
-def test_the_problem_draws_the_recorded_bits(given, options, recorded):
-    recording = recorded(*given, **options)
+def test_problem_of_a_recording_draws_the_recorded_bits(tensors, options, recorded):
+    recording = recorded(*tensors, **options)
     drawn = input_tensors.draw_inputs(recording.problem())
     for name in ("q", "k", "v"):
-        stored, of_file = getattr(drawn, name), getattr(recording, name)
-        assert stored.dtype == of_file.dtype == given[0].dtype
-        assert torch.equal(stored.view(torch.uint8), of_file.view(torch.uint8))
+        input_tensor, kept = getattr(drawn, name), getattr(recording, name)
+        assert input_tensor.dtype == kept.dtype == tensors[0].dtype
+        assert torch.equal(input_tensor.view(torch.uint8), kept.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS.keys())
-def test_every_bit_pattern_is_kept(dtype, recorded, tmp_path):
-    """Also −0, subnormals and the largest numbers; mask and bias too."""
+def test_unusual_bit_patterns_are_kept(dtype, recorded):
+    """−0, subnormals and the largest numbers, and the bits of an additive mask."""
     info = torch.finfo(dtype)
     odd = torch.tensor(
         [-0.0, 0.0, info.tiny, info.smallest_normal / 2, info.max, -info.max, 1.0, info.eps]
@@ -165,7 +168,7 @@ def test_every_bit_pattern_is_kept(dtype, recorded, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "tf32", "e4m3", "e5m2"])
-def test_another_dtype_rounds_the_recorded_numbers(dtype, recorded):
+def test_problem_in_another_dtype_rounds_the_recorded_numbers(dtype, recorded):
     recording = recorded(*qkv())
     problem = recording.problem(dtype)
     assert problem.dtype == dtype
@@ -177,8 +180,8 @@ def test_another_dtype_rounds_the_recorded_numbers(dtype, recorded):
 
 
 @every_case
-def test_mods_are_traced(given, options, recorded):
-    problem = recorded(*given, **options).problem()
+def test_mods_of_a_recording_can_be_traced(tensors, options, recorded):
+    problem = recorded(*tensors, **options).problem()
     mask, score = problem.mask_mod(), problem.score_mod()
     dims = problem.dimensions
     assert not trace.count_disagreements(trace.trace_mask(mask), mask, dims)
@@ -198,23 +201,24 @@ def test_mods_are_traced(given, options, recorded):
         ("bias of 0 and -inf", None, "none"),
     ],
 )
-def test_which_mods_a_mask_becomes(case, mask, score, recorded):
-    given, options = CASES[case]
-    recording = recorded(*given, **options)
+def test_mask_argument_becomes_a_mask_or_a_score_mod(case, mask, score, recorded):
+    """None stands for a mod named after the recording."""
+    tensors, options = CASES[case]
+    recording = recorded(*tensors, **options)
     problem = recording.problem()
     assert problem.mask == Spec.of(mask or recording.name)
     assert problem.score == Spec.of(score or recording.name)
 
 
-def test_sizes_and_scale(recorded):
+def test_problem_has_the_recorded_sizes_and_scale(recorded):
     problem = recorded(*qkv(k=(2, 2, 7, 8), v=(2, 2, 7, 3)), scale=0.3, enable_gqa=True).problem()
     assert problem.shape == "B2 H4/2 Q5 K7 D8/3"
     assert problem.scale == torch.tensor(0.3, dtype=torch.float32).item()
     assert recorded(*qkv()).problem().scale == Problem(query=1, head_dim=8).scale
 
 
-def test_the_same_file_gives_the_same_problem_in_another_process(recorded, tmp_path):
-    """Wherever the file lies; and JSON brings the Problem back where it is loaded."""
+def test_moved_file_gives_the_same_problem_in_another_process(recorded, tmp_path):
+    """A process that has loaded the recording can also read its Case from JSON."""
     recording = recorded(*qkv(), attn_mask=bias(5, 7))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -235,7 +239,7 @@ def test_the_same_file_gives_the_same_problem_in_another_process(recorded, tmp_p
     assert done.stdout.strip() == problem.id
 
 
-def test_one_other_bit_is_another_problem(recorded):
+def test_recordings_that_differ_in_one_bit_are_different_problems(recorded):
     q, k, v = qkv()
     first = recorded(q, k, v)
     other = k.clone()
@@ -244,12 +248,12 @@ def test_one_other_bit_is_another_problem(recorded):
     assert first.name != second.name
     assert first.problem().id != second.problem().id
     assert first.problem() == recorded(q, k, v).problem()
-    # Both stay known: neither took the other's place.
+    # Both stay registered: the second has not replaced the first.
     assert torch.equal(input_tensors.draw_inputs(first.problem()).k, k)
     assert torch.equal(input_tensors.draw_inputs(second.problem()).k, other)
 
 
-def test_the_name_says_file_call_and_digest(recorded):
+def test_name_of_a_recording_holds_file_call_and_digest(recorded):
     file, _, rest = recorded(*qkv()).name.partition(":")
     call, _, digest = rest.partition("@")
     assert (file, call) == ("recorded.safetensors", "call-0")
@@ -257,15 +261,14 @@ def test_the_name_says_file_call_and_digest(recorded):
     int(digest, 16)
 
 
-@pytest.mark.parametrize("added", [None, holes(5, 7), bias(5, 7)], ids=["none", "bool", "added"])
-def test_where_it_is_not_loaded_each_of_its_names_says_which_file_to_give(added, recorded):
-    recording = recorded(*qkv(), attn_mask=added)
+@pytest.mark.parametrize("mask", [None, holes(5, 7), bias(5, 7)], ids=["none", "bool", "bias"])
+def test_case_of_a_recording_that_is_not_loaded_names_its_file(mask, recorded):
+    recording = recorded(*qkv(), attn_mask=mask)
     case = Case(problem=recording.problem()).to_json()
-    of_it = {"distribution": (DISTRIBUTIONS, "distribution")}
-    if added is not None:
-        is_mask = added.dtype is torch.bool
-        of_it |= {"mask": (MASKS, "mask")} if is_mask else {"score": (SCORES, "score mod")}
-    for registry, kind in of_it.values():
+    registries = [(DISTRIBUTIONS, "distribution")]
+    if mask is not None:
+        registries.append((MASKS, "mask") if mask.dtype is torch.bool else (SCORES, "score mod"))
+    for registry, kind in registries:
         entry = registry.pop(recording.name)
         with pytest.raises(ProblemError) as error:
             Case.from_json(case)
@@ -277,13 +280,13 @@ def test_where_it_is_not_loaded_each_of_its_names_says_which_file_to_give(added,
     assert Case.from_json(case).problem == recording.problem()
 
 
-def test_a_call_named_as_a_mod_of_a_file_is_still_of_a_recording(recorded):
+def test_recording_name_with_a_double_colon_is_not_taken_for_a_mod_of_a_file(recorded):
     for fields in ({"mask": Spec.of("r.st:a::b@01234567")}, {"score": Spec.of("r.st:c@01234567")}):
         with pytest.raises(ProblemError, match=r"is of a recording: give its file r\.st with"):
             Problem(query=5, **fields)
 
 
-def test_another_seed_or_size_is_refused(recorded):
+def test_problem_with_another_seed_or_size_is_refused(recorded):
     problem = recorded(*qkv(), attn_mask=holes(5, 7)).problem()
     with pytest.raises(ProblemError, match=r"there is one draw of it: seed=3 must be 0\."):
         input_tensors.draw_inputs(problem.replace(seed=3))
@@ -293,14 +296,14 @@ def test_another_seed_or_size_is_refused(recorded):
         problem.replace(query=6).mask_mod()
 
 
-def test_what_is_drawn_may_be_written_to(recorded):
+def test_writing_to_drawn_inputs_does_not_change_the_recording(recorded):
     recording = recorded(*qkv())
     input_tensors.unrounded_inputs(recording.problem()).q.zero_()
     assert recording.q.any()
     assert input_tensors.draw_inputs(recording.problem()).q.any()
 
 
-def test_the_file_is_what_the_schema_says(recorded, tmp_path):
+def test_recorded_file_has_the_documented_schema(recorded, tmp_path):
     recorded(*qkv(k=(2, 2, 7, 8)), attn_mask=holes(5, 7), enable_gqa=True, dropout_p=0.25)
     with safe_open(tmp_path / "recorded.safetensors", framework="pt") as file:
         header = json.loads(file.metadata()["attncheck"])
@@ -336,8 +339,8 @@ def test_the_file_is_what_the_schema_says(recorded, tmp_path):
     }
 
 
-def test_the_recording_in_the_repository(request):
-    """Made by examples/train_transformer.py, as the README beside it says."""
+def test_recording_in_the_repository_can_be_loaded(request):
+    """tests/data/trained.safetensors was made by examples/train_transformer.py (see its README)."""
     folder = request.config.rootpath / "tests" / "data"
     recordings = load(folder / "trained.safetensors")
     assert [r.call.name for r in recordings] == [f"blocks.{i}.attention/0" for i in range(4)]
@@ -351,7 +354,7 @@ def test_the_recording_in_the_repository(request):
     assert sum(file.stat().st_size for file in folder.iterdir()) < 300_000
 
 
-def test_names_of_recordings_are_not_offered(recorded):
+def test_suggestions_do_not_list_recordings(recorded):
     with_mask, with_bias = (recorded(*qkv(), attn_mask=f(5, 7)).name for f in (holes, bias))
     assert {with_mask} <= set(MASKS)
     assert {with_bias} <= set(SCORES)
@@ -376,7 +379,7 @@ def test_names_of_recordings_are_not_offered(recorded):
         (Spec.of("offset", Spec.of("sliding_window", window=3), rows=5), 4, 9),
     ],
 )
-def test_a_table_that_writes_out_a_mask_has_its_name(mask, query, kv):
+def test_named_mask_recognises_a_table_that_spells_out_a_mask(mask, query, kv):
     dimensions = Dimensions(batch=2, heads=1, query=query, kv=kv)
     first, rows = torch.tensor(0), torch.arange(query)[:, None]
     table = build_mask(mask, dimensions)(first, first, rows, torch.arange(kv)).expand(query, kv)

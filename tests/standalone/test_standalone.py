@@ -1,4 +1,4 @@
-"""A Case as a script that needs torch and the kernel alone."""
+"""Standalone scripts, which reproduce a Case with torch and the kernel but without attncheck."""
 
 import os
 import subprocess
@@ -22,8 +22,8 @@ from attncheck.verify.relation_runs import relation_inputs
 KERNELS = Path(__file__).parents[1] / "cases" / "planted_kernels.py"
 CAUSAL = Spec.of("causal")
 SIZES = {"heads": 2, "query": 5, "kv": 6, "head_dim": 8}
-# Runs scripts where attncheck cannot be imported; ends with their exit codes.
-WITHOUT = """
+# Runs scripts in a process that cannot import attncheck, and prints their exit codes.
+RUN_WITHOUT_ATTNCHECK = """
 import runpy, sys
 sys.modules["attncheck"] = None
 codes = []
@@ -40,28 +40,28 @@ def case(question="compare", **changes):
     problem = Problem(**(SIZES | {"mask": CAUSAL} | changes))
     if question in probes.PROBES:
         return probes.case(question, problem)
-    numbers = {}
+    parameters = {}
     if question != "compare":
-        numbers = {k: v[0] for k, v in relation_named(question).allowed(problem).items()}
-    return Case(problem=problem, question=question, parameters=numbers)
+        parameters = {k: v[0] for k, v in relation_named(question).allowed(problem).items()}
+    return Case(problem=problem, question=question, parameters=parameters)
 
 
 @pytest.fixture
-def script(tmp_path):
-    """Writes the script of a kernel's answer; gives its Record and path."""
+def write_script(tmp_path):
+    """``write_script(kernel, case)`` runs the Case; returns its Record and the script's path."""
 
-    def write(kernel, asked, name="script.py"):
+    def write(kernel, case, name="script.py"):
         subject = load_subject(kernel)
-        record = run_again(subject, asked, device="cpu")
+        record = run_again(subject, case, device="cpu")
         path = tmp_path / name
         text = standalone_script.render_script(
             subject,
-            asked,
+            case,
             record,
             kernel=kernel,
             convention="",
             device="cpu",
-            facts={"problem": str(asked.problem)},
+            facts={"problem": str(case.problem)},
             path=path,
         )
         path.write_text(text)
@@ -71,8 +71,8 @@ def script(tmp_path):
 
 
 @pytest.fixture
-def imported(monkeypatch):
-    """The module that a script is."""
+def import_script(monkeypatch):
+    """``import_script(path)`` runs a script as a module, and returns it."""
 
     def load_script(path):
         module = ModuleType(path.stem)
@@ -85,12 +85,12 @@ def imported(monkeypatch):
 
 
 @pytest.fixture
-def run(imported, capsys):
-    """Runs a script in this process, where attncheck is: its exit code and what it says."""
+def run_script(import_script, capsys):
+    """``run_script(path)`` runs a script in this process; returns its exit code and output."""
 
     def execute(path):
         before = torch.get_float32_matmul_precision()
-        module = imported(path)
+        module = import_script(path)
         code = module.main(module.ASKED, vars(module))
         torch.set_float32_matmul_precision(before)
         return code, capsys.readouterr().out
@@ -98,29 +98,29 @@ def run(imported, capsys):
     return execute
 
 
-def test_it_runs_where_attncheck_is_not(script, tmp_path):
-    right, passes = script(f"{KERNELS}::unfused", case(), "passes.py")
-    wrong, fails = script(f"{KERNELS}::no_scale", case(), "fails.py")
+def test_scripts_run_without_attncheck(write_script, tmp_path):
+    right, passes = write_script(f"{KERNELS}::unfused", case(), "passes.py")
+    wrong, fails = write_script(f"{KERNELS}::no_scale", case(), "fails.py")
     assert (right.status, wrong.status) == ("pass", "fail")
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, str(passes), str(fails)],
+        [sys.executable, "-c", RUN_WITHOUT_ATTNCHECK, str(passes), str(fails)],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
     assert done.stderr == ""
-    said, failed = done.stdout.split("FAIL compare\n")
-    assert said.startswith(f"PASS compare\n  problem    {case().problem}\n")
+    passed, failed = done.stdout.split("FAIL compare\n")
+    assert passed.startswith(f"PASS compare\n  problem    {case().problem}\n")
     assert failed.endswith("[0, 1]\n")
-    found = wrong.judgement
-    at = found.worst.at
+    judgement = wrong.judgement
+    at = judgement.worst.at
     assert failed.splitlines()[1:6] == [
         f"  worst      out{[at.batch, at.head, at.query, at.dim]}",
-        f"  got        {found.worst.got:.9g}",
-        f"  should be  {found.worst.exact:.9g}",
-        f"  allowed    {found.worst.allowance:.2e}",
-        f"  wrong      {found.wrong} of {found.compared} elements",
+        f"  got        {judgement.worst.got:.9g}",
+        f"  should be  {judgement.worst.exact:.9g}",
+        f"  allowed    {judgement.worst.allowance:.2e}",
+        f"  wrong      {judgement.wrong} of {judgement.compared} elements",
     ]
 
 
@@ -130,7 +130,7 @@ RIGHT = {
     "another scale": (f"{KERNELS}::unfused", case(scale=0.3)),
     "empty rows": ("flex", case(query=6, kv=3, mask=Spec.of("causal_bottom_right"))),
     "flex and a score mod": ("flex", case(score=Spec.of("softcap", cap=2.0))),
-    "of a module": ("torch.nn.functional:scaled_dot_product_attention", case()),
+    "a function of a module": ("torch.nn.functional:scaled_dot_product_attention", case()),
     "a probe": (f"{KERNELS}::unfused", case("decode")),
     "fp8 of our own": ("ideal", case(dtype="e4m3")),
     "a softmax of our own": (
@@ -144,11 +144,11 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_right_kernel_is_within(script, run, name):
-    record, path = script(*RIGHT[name])
+def test_script_passes_right_kernel(write_script, run_script, name):
+    record, path = write_script(*RIGHT[name])
     assert record.status == "pass"
-    code, said = run(path)
-    assert (code, said.split()[0]) == (0, "PASS"), said
+    code, output = run_script(path)
+    assert (code, output.split()[0]) == (0, "PASS"), output
 
 
 WRONG = {
@@ -162,51 +162,51 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_kernel_is_not(script, run, name):
-    kernel, asked, says = WRONG[name]
-    record, path = script(kernel, asked)
+def test_script_fails_wrong_kernel(write_script, run_script, name):
+    kernel, failing_case, message = WRONG[name]
+    record, path = write_script(kernel, failing_case)
     assert record.status == ("warn" if "NaN" in name else "error" if "raises" in name else "fail")
-    code, said = run(path)
-    assert (code, said.split()[0]) == (1, "FAIL")
-    assert says in said
+    code, output = run_script(path)
+    assert (code, output.split()[0]) == (1, "FAIL")
+    assert message in output
 
 
-def test_a_relation_shows_the_element_that_is_wrong(script, run):
-    record, path = script(f"{KERNELS}::bottom_right", case("future_keys"))
+def test_script_of_a_relation_shows_the_wrong_element(write_script, run_script):
+    record, path = write_script(f"{KERNELS}::bottom_right", case("future_keys"))
     worst = record.judgement.worst
-    _, said = run(path)
-    assert f"  got        {worst.got:.9g}\n" in said
-    assert f"  should be  {worst.exact:.9g}, which is what the other runs made of it\n" in said
-    assert "  allowed    0 (bit for bit)\n" in said
+    _, output = run_script(path)
+    assert f"  got        {worst.got:.9g}\n" in output
+    assert f"  should be  {worst.exact:.9g}, which is what the other runs made of it\n" in output
+    assert "  allowed    0 (bit for bit)\n" in output
 
 
 @pytest.mark.parametrize("question", ["strides_transposed", "strides_far"])
-def test_layouts_are_those_of_the_question(script, imported, question):
-    asked = case(question)
-    _, path = script(f"{KERNELS}::unfused", asked)
-    assert path.stat().st_size < 2**16  # of what lies between rows nothing is in it
-    module = imported(path)
-    for told, inputs in zip(module.ASKED["runs"], relation_inputs(asked, "cpu"), strict=True):
+def test_script_tensors_have_the_strides_of_the_question(write_script, import_script, question):
+    strided = case(question)
+    _, path = write_script(f"{KERNELS}::unfused", strided)
+    assert path.stat().st_size < 2**16  # the memory between rows is not stored
+    module = import_script(path)
+    for run, inputs in zip(module.ASKED["runs"], relation_inputs(strided, "cpu"), strict=True):
         for name, tensor in inputs.tensors().items():
-            its = module.tensor(module.ASKED["memory"], told["inputs"][name], "cpu")
-            assert its.stride() == tensor.stride()
-            assert its.storage_offset() == tensor.storage_offset()
-            assert torch.equal(its, tensor)
+            rebuilt = module.tensor(module.ASKED["memory"], run["inputs"][name], "cpu")
+            assert rebuilt.stride() == tensor.stride()
+            assert rebuilt.storage_offset() == tensor.storage_offset()
+            assert torch.equal(rebuilt, tensor)
 
 
-def test_what_the_bound_cannot_show_is_said(script, run, monkeypatch):
+def test_script_prints_the_blind_spot_note(write_script, run_script, monkeypatch):
     monkeypatch.setattr(standalone_script, "_blind_note", lambda found: "planted")
-    _, path = script(f"{KERNELS}::unfused", case())
-    assert "  note       planted\n" in run(path)[1]
+    _, path = write_script(f"{KERNELS}::unfused", case())
+    assert "  note       planted\n" in run_script(path)[1]
 
 
-def test_a_score_mod_that_has_no_words_is_a_line(script):
+def test_score_mod_that_sdpa_cannot_express_is_a_usage_error(write_script):
     score = Spec.of("softcap", cap=2.0)
     with pytest.raises(UsageError, match="no script can be written of bf16 causal softcap"):
-        script("sdpa-math", case(score=score))
+        write_script("sdpa-math", case(score=score))
 
 
-def test_tensors_that_are_too_large_are_a_line(script, monkeypatch):
+def test_too_large_tensors_are_a_usage_error(write_script, monkeypatch):
     monkeypatch.setattr(standalone_script, "LARGEST", 2**10)
     with pytest.raises(UsageError, match="the script would hold 0 MiB of tensors: it may hold 0"):
-        script("sdpa-math", case())
+        write_script("sdpa-math", case())

@@ -1,4 +1,4 @@
-"""Kernels that do to a GPU what no kernel should; which of it the query length says."""
+"""Planted faults: a kernel that harms its GPU in a way that the query length selects."""
 
 import contextlib
 
@@ -38,7 +38,7 @@ def illegal(q, right):
 
 
 def illegal_and_swallowed(q, right):
-    """It looks, sees the fault, says nothing, and gives the right numbers from the CPU."""
+    """Swallows the CUDA error, and returns the right numbers."""
     _writes_far_away(q)
     with contextlib.suppress(RuntimeError):
         torch.cuda.synchronize()
@@ -46,7 +46,7 @@ def illegal_and_swallowed(q, right):
 
 
 def illegal_on_another_stream(q, right):
-    """Nobody has waited for it when it returns: without a look it would be the next Case's."""
+    """Returns before the fault has happened: without synchronising it would hit the next Case."""
     with torch.cuda.stream(torch.cuda.Stream()):
         _writes_far_away(q)
     return right
@@ -78,7 +78,7 @@ FAULTS = dict(
 
 
 class Planted(Ideal):
-    """Right but for the fault."""
+    """Right except for the fault."""
 
     name, summary = "planted on a GPU", "right but for the fault"
 
@@ -86,7 +86,7 @@ class Planted(Ideal):
         call, fault = super().prepare(inputs), FAULTS.get(inputs.problem.query)
 
         def spoiled():
-            found = call()
-            return found if fault is None else Outputs(fault(inputs.q, found.out), found.lse)
+            right = call()
+            return right if fault is None else Outputs(fault(inputs.q, right.out), right.lse)
 
         return spoiled

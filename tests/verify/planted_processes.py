@@ -1,6 +1,6 @@
-"""Kernels that do to their process what no kernel should; which of it the query length says.
+"""Planted faults: a kernel that harms its process in a way that the query length selects.
 
-One function for all of them: a process serves many Cases, and after each fault a right one.
+One kernel has all the faults, because a process serves many Cases: after each fault a right one.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _STARTED = Path("grandchild")  # in the working directory
 
 
 class Lazy(torch.Tensor):
-    """Computes when it is looked at."""
+    """A tensor subclass, which could compute its values later."""
 
 
 def raises(q, right):
@@ -52,7 +52,7 @@ def alias(q, right):
 
 
 def alias_of_a_part(q, right):
-    """Elements apart from each other in one storage: what it gives would change with its input."""
+    """Returns other elements of the input's storage: the output would change with the input."""
     storage = q.untyped_storage()
     before = storage.nbytes() // q.itemsize
     storage.resize_(2 * storage.nbytes())
@@ -66,7 +66,7 @@ def mutation(q, right):
 
 
 def mutation_unseen(q, right):
-    """It puts functions of its own in the place of torch's, also where attncheck looks."""
+    """Replaces the functions of torch and attncheck that would detect the mutation."""
     from attncheck.verify import executor, obligations
 
     torch.equal = lambda *_: True
@@ -76,7 +76,7 @@ def mutation_unseen(q, right):
 
 
 def patched(q, right):
-    """The same without a fault to hide, so that whoever believes it passes rightly."""
+    """Replaces torch's comparisons without a fault to hide: it passes rightly."""
     torch.equal = lambda *_: True
     torch.allclose = torch.equal
     return right
@@ -88,7 +88,8 @@ def wrong_and_patched(q, right):
 
 
 def starts_a_daemon(q, right):
-    """Which leaves its session and its parent, ignores what it can, and holds every pipe it had."""
+    """Starts a daemon that leaves its session and parent, ignores SIGTERM, and holds every pipe it
+    inherited."""
     code = (
         "import os, signal, time, pathlib\n"
         "if os.fork(): os._exit(0)\n"
@@ -104,14 +105,14 @@ def starts_a_daemon(q, right):
 
 
 def daemon_and_hang(q, right):
-    """Holds the GIL for ever: no thread of Python's can end it from within."""
+    """Holds the GIL forever: no Python thread in the process can end it."""
     starts_a_daemon(q, right)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ctypes.PyDLL(None).pause()
 
 
 def daemon_and_death(q, right):
-    """A fork of Python's own, which inherits every descriptor that is not closed in it."""
+    """Forks a daemon, which inherits every open descriptor, and dies."""
     if os.fork() == 0:
         os.setsid()
         _STARTED.write_text(str(os.getpid()))
@@ -125,7 +126,7 @@ def segfault(q, right):
     ctypes.string_at(0)
 
 
-def leaves(q, right):
+def exits(q, right):
     os._exit(0)
 
 
@@ -133,17 +134,17 @@ def raises_memory_error(q, right):
     raise MemoryError
 
 
-def has_a_limit(q, right):
+def sets_memory_limit(q, right):
     resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
     return right + bytearray(1 << 40)[0]
 
 
-def takes_all(q, right):
+def allocates_too_much(q, right):
     return right + torch.empty(1 << 50)[0]
 
 
 def prints(q, right):
-    """A hundred megabytes, past Python's own streams too, escapes and what looks like frames."""
+    """Prints a hundred megabytes, also past Python's streams, with escape codes and fake frames."""
     line = b"\x1b[2J\x1b]0;planted\x07attncheck\x00\x01\nran\x00\x00" + b"x" * 65000 + b"\n"
     for _ in range(800):
         os.write(1, line)
@@ -153,7 +154,7 @@ def prints(q, right):
 
 
 def writes_everywhere(q, right):
-    """To every pipe that it can find: what looks like a frame, but for the key."""
+    """Writes to every pipe that it finds what looks like a frame, except for the key."""
     frame = b"attncheck\x00\x01\nran".ljust(26, b"\x00") + bytes(24)
     for each in list(Path("/proc/self/fd").iterdir()):
         if int(each.name) > 2:
@@ -166,12 +167,12 @@ def interrupts(q, right):
     raise KeyboardInterrupt
 
 
-def raises_at_length(q, right):
+def raises_long_message(q, right):
     raise ValueError("\N{PILE OF POO}" * (1 << 17))
 
 
-def gives_gradients(q, right):
-    """Which nobody asked for, and of a dtype that no kernel of ours is asked for."""
+def returns_gradients(q, right):
+    """Returns gradients that were not requested, one of an unusual dtype."""
     return Outputs(right, dq=torch.ones_like(right), dsink=torch.ones(1 << 20).int())
 
 
@@ -192,15 +193,15 @@ FAULTS = dict(
             daemon_and_hang,
             daemon_and_death,
             segfault,
-            leaves,
+            exits,
             raises_memory_error,
-            has_a_limit,
-            takes_all,
+            sets_memory_limit,
+            allocates_too_much,
             prints,
             writes_everywhere,
             interrupts,
-            raises_at_length,
-            gives_gradients,
+            raises_long_message,
+            returns_gradients,
         ),
         start=RIGHT + 1,
     )
@@ -208,7 +209,7 @@ FAULTS = dict(
 
 
 class Planted(Ideal):
-    """Right but for the fault, and by its name a script."""
+    """Right except for the fault; its name is an HTML script and its summary a formula."""
 
     name, summary = "<script>alert(1)</script>", "=planted()"
 
@@ -216,15 +217,15 @@ class Planted(Ideal):
         call, fault = super().prepare(inputs), FAULTS.get(inputs.problem.query)
 
         def spoiled():
-            found = call()
-            given = found if fault is None else fault(inputs.q, found.out)
-            return given if isinstance(given, Outputs) else Outputs(given, found.lse)
+            right = call()
+            result = right if fault is None else fault(inputs.q, right.out)
+            return result if isinstance(result, Outputs) else Outputs(result, right.lse)
 
         return spoiled
 
 
 class Launched(Ideal):
-    """With another launch, and one that is another kernel."""
+    """A kernel with two other launches, of which one gives other results."""
 
     name, summary = "launched", "two launches"
 
@@ -241,9 +242,9 @@ class Other(Ideal):
         call = super().prepare(inputs)
 
         def twice():
-            found = call()
-            found.out.mul_(2)
-            return found
+            outputs = call()
+            outputs.out.mul_(2)
+            return outputs
 
         return twice
 

@@ -1,4 +1,4 @@
-"""One Case, one Record, whatever is asked; and what a kernel's promises change."""
+"""``run_case``: one Record for every kind of question, and how a kernel's promises change it."""
 
 import pytest
 import torch
@@ -22,17 +22,14 @@ from attncheck.verify.run_case import run_case
 PROBLEM = Problem(heads=2, kv_heads=1, query=5, kv=6, head_dim=8, mask=Spec.of("causal"))
 
 
-def moved(**promises):
-    """Another last bit of LSE in every second call: harmless rounding, and not repeatable."""
+def alternating_last_bit(**promises):
+    """A kernel whose LSE differs by its last bit in every second call: harmless rounding, but
+    not repeatable."""
 
     def change(right, number):
         return Outputs(right.out, another_last_bit(right.lse) if number % 2 else right.lse)
 
     return spoiled(in_turns(change), **promises)
-
-
-class Unsure(Ideal):
-    promises = frozenset({"repeat"})
 
 
 def status(subject, question, parameters=None):
@@ -42,17 +39,19 @@ def status(subject, question, parameters=None):
     return record.status
 
 
-def test_the_ideal_kernel_repeats_itself():
+def test_ideal_kernel_passes_repeat():
     assert status(Ideal(), "repeat") == "pass"
 
 
-def test_a_probe_is_answered():
+def test_ideal_kernel_passes_decode_probe():
     case = probes.cases("decode", PROBLEM)[0]
     assert run_case(Ideal(), case, device="cpu").status == "pass"
 
 
-def test_a_last_bit_fails_who_promises_bits():
-    record = run_case(moved(), Case(problem=PROBLEM, question="repeat"), device="cpu")
+def test_last_bit_difference_fails_kernel_that_promises_equal_bits():
+    record = run_case(
+        alternating_last_bit(), Case(problem=PROBLEM, question="repeat"), device="cpu"
+    )
     assert (record.status, record.judgement.rule) == ("fail", "relation")
     assert record.judgement.worst.tensor == "lse"
     assert record.judgement.worst.allowance == 0
@@ -60,18 +59,19 @@ def test_a_last_bit_fails_who_promises_bits():
     assert record.judgement.worst.tile == "query tile 0, rows 0–4"
 
 
-def test_a_last_bit_is_within_the_bounds_of_who_does_not():
-    assert status(moved(promises=frozenset({"hidden"})), "repeat") == "pass"
+def test_last_bit_difference_passes_kernel_without_the_promise():
+    assert status(alternating_last_bit(promises=frozenset({"hidden"})), "repeat") == "pass"
 
 
 @pytest.mark.parametrize(("withdrawn", "expected"), [("batch", "fail"), ("group", "pass")])
-def test_bits_of_a_group_are_a_promise_of_their_own(withdrawn, expected):
-    """A kernel may be independent of its batch, and pack the rows of a group into one tile."""
-    grouped = moved(promises=Ideal.promises - {withdrawn})
+def test_group_promise_is_separate_from_batch_promise(withdrawn, expected):
+    """``gqa_repeat`` demands equal bits only where "group" is promised: a kernel may be
+    independent of its batch and still pack the rows of a group into one tile."""
+    grouped = alternating_last_bit(promises=Ideal.promises - {withdrawn})
     assert status(grouped, "gqa_repeat") == expected
 
 
-def test_more_than_rounding_is_not():
+def test_difference_beyond_rounding_fails_without_any_promise():
     twice = in_turns(lambda right, number: Outputs(right.out * (1 + number % 2)))
     doubled = spoiled(twice, promises=frozenset({"hidden"}))
     record = run_case(doubled, Case(problem=PROBLEM, question="repeat"), device="cpu")
@@ -80,13 +80,16 @@ def test_more_than_rounding_is_not():
     assert "±" in record.judgement.reason
 
 
-def test_what_is_not_promised_of_hidden_keys_is_not_asked():
-    assert status(Unsure(), "future_keys_nan", {"row": 0}) == "unsupported"
-    assert status(Unsure(), "future_keys", {"row": 0}) == "pass"
+def test_nan_in_future_keys_is_unsupported_without_the_hidden_promise():
+    class PromisesRepeatOnly(Ideal):
+        promises = frozenset({"repeat"})
+
+    assert status(PromisesRepeatOnly(), "future_keys_nan", {"row": 0}) == "unsupported"
+    assert status(PromisesRepeatOnly(), "future_keys", {"row": 0}) == "pass"
 
 
 @pytest.mark.parametrize("question", ["future_keys_nan", "hidden_keys_nan"])
-def test_hidden_nan_that_reaches_a_row_is_a_failure_only_where_promised(question):
+def test_leaked_hidden_nan_fails_only_where_promised_otherwise_warns(question):
     case = Case(problem=PROBLEM, question=question, parameters={"row": 1})
     # A common flash kernel: a weight of 0 multiplies whatever the mask hides.
     leaking = kernel("HiddenTimesZero")
@@ -104,7 +107,7 @@ def test_hidden_nan_that_reaches_a_row_is_a_failure_only_where_promised(question
     assert record.judgement.reason.startswith("out[")
 
 
-def test_large_numbers_that_reach_a_row_are_a_failure():
+def test_leaked_large_hidden_numbers_fail():
     def leaking(inputs, right):
         return Outputs(right.out + inputs.v[:, :, -1:] * 2.0**-20, right.lse)
 
@@ -112,7 +115,7 @@ def test_large_numbers_that_reach_a_row_are_a_failure():
     assert status(spoiled(leaking, promises=promises), "future_keys_huge", {"row": 0}) == "fail"
 
 
-def test_a_refusal_as_it_is_called_is_unsupported():
+def test_refusal_during_the_call_is_unsupported():
     def refuse(*_):
         raise Refused("not today")
 
@@ -120,7 +123,7 @@ def test_a_refusal_as_it_is_called_is_unsupported():
     assert (record.status, record.reason) == ("unsupported", "not today")
 
 
-def test_wrong_elements_of_a_comparison_are_counted():
+def test_compare_counts_wrong_elements():
     def half(_, right):
         right.out[:, 0] *= 0.5
 
@@ -129,8 +132,8 @@ def test_wrong_elements_of_a_comparison_are_counted():
     assert 0 < judgement.wrong <= 5 * 8 < judgement.compared == 2 * 5 * 8
 
 
-class ForAGpu(InProcess):
-    """Calls a kernel on a CPU, whatever device it is asked for."""
+class RecordsDevices(InProcess):
+    """Accepts every device that it is asked about, and records it."""
 
     def __init__(self):
         super().__init__()
@@ -140,26 +143,26 @@ class ForAGpu(InProcess):
         self.devices.add(device)
 
 
-@pytest.mark.parametrize("ask", [run_case, measure_accuracy])
-def test_a_kernel_of_a_gpu_is_judged_on_a_cpu_where_that_is_wanted(ask):
-    executor = ForAGpu()
+@pytest.mark.parametrize("run", [run_case, measure_accuracy])
+def test_gpu_kernel_can_be_judged_on_a_cpu(run):
+    executor = RecordsDevices()
     case = Case(problem=Problem(query=8, backward=True))
-    record = ask(Ideal(), case, device="cuda", place="cpu", executor=executor)
+    record = run(Ideal(), case, device="cuda", place="cpu", executor=executor)
     assert (record.status, executor.devices) == ("pass", {"cuda"})
 
 
-def test_an_unknown_question_is_a_usage_error():
+def test_unknown_question_raises_unknown_name():
     with pytest.raises(UnknownName, match="question 'wrong' is not known"):
         run_case(Ideal(), Case(problem=PROBLEM, question="wrong"), device="cpu")
 
 
 @pytest.mark.parametrize("question", ["compare", *RELATIONS, *probes.PROBES])
-def test_every_question_has_a_summary_of_one_line(question):
+def test_every_question_has_a_one_line_summary(question):
     assert question_summary(question)
     assert "\n" not in question_summary(question)
 
 
-def test_a_kernel_of_another_operation_is_not_asked():
+def test_kernel_of_another_operation_is_unsupported():
     class Softmax(Ideal):
         def concerns(self, problem):
             return problem.operation == "softmax"
@@ -170,7 +173,7 @@ def test_a_kernel_of_another_operation_is_not_asked():
         assert (record.status, record.reason) == ("unsupported", "it does not compute attention")
 
 
-def test_where_nothing_is_bounded_nothing_passes(monkeypatch):
+def test_relation_without_finite_bounds_is_inconclusive(monkeypatch):
     def unbounded(run, *_):
         inf = torch.full(tuple(run.q.shape[:3]), torch.inf)
         return None, Outputs(inf[..., None].expand(*inf.shape, 8), inf)

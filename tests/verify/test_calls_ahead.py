@@ -1,4 +1,4 @@
-"""Processes that call a kernel on what will be asked of it: what they call, and how they end."""
+"""CallsAhead: processes that warm a kernel up on the Problems it is about to be asked."""
 
 import os
 import time
@@ -34,8 +34,8 @@ def file(tmp_path):
     return path
 
 
-def called(folder: Path) -> list[str]:
-    """What all processes were asked, once there are no more of them than there were."""
+def recorded_calls(folder: Path) -> list[str]:
+    """One line per kernel call, from the files that the processes wrote."""
     files = [path for path in folder.iterdir() if path.name.isdigit()]
     return [line for path in files for line in path.read_text().splitlines()]
 
@@ -45,29 +45,33 @@ def wait_for(condition) -> None:
         time.sleep(0.01)
 
 
-def test_each_structure_is_called_once_and_the_last_first(file):
+def test_calls_each_structure_once_last_expected_first(file):
+    """Problems that differ only in seed or distribution share one call, and those of a later
+    ``expect`` that were called before are not called again."""
     ahead = CallsAhead(f"{file}::kernel", convention="", device="cpu", processes=1)
     lengths = [PROBLEM.replace(query=n, kv=n) for n in (4, 5, 6)]
     others = [problem.replace(seed=9, distribution="outliers") for problem in lengths]
     ahead.expect([*lengths, *others], Terms(convention="sdpa"))
-    wait_for(lambda: len(called(file.parent)) == 3)
+    wait_for(lambda: len(recorded_calls(file.parent)) == 3)
     ahead.expect([*others, PROBLEM.replace(query=7)], Terms(convention="sdpa"))
-    wait_for(lambda: len(called(file.parent)) == 4)
+    wait_for(lambda: len(recorded_calls(file.parent)) == 4)
     ahead.close()
-    assert [line.split()[0] for line in called(file.parent)] == ["6", "5", "4", "7"]
+    assert [line.split()[0] for line in recorded_calls(file.parent)] == ["6", "5", "4", "7"]
 
 
-def test_a_process_that_breaks_ends_and_the_others_go_on(file):
+def test_crashed_process_does_not_stop_the_others(file):
+    """One call ends its process with ``os._exit``; the other process makes the remaining calls,
+    and ``close`` leaves no process behind."""
     ahead = CallsAhead(f"{file}::kernel", convention="sdpa", device="cpu", processes=2)
     ahead.expect([PROBLEM.replace(query=n) for n in (4, 5, 6, 13)])
-    wait_for(lambda: len(called(file.parent)) == 4)
+    wait_for(lambda: len(recorded_calls(file.parent)) == 4)
     ahead.close()
     pids = [int(path.name) for path in file.parent.iterdir() if path.name.isdigit()]
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 @pytest.mark.parametrize("kernel", ["nothing.py::kernel", "k.py::kernel"])
-def test_it_can_be_closed_at_any_time(file, kernel, monkeypatch):
+def test_close_is_safe_with_calls_pending_and_twice(file, kernel, monkeypatch):
     monkeypatch.chdir(file.parent)
     ahead = CallsAhead(kernel, convention="", device="cpu", processes=2)
     ahead.expect([PROBLEM.replace(query=n) for n in range(1, 99)])
@@ -88,16 +92,16 @@ def test_only_triton_kernels_on_a_gpu_are_called_ahead(file, monkeypatch):
     assert processes_ahead(f"{file}::kernel", "cuda") == 1
 
 
-def test_check_tells_what_it_tries_and_what_it_asks(file, tmp_path, monkeypatch):
+def test_check_expects_its_trials_and_then_its_questions(file, tmp_path, monkeypatch):
     from attncheck.cli.check import check
 
-    told = []
-    note = lambda _, problems, terms=None: told.append(([*problems], terms))  # noqa: E731
+    expected = []
+    note = lambda _, problems, terms=None: expected.append(([*problems], terms))  # noqa: E731
     monkeypatch.setattr(CallsAhead, "expect", note)
     words = ["--question", "plain", "--question", "scale", "--out", str(tmp_path / "out"), "-q"]
     CliRunner().invoke(check, [f"{file}::kernel", *words])
-    (tried, first), (asked, then) = told
-    assert {problem.head_dim for problem in tried} >= {16, 256}
-    # It takes no scale: what it refuses is not called ahead.
-    assert [problem.query for problem in asked] == [64]
-    assert first == then == Terms(convention="sdpa")
+    (trials, trial_terms), (questions, question_terms) = expected
+    assert {problem.head_dim for problem in trials} >= {16, 256}
+    # The kernel has no scale argument, so the question "scale" is not called ahead.
+    assert [problem.query for problem in questions] == [64]
+    assert trial_terms == question_terms == Terms(convention="sdpa")

@@ -1,6 +1,7 @@
-"""What a probe finds of kernels of which it is known what they take."""
+"""detect_capabilities: what it finds for kernels whose capabilities are known."""
 
 import math
+import tomllib
 
 import pytest
 import torch
@@ -86,20 +87,20 @@ def square_causal(q, k, v, is_causal=False):
 
 
 @pytest.fixture
-def ask(monkeypatch):
-    """``ask(function, aspect, …)``: a probe of these aspects alone, and of two head_dims."""
+def detect(monkeypatch):
+    """``detect(function, aspect, …)`` runs the trials of these aspects only, with two head_dims."""
     monkeypatch.setattr(capability_detection, "HEAD_DIMS", (64, 80))
     every = capability_detection.trials
     always = ("causal", "rectangular")
 
-    def run(found, *aspects, conventions=("sdpa",), relations=()):
-        def some(aspect, base, device):
+    def run(function, *aspects, conventions=("sdpa",), relations=()):
+        def selected(aspect, base, device):
             return every(aspect, base, device) if aspect in (*aspects, *always) else []
 
-        monkeypatch.setattr(capability_detection, "trials", some)
+        monkeypatch.setattr(capability_detection, "trials", selected)
         few = {name: capability_detection.RELATIONS[name] for name in relations}
         monkeypatch.setattr(capability_detection, "RELATIONS", few)
-        candidate = Candidate(kernel="mine", target=found, name="mine", entry="mine.py::kernel")
+        candidate = Candidate(kernel="mine", target=function, name="mine", entry="mine.py::kernel")
         return detect_capabilities(
             candidate.adopted,
             conventions,
@@ -111,89 +112,86 @@ def ask(monkeypatch):
     return run
 
 
-def verdicts(found, aspect):
-    return {one.what: one.verdict for one in found.tried if one.aspect == aspect}
+def verdicts(detection, aspect):
+    return {one.what: one.verdict for one in detection.tried if one.aspect == aspect}
 
 
-def test_a_kernel_that_takes_one_head_dim(ask):
-    found = ask(only_64, "head_dims")
-    assert verdicts(found, "head_dims") == {"64": "takes", "80": "refuses"}
-    table, comments = propose_table(found, "mine.py::kernel")
-    assert table.head_dims == (64,)
-    assert not comments["head_dims"]
+@pytest.mark.parametrize(
+    ("kernel", "verdict", "head_dims", "comment"),
+    [
+        (only_64, "refuses", (64,), None),
+        # A wrong result is a fault, and no refusal: the table has every head_dim that was tried.
+        (half_at_80, "wrong", "any", "80: wrong, to be mended, refused"),
+        (
+            raises_at_80,
+            "raises",
+            (64,),
+            "80: raises, and is left out: RuntimeError: no kernel [31m",
+        ),
+    ],
+    ids=["refuses", "wrong", "raises"],
+)
+def test_head_dims_of_the_table_and_their_comment(detect, kernel, verdict, head_dims, comment):
+    detection = detect(kernel, "head_dims")
+    assert verdicts(detection, "head_dims") == {"64": "takes", "80": verdict}
+    table, comments = propose_table(detection, "mine.py::kernel")
+    assert table.head_dims == head_dims
+    assert len(comments["head_dims"]) == (comment is not None)
+    assert comment is None or f"# {comment}" in render_table(table, "kernels.mine", comments)
 
 
-def test_a_wrong_head_dim_stays_in_the_table_with_its_reason(ask):
-    found = ask(half_at_80, "head_dims")
-    assert verdicts(found, "head_dims") == {"64": "takes", "80": "wrong"}
-    table, comments = propose_table(found, "mine.py::kernel")
-    assert table.head_dims == "any"  # all that was tried: 80 is a fault, and no refusal
-    assert len(comments["head_dims"]) == 1
-    assert comments["head_dims"][0].startswith("80: wrong, to be mended, refused")
-
-
-def test_what_raises_is_left_out_and_said(ask):
-    found = ask(raises_at_80, "head_dims")
-    assert verdicts(found, "head_dims") == {"64": "takes", "80": "raises"}
-    table, comments = propose_table(found, "mine.py::kernel")
-    assert table.head_dims == (64,)
-    assert "80: raises, and is left out: RuntimeError: no kernel [31m for 80" in render_table(
-        table, "kernels.mine", comments
-    )
-
-
-def test_an_lse_in_base_2_is_found_out(ask):
-    found = ask(base2, "dtypes")
-    assert found.options.lse == "base2"
-    assert verdicts(found, "lse") == {"base2": "takes"}
-    assert set(verdicts(found, "dtypes").values()) == {"takes", "refuses"}
-    assert propose_table(found, "mine.py::kernel")[0].lse == "base2"
-    # As a natural logarithm, which nobody has declared, it is wrong.
+def test_base_2_lse_is_detected(detect):
+    detection = detect(base2, "dtypes")
+    assert detection.options.lse == "base2"
+    assert verdicts(detection, "lse") == {"base2": "takes"}
+    assert set(verdicts(detection, "dtypes").values()) == {"takes", "refuses"}
+    assert propose_table(detection, "mine.py::kernel")[0].lse == "base2"
+    # Read as a natural logarithm, the same LSE is wrong.
     candidate = Candidate(kernel="mine", target=base2, name="mine", entry="mine.py::kernel")
     natural = capability_detection.Detection(
         candidate.adopted, ConventionOptions(), "cpu", lambda what: None
     )
     natural._load("sdpa", ConventionOptions(lse="natural"))
-    natural.base = found.base
+    natural.base = detection.base
     assert natural.ask(capability_detection.Trial(aspect="lse", what="natural")) == "wrong"
 
 
-def test_a_kernel_without_lse(ask):
-    table, _ = propose_table(ask(only_64), "mine.py::kernel")
+def test_missing_lse_is_detected(detect):
+    table, _ = propose_table(detect(only_64), "mine.py::kernel")
     assert table.lse is False
 
 
-def test_a_causal_flag_that_is_aligned_the_other_way_is_found_out(ask):
-    found = ask(bottom_right, "masks")
-    assert found.options.causal == "bottom_right"
-    assert found.options.empty_row == ""
-    assert propose_table(found, "mine.py::kernel")[0].causal == "bottom_right"
-    assert ask(right, "masks").options.causal == ""
+def test_bottom_right_causal_alignment_is_detected(detect):
+    detection = detect(bottom_right, "masks")
+    assert detection.options.causal == "bottom_right"
+    assert detection.options.empty_row == ""
+    assert propose_table(detection, "mine.py::kernel")[0].causal == "bottom_right"
+    assert detect(right, "masks").options.causal == ""
 
 
-def test_the_convention_by_which_it_is_right(ask):
-    found = ask(heads_last, conventions=("sdpa", "flash_attn"))
-    assert found.convention == "flash_attn"
-    assert verdicts(found, "convention") == {"sdpa": "wrong", "flash_attn": "takes"}
+def test_convention_that_gives_right_results_is_chosen(detect):
+    detection = detect(heads_last, conventions=("sdpa", "flash_attn"))
+    assert detection.convention == "flash_attn"
+    assert verdicts(detection, "convention") == {"sdpa": "wrong", "flash_attn": "takes"}
 
 
-def test_what_rows_without_keys_give_is_found_out(ask):
-    found = ask(mean_of_nothing, "empty_row")
-    assert found.options.empty_row == "mean"
-    assert propose_table(found, "mine.py::kernel")[0].empty_row == "mean"
+def test_value_of_rows_without_keys_is_detected(detect):
+    detection = detect(mean_of_nothing, "empty_row")
+    assert detection.options.empty_row == "mean"
+    assert propose_table(detection, "mine.py::kernel")[0].empty_row == "mean"
 
 
-def test_lengths_that_must_be_multiples(ask):
-    found = ask(multiples_of_32, "lengths")
-    table, _ = propose_table(found, "mine.py::kernel")
+def test_required_length_multiple_is_detected(detect):
+    detection = detect(multiples_of_32, "lengths")
+    table, _ = propose_table(detection, "mine.py::kernel")
     assert table.length_multiple == 32
-    assert table.rectangular is True  # one query was not asked for
-    assert propose_table(ask(right, "lengths"), "x")[0].length_multiple is None
+    assert table.rectangular is True  # a single query was not tried
+    assert propose_table(detect(right, "lengths"), "x")[0].length_multiple is None
 
 
-def test_causal_for_equal_lengths_alone_is_an_override(ask):
-    found = ask(square_causal, "masks")
-    table, comments = propose_table(found, "mine.py::kernel")
+def test_causal_limited_to_equal_lengths_becomes_an_override(detect):
+    detection = detect(square_causal, "masks")
+    table, comments = propose_table(detection, "mine.py::kernel")
     assert table.rectangular is True
     (override,) = table.override
     assert override.when.mask == ("causal",)
@@ -202,13 +200,13 @@ def test_causal_for_equal_lengths_alone_is_an_override(ask):
     assert '[[kernels.mine.override]]\nwhen = {mask = ["causal"]}\nrectangular = false\n' in text
 
 
-def test_a_promise_that_is_broken_is_not_proposed(ask):
-    found = ask(not_repeatable, relations=("repeat",))
-    assert verdicts(found, "promises") == {"repeat": "wrong"}
-    table, comments = propose_table(found, "mine.py::kernel")
+def test_broken_promise_is_not_proposed(detect):
+    detection = detect(not_repeatable, relations=("repeat",))
+    assert verdicts(detection, "promises") == {"repeat": "wrong"}
+    table, comments = propose_table(detection, "mine.py::kernel")
     assert table.promises == ("hidden",)
     assert comments["promises"][0].startswith("repeat is not promised: out[")
-    assert verdicts(ask(right, relations=("repeat",)), "promises") == {"repeat": "takes"}
+    assert verdicts(detect(right, relations=("repeat",)), "promises") == {"repeat": "takes"}
 
 
 @pytest.mark.parametrize(
@@ -222,38 +220,34 @@ def test_a_promise_that_is_broken_is_not_proposed(ask):
     ],
     ids=["list", "dtype", "raises", "shape", "none"],
 )
-def test_a_kernel_that_gives_nothing_of_use_takes_nothing(ask, function, reason):
-    found = ask(function)
-    assert found.base is None
-    (tried,) = found.tried
+def test_unusable_return_value_gives_no_base_problem(detect, function, reason):
+    detection = detect(function)
+    assert detection.base is None
+    (tried,) = detection.tried
     assert tried.verdict == "raises"
     assert reason in tried.reason
 
 
-def test_nan_is_a_wrong_answer(ask):
-    found = ask(lambda q, k, v: q * math.nan, "head_dims")
-    assert verdicts(found, "head_dims") == {"64": "wrong", "80": "wrong"}
-    assert found.tried[0].reason.startswith("finite: ")
+def test_nan_output_is_wrong(detect):
+    detection = detect(lambda q, k, v: q * math.nan, "head_dims")
+    assert verdicts(detection, "head_dims") == {"64": "wrong", "80": "wrong"}
+    assert detection.tried[0].reason.startswith("finite: ")
 
 
-def test_a_subject_says_itself_what_it_takes(ask):
-    found = ask(Ideal(), "head_dims", "dtypes", "scores", "empty_row", conventions=("native",))
-    table, comments = propose_table(found, "ideal")
-    assert not [one for one in found.tried if one.verdict == "wrong"]
+def test_detected_table_of_the_ideal_kernel_round_trips_through_toml(detect):
+    detection = detect(
+        Ideal(), "head_dims", "dtypes", "scores", "empty_row", conventions=("native",)
+    )
+    table, comments = propose_table(detection, "ideal")
+    assert not [one for one in detection.tried if one.verdict == "wrong"]
     assert (table.head_dims, table.scores) == ("any", ("any",))
     assert (table.lse, table.empty_row) == (True, "zero")
     text = render_table(table, "kernels.mine", comments)
-    assert read_table(parsed(text), "kernels.mine") == table
-
-
-def parsed(text):
-    import tomllib
-
-    return tomllib.loads(text)["kernels"]["mine"]
+    assert read_table(tomllib.loads(text)["kernels"]["mine"], "kernels.mine") == table
 
 
 @pytest.mark.parametrize("aspect", ["masks", "scores", "dtypes", "head_dims", "gqa", "scale"])
-def test_every_trial_changes_one_thing_of_the_base(aspect):
+def test_trials_keep_the_query_length_of_the_base_problem(aspect):
     base = next(iter(capability_detection.base_problems()))
     trials = capability_detection.trials(aspect, base, "cpu")
     assert trials

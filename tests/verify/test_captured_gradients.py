@@ -1,4 +1,4 @@
-"""Gradients of what a score mod reads: right kernels pass, and every planted fault is told."""
+"""Gradients of tensors that a score mod captures (``dcaptured``): right kernels and faults."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ TILING = Tiling(block_query=16, block_kv=16)
 DTYPES = ("fp32", "tf32", "fp16", "bf16")
 
 
-def examined(kernel: Ideal, problem: Problem = PROBLEM):
+def run(kernel: Ideal, problem: Problem = PROBLEM):
     return run_case(kernel, Case(problem=problem), device="cpu")
 
 
@@ -48,23 +48,23 @@ def examined(kernel: Ideal, problem: Problem = PROBLEM):
     ],
     ids=lambda changes: ", ".join(f"{k} {v}" for k, v in changes.items()) or "chain",
 )
-def test_a_right_kernel_is_within_its_bounds(dtype, changes):
-    record = examined(Ideal(TILING), PROBLEM.replace(dtype=dtype, **changes))
+def test_ideal_kernel_is_within_dcaptured_bounds(dtype, changes):
+    record = run(Ideal(TILING), PROBLEM.replace(dtype=dtype, **changes))
     assert (record.status, record.judgement.reason) == ("pass", "")
     assert 0 < record.judgement.gradients_over_bound["dcaptured"] <= 1
-    found = record.gradients["dcaptured"]
-    assert found.rmse > 0
-    assert found.nonfinite == 0
+    errors = record.gradients["dcaptured"]
+    assert errors.rmse > 0
+    assert errors.nonfinite == 0
 
 
-def test_numbers_that_nobody_reads_must_be_0():
+def test_gradient_of_bias_values_that_no_row_reads_must_be_zero():
     problem = PROBLEM.replace(score=BIAS)
     evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     seen = torch.ones(problem.query, problem.kv).tril().bool().expand(2, 4, -1, -1).flatten()
     assert torch.equal(numbers_read(evidence.evidence), seen)
-    given = Ideal(TILING).run(evidence.inputs)
+    outputs = Ideal(TILING).run(evidence.inputs)
     bounds = gradient_allowance(
-        evidence.evidence, Ideal(TILING).arithmetic(problem, "cpu"), given
+        evidence.evidence, Ideal(TILING).arithmetic(problem, "cpu"), outputs
     ).bounds
     assert torch.equal(bounds["dcaptured"] > 0, seen)
 
@@ -73,13 +73,13 @@ def test_numbers_that_nobody_reads_must_be_0():
             super().capture(sums, x, at, ds, seen)
             sums.sums[1] = 1e-30  # row 0 does not see key 1
 
-    record = examined(Leaks(TILING), problem)
+    record = run(Leaks(TILING), problem)
     assert (record.status, record.judgement.rule) == ("fail", "empty rows")
     assert "dcaptured[1]" in record.judgement.reason
     assert "of numbers that no row reads for a key that it sees" in record.judgement.reason
 
 
-def test_of_a_mod_that_cannot_be_traced_nothing_is_known(monkeypatch):
+def test_untraceable_score_mod_leaves_dcaptured_unbounded(monkeypatch):
     from attncheck.core.errors import TraceError
     from attncheck.verify import evidence as evidence_file
 
@@ -89,9 +89,9 @@ def test_of_a_mod_that_cannot_be_traced_nothing_is_known(monkeypatch):
     monkeypatch.setattr(evidence_file, "trace_reads", refuses)
     evidence_file._traced_reads.cache_clear()
     evidence = EvidenceBuilder(Case(problem=PROBLEM), "cpu")
-    given = Ideal(TILING).run(evidence.inputs)
+    outputs = Ideal(TILING).run(evidence.inputs)
     bounds = gradient_allowance(
-        evidence.evidence, Ideal(TILING).arithmetic(PROBLEM, "cpu"), given
+        evidence.evidence, Ideal(TILING).arithmetic(PROBLEM, "cpu"), outputs
     ).bounds
     evidence_file._traced_reads.cache_clear()
     assert bounds["dcaptured"].isinf().all()
@@ -106,9 +106,9 @@ FAULTS = (
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_told(fault, dtype):
+def test_planted_fault_fails_by_dcaptured_alone(fault, dtype):
     kernel = planted_kernels.kernel(f"gradients.Captured{fault}")
-    record = examined(kernel, PROBLEM.replace(dtype=dtype, distribution="normal"))
+    record = run(kernel, PROBLEM.replace(dtype=dtype, distribution="normal"))
     assert record.status == "fail"
     assert record.judgement.rule in {"bound", "empty rows"}
     assert record.judgement.reason.startswith("dcaptured[")
@@ -117,7 +117,7 @@ def test_a_planted_fault_is_told(fault, dtype):
     assert max(share for name, share in shares.items() if name != "dcaptured") <= 1
 
 
-def test_ds_rounded_before_it_is_added_up_is_told_where_nothing_else_is_rounded_so():
-    """Beside an out that is rounded to bf16 it may be hidden: delta is of that out."""
+def test_ds_rounded_before_summation_fails_in_fp32():
+    """In bf16 the fault may hide behind the rounding of ``out``, from which delta is computed."""
     kernel = planted_kernels.kernel("gradients.CapturedRoundedFirst")
-    assert examined(kernel, PROBLEM.replace(dtype="fp32")).status == "fail"
+    assert run(kernel, PROBLEM.replace(dtype="fp32")).status == "fail"

@@ -1,4 +1,4 @@
-"""Records of kernels that are right, wrong, broken, or refuse."""
+"""Records of a comparison: statistics, status and reason for right, wrong and failing kernels."""
 
 import math
 
@@ -22,7 +22,7 @@ PROBLEM = Problem(heads=2, kv_heads=1, query=9, kv=7, head_dim=8, dtype="fp16")
 
 
 class Exact(Subject):
-    """The truth, correctly rounded; tests change what it returns."""
+    """Returns the correctly rounded truth; tests replace ``spoil`` to change it."""
 
     name = "exact"
     summary = "what no kernel can beat"
@@ -58,7 +58,7 @@ def spoiled(change, problem=PROBLEM):
     return measured(subject, problem)
 
 
-def test_the_truth_rounded_is_at_the_floor():
+def test_rounded_truth_has_the_floor_rmse():
     record = measured()
     assert record.status == "pass"
     assert record.out.rmse == record.out.floor_rmse <= record.out.ideal_rmse
@@ -71,7 +71,7 @@ def test_the_truth_rounded_is_at_the_floor():
     assert record.seconds > 0
 
 
-def test_each_number_stands_under_its_name():
+def test_record_fields_hold_the_measured_errors():
     tiling = Tiling(block_query=16, block_kv=2, reverse=True)
 
     class Tiled(Exact):
@@ -88,10 +88,10 @@ def test_each_number_stands_under_its_name():
     subject, evidence = Tiled(), EvidenceBuilder(Case(problem=problem), "cpu")
     record = measured(subject, evidence=evidence)
     assert record.tiling == "16×2 reverse"
-    given, truth = subject.run(evidence.inputs), evidence.truth
+    outputs, truth = subject.run(evidence.inputs), evidence.truth
     out, lse = (
         measure_errors(values, exact, torch.tensor(True))
-        for values, exact in ((given.out, truth.out), (given.lse, truth.lse))
+        for values, exact in ((outputs.out, truth.out), (outputs.lse, truth.lse))
     )
     best = measure_errors(
         Ideal(tiling).run(evidence.inputs).out, truth.out, torch.tensor(True)
@@ -115,26 +115,26 @@ def test_each_number_stands_under_its_name():
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "said"),
+    ("heads", "kv_heads", "arrangement"),
     [(1, 1, "MHA"), (4, 4, "MHA"), (4, 2, "GQA"), (4, 1, "MQA")],
 )
-def test_how_heads_are_shared_has_a_name(heads, kv_heads, said):
-    assert measured(problem=PROBLEM.replace(heads=heads, kv_heads=kv_heads)).heads == said
+def test_record_names_the_head_arrangement(heads, kv_heads, arrangement):
+    assert measured(problem=PROBLEM.replace(heads=heads, kv_heads=kv_heads)).heads == arrangement
 
 
 @pytest.mark.parametrize("triton", [True, False])
-def test_only_triton_is_interpreted_on_a_cpu(triton):
+def test_only_triton_kernels_are_marked_interpreted_on_a_cpu(triton):
     subject = Exact()
     subject.triton = triton
     assert measured(subject).interpreted is triton
 
 
-def test_a_refusal_is_a_reason():
+def test_refusal_is_unsupported_with_its_reason():
     record = measured(problem=PROBLEM.replace(dtype="bf16"))
     assert (record.status, record.reason, record.out) == ("unsupported", "only fp16", None)
 
 
-def test_what_a_kernel_raises_is_one_line():
+def test_exception_becomes_a_one_line_reason():
     def change(_):
         raise ValueError("first line\nsecond line")
 
@@ -142,7 +142,7 @@ def test_what_a_kernel_raises_is_one_line():
     assert (record.status, without_place(record.reason)) == ("error", "ValueError: first line")
 
 
-def test_nan_never_looks_good():
+def test_nonfinite_output_has_infinite_error():
     def change(outputs):
         outputs.out[0, 0, 5, 1] = math.nan
         outputs.lse[0, 0, 5] = math.inf
@@ -157,7 +157,7 @@ def test_nan_never_looks_good():
 DEAD = PROBLEM.replace(mask=Spec.of("not", Spec.of("prefix_lm", prefix=2)))
 
 
-def test_dead_rows_are_exact_and_outside_the_statistics():
+def test_dead_rows_are_excluded_from_the_statistics():
     record = measured(problem=DEAD)
     assert record.out.dead_rows == 2 * 3  # rows 6, 7 and 8 of 9 see keys 0–6: nothing is left
     assert (record.out.dead_rows_wrong, record.lse.dead_rows_wrong) == (0, 0)
@@ -167,42 +167,35 @@ def test_dead_rows_are_exact_and_outside_the_statistics():
     assert ideal.out.rmse == ideal.out.ideal_rmse > 0
 
 
-@pytest.mark.parametrize("value", [1e-7, math.nan])
-def test_dead_rows_that_are_not_zero(value):
+@pytest.mark.parametrize(
+    ("out", "lse"), [(1e-7, 0.0), (math.nan, 0.0), (0.0, 0.0), (0.0, math.inf), (0.0, math.nan)]
+)
+def test_dead_rows_with_wrong_out_or_lse_are_counted(out, lse):
     def change(outputs):
-        outputs.out[0, 0, 8, 0] = value
-        outputs.lse[0, 0, 8] = 0.0
+        outputs.out[0, 0, 8, 0] = out
+        outputs.lse[0, 0, 8] = lse
         return outputs
 
     record = spoiled(change, DEAD)
-    assert (record.out.dead_rows_wrong, record.lse.dead_rows_wrong) == (1, 1)
+    assert (record.out.dead_rows_wrong, record.lse.dead_rows_wrong) == (int(out != 0), 1)
 
 
-@pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
-def test_dead_rows_whose_lse_is_not_minus_infinity(value):
-    def change(outputs):
-        outputs.lse[0, 0, 8] = value
-        return outputs
-
-    record = spoiled(change, DEAD)
-    assert (record.out.dead_rows_wrong, record.lse.dead_rows_wrong) == (0, 1)
-
-
-def test_no_lse_is_no_error():
+def test_kernel_without_lse_has_no_lse_errors():
     assert spoiled(lambda o: Outputs(o.out)).lse is None
 
 
-def test_truth_and_floor_are_known_before_a_kernel_runs(monkeypatch):
+def test_truth_and_floor_are_computed_before_the_kernel_runs(monkeypatch):
+    """A kernel that writes to its inputs must not change what it is compared with."""
     from attncheck.verify import evidence_builder
 
     events = []
 
-    def told(place, name, event):
+    def log_calls(place, name, event):
         original = getattr(place, name)
         monkeypatch.setattr(place, name, lambda *a: events.append(event) or original(*a))
 
-    told(evidence_builder.oracles, "truth", "truth")
-    told(evidence_builder, "rounding_floor", "floor")
+    log_calls(evidence_builder.oracles, "truth", "truth")
+    log_calls(evidence_builder, "rounding_floor", "floor")
 
     class Kernel(Ideal):
         def prepare(self, inputs):
@@ -215,7 +208,7 @@ def test_truth_and_floor_are_known_before_a_kernel_runs(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_kernel_that_writes_to_its_inputs_is_told_and_changes_nothing(name):
+def test_writing_to_an_input_fails_and_does_not_affect_other_kernels(name):
     class Scribble(Exact):
         def prepare(self, inputs):
             call = super().prepare(inputs)
@@ -228,17 +221,17 @@ def test_a_kernel_that_writes_to_its_inputs_is_told_and_changes_nothing(name):
     assert measured(evidence=evidence).out == measured().out
 
 
-@pytest.mark.parametrize("question", ["absent", "unsupported", "tiling"])
-@pytest.mark.parametrize("raised", [ValueError("planted"), SystemExit(3)])
-def test_a_kernel_that_raises_when_asked_is_an_error_of_its_cell(question, raised):
-    def ask(*_):
-        raise raised
+@pytest.mark.parametrize("method", ["absent", "unsupported", "tiling"])
+@pytest.mark.parametrize("exception", [ValueError("planted"), SystemExit(3)])
+def test_exception_in_a_subject_method_is_an_error_record(method, exception):
+    def fail(*_):
+        raise exception
 
     subject = Exact()
-    setattr(subject, question, ask)
+    setattr(subject, method, fail)
     record = measured(subject)
     assert record.status == "error"
-    assert record.reason.startswith(f"{type(raised).__name__}: {raised}")
+    assert record.reason.startswith(f"{type(exception).__name__}: {exception}")
 
 
 @pytest.mark.parametrize(
@@ -249,7 +242,7 @@ def test_a_kernel_that_raises_when_asked_is_an_error_of_its_cell(question, raise
         RuntimeError("DefaultCPUAllocator: can't allocate memory"),
     ],
 )
-def test_no_memory_for_the_truth_is_said_in_the_cell(failure, monkeypatch):
+def test_out_of_memory_for_the_truth_is_an_error_record(failure, monkeypatch):
     from attncheck.verify import evidence_builder
 
     def truth(_):
@@ -260,7 +253,7 @@ def test_no_memory_for_the_truth_is_said_in_the_cell(failure, monkeypatch):
     assert (record.status, record.reason) == ("error", "out of memory for the exact result")
 
 
-def test_any_other_failure_of_the_oracle_is_not_hidden(monkeypatch):
+def test_other_oracle_failures_propagate(monkeypatch):
     from attncheck.verify import evidence_builder
 
     def truth(_):
@@ -279,7 +272,7 @@ def test_any_other_failure_of_the_oracle_is_not_hidden(monkeypatch):
     ],
     ids=["one_hot", "window 1"],
 )
-def test_one_key_a_row_is_exact(problem):
+def test_rows_that_see_one_key_are_exact(problem):
     record = measured(Ideal(), problem)
     assert (record.out.rmse, record.out.floor_rmse, record.out.ideal_rmse) == (0.0, 0.0, 0.0)
 
@@ -287,7 +280,7 @@ def test_one_key_a_row_is_exact(problem):
 SOFTMAX = Problem(operation="softmax", heads=2, query=9, kv=7, dtype="fp16")
 
 
-def test_a_softmax_has_neither_heads_to_share_nor_tiles():
+def test_softmax_record_has_no_head_arrangement_or_tiling():
     record = measured(problem=SOFTMAX)
     assert (record.status, record.heads, record.tiling) == ("pass", "", "")
     assert (record.case_id, record.case["problem"]["operation"]) == (
@@ -298,7 +291,7 @@ def test_a_softmax_has_neither_heads_to_share_nor_tiles():
     assert (record.out.elements, record.out.dead_rows) == (2 * 9 * 7, 0)
 
 
-def test_a_softmax_that_is_wrong_is_told_where():
+def test_wrong_softmax_element_is_located():
     def change(outputs):
         outputs.out[0, 1, 4, 6] += 1
         outputs.lse[0, 0, 2] -= 50
@@ -310,14 +303,14 @@ def test_a_softmax_that_is_wrong_is_told_where():
     assert 0.5 < record.out.max_error < 1.5  # 1 is added to a weight, and fp16 rounds the sum
 
 
-def test_a_softmax_of_the_shape_of_values_breaks_its_contract():
+def test_softmax_output_of_wrong_shape_fails_contract():
     record = spoiled(lambda o: Outputs(o.out[..., :-1], o.lse), SOFTMAX)
     assert (record.status, record.judgement.rule) == ("fail", "contract")
     assert record.judgement.reason == "out.shape=(1, 2, 9, 6), but should be (1, 2, 9, 7)."
 
 
-def test_the_cost_of_the_inputs_stands_beside_the_error_and_not_in_it():
-    """A kernel that is exact on what is stored is at the floor, however coarse the storage."""
+def test_input_rounding_is_reported_apart_from_the_kernel_error():
+    """A kernel that is exact on the stored inputs has the floor rmse, even with coarse inputs."""
     coarse = PROBLEM.replace(dtype="e5m2")
 
     class Coarse(Exact):

@@ -1,4 +1,4 @@
-"""Errors of gradients in Records: of right kernels, of wrong ones, and where nothing is seen."""
+"""Gradient errors in Records: for right and wrong kernels, and with rows or keys unseen."""
 
 import math
 
@@ -33,59 +33,59 @@ def measured(subject, problem=PROBLEM):
     ), evidence
 
 
-def test_a_forward_has_none_and_its_json_says_nothing_of_them():
+def test_forward_record_omits_gradients_in_json():
     record, _ = measured(Ideal(), PROBLEM.replace(backward=False))
     assert record.gradients is msgspec.UNSET
     assert "gradients" not in msgspec.to_builtins(record)
 
 
-def test_each_number_stands_under_its_name():
+def test_gradient_errors_hold_the_measured_numbers():
     def spoil(_, given):
         given.dk[1, 0, 4, 3] -= 2
         given.dv[0, 1, 11, 7] += 3
 
     record, evidence = measured(spoiled(spoil, TILING))
-    given, exact = spoiled(spoil, TILING).run(evidence.inputs), evidence.truth.gradients()
+    outputs, exact = spoiled(spoil, TILING).run(evidence.inputs), evidence.truth.gradients()
     ideal = Ideal(TILING).run(evidence.inputs).gradients()
     assert list(record.gradients) == ["dq", "dk", "dv"]
     everywhere = torch.tensor(True)
-    for name, found in record.gradients.items():
-        right = measure_errors(given.gradients()[name], exact[name], everywhere)
+    for name, errors in record.gradients.items():
+        right = measure_errors(outputs.gradients()[name], exact[name], everywhere)
         floor = measure_errors(round_to(exact[name], FORMATS["fp16"]), exact[name], everywhere)
         best = measure_errors(ideal[name], exact[name], everywhere)
-        assert (found.rmse, found.max_error, found.bias) == (
+        assert (errors.rmse, errors.max_error, errors.bias) == (
             right.rmse,
             right.max_error,
             right.bias,
         )
-        assert (found.floor_rmse, found.ideal_rmse) == (floor.rmse, best.rmse)
-        assert (found.elements, found.nonfinite) == (exact[name].numel(), 0)
+        assert (errors.floor_rmse, errors.ideal_rmse) == (floor.rmse, best.rmse)
+        assert (errors.elements, errors.nonfinite) == (exact[name].numel(), 0)
     assert record.gradients["dk"].max_at == Place(batch=1, head=0, query=4, dim=3)
     assert record.gradients["dv"].max_at == Place(batch=0, head=1, query=11, dim=7)
     assert evidence.ideal_gradients(TILING) != evidence.ideal_gradients(Ideal().tiling(PROBLEM, ""))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16"])
-def test_the_ideal_kernel_is_its_own_yardstick(dtype):
+def test_ideal_kernel_has_the_ideal_rmse(dtype):
     record, _ = measured(Ideal(), PROBLEM.replace(dtype=dtype))
     assert record.status == "pass"
-    for found in record.gradients.values():
-        assert found.ideal_rmse == found.rmse > found.floor_rmse > 0
+    for errors in record.gradients.values():
+        assert errors.ideal_rmse == errors.rmse > errors.floor_rmse > 0
 
 
-def test_a_sink_has_a_gradient_by_head():
+def test_sink_gradient_has_one_element_per_head():
     record, evidence = measured(Ideal(), PROBLEM.replace(sink=True))
-    found = record.gradients["dsink"]
-    assert (record.status, found.elements) == ("pass", 4)
+    errors = record.gradients["dsink"]
+    assert (record.status, errors.elements) == ("pass", 4)
     exact = evidence.truth.dsink
-    assert found.floor_rmse == measure_errors(exact.float(), exact, torch.tensor(True)).rmse
-    assert (found.max_at.batch, found.max_at.query, found.max_at.dim) == (0, 0, -1)
+    assert errors.floor_rmse == measure_errors(exact.float(), exact, torch.tensor(True)).rmse
+    assert (errors.max_at.batch, errors.max_at.query, errors.max_at.dim) == (0, 0, -1)
 
 
-def test_only_what_is_seen_is_counted():
+def test_unseen_rows_and_keys_are_not_counted():
     record, evidence = measured(Ideal(), EMPTY)
     assert record.status == "pass"
-    counts = {name: found.elements for name, found in record.gradients.items()}
+    counts = {name: errors.elements for name, errors in record.gradients.items()}
     assert counts == {"dq": 2 * 4 * 6 * 8, "dk": 2 * 2 * 5 * 8, "dv": 2 * 2 * 5 * 8}
     for name, exact in evidence.truth.gradients().items():
         touched = evidence.touched(name).expand_as(exact)
@@ -93,31 +93,31 @@ def test_only_what_is_seen_is_counted():
         assert not exact[~touched].any()
 
 
-def test_a_gradient_that_is_not_finite_never_looks_good():
+def test_nonfinite_gradient_has_infinite_error():
     def spoil(_, given):
         given.dv[0, 1, 2, 3] = math.nan
 
     record, _ = measured(spoiled(spoil))
-    found = record.gradients["dv"]
+    errors = record.gradients["dv"]
     assert (record.status, record.judgement.rule) == ("fail", "finite")
-    assert (found.rmse, found.nonfinite) == (math.inf, 1)
-    assert found.max_at == Place(batch=0, head=1, query=2, dim=3)
+    assert (errors.rmse, errors.nonfinite) == (math.inf, 1)
+    assert errors.max_at == Place(batch=0, head=1, query=2, dim=3)
     assert record.gradients["dq"].nonfinite == 0
 
 
-def test_a_planted_fault_fails_by_its_gradient_alone():
+def test_fault_in_dk_fails_by_dk_alone():
     record, _ = measured(kernel("gradients.KeysNotScaled"))
     right, _ = measured(Ideal())
     assert (record.status, record.judgement.worst.tensor) == ("fail", "dk")
     shares = record.judgement.gradients_over_bound
     assert shares["dk"] > 1 >= max(shares["dq"], shares["dv"])
-    wrong = {n for n, found in record.gradients.items() if found != right.gradients[n]}
+    wrong = {n for n, errors in record.gradients.items() if errors != right.gradients[n]}
     assert wrong == {"dk"}
     assert record.gradients["dk"].rmse > 10 * record.gradients["dk"].ideal_rmse
     assert (record.out, record.lse) == (right.out, right.lse)
 
 
-def test_yardsticks_are_known_before_a_kernel_runs():
+def test_gradient_floors_are_computed_before_the_kernel_runs():
     class Late(Ideal):
         def prepare(self, inputs):
             known.append("gradient_floors" in evidence.__dict__)

@@ -1,4 +1,4 @@
-"""Verdicts on kernels that are right, and on kernels that are wrong in one way each."""
+"""Judgements of a comparison: right kernels pass, and each kind of fault fails by its rule."""
 
 import math
 
@@ -9,7 +9,7 @@ from tests.planted_kernels.outputs_given import in_turns, spoiled
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.core.tensor_names import GRADIENTS
-from attncheck.inputs.problem import Case, Problem, head_arrangement
+from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Sdpa
@@ -32,19 +32,19 @@ def judged(subject, problem=PROBLEM):
 
 @pytest.mark.parametrize("problem", [PROBLEM, CAUSAL, SOFTMAX], ids=["full", "causal", "softmax"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_the_ideal_kernel_passes(problem, dtype):
+def test_ideal_kernel_passes_with_a_complete_judgement(problem, dtype):
     record = judged(Ideal(), problem.replace(dtype=dtype))
-    found = record.judgement
-    assert (record.status, found.rule, found.reason) == ("pass", "", "")
-    assert 0 < found.out_over_bound <= 1
-    assert 0 < found.lse_over_bound <= 1
-    assert found.rows == found.rows_sampled == 2 * 24
-    assert found.worst.allowance > abs(found.worst.got - found.worst.exact)
-    assert found.blind_spot is not None
-    assert str(Ideal().arithmetic(problem.replace(dtype=dtype), "cpu")) == found.arithmetic
+    judgement = record.judgement
+    assert (record.status, judgement.rule, judgement.reason) == ("pass", "", "")
+    assert 0 < judgement.out_over_bound <= 1
+    assert 0 < judgement.lse_over_bound <= 1
+    assert judgement.rows == judgement.rows_sampled == 2 * 24
+    assert judgement.worst.allowance > abs(judgement.worst.got - judgement.worst.exact)
+    assert judgement.blind_spot is not None
+    assert str(Ideal().arithmetic(problem.replace(dtype=dtype), "cpu")) == judgement.arithmetic
 
 
-def test_a_kernel_without_lse_and_tiles_passes_by_its_out():
+def test_kernel_without_lse_and_tiles_is_judged_by_out_alone():
     record = judged(Sdpa("math"))
     assert record.status == "pass"
     assert record.judgement.lse_over_bound is None
@@ -52,11 +52,11 @@ def test_a_kernel_without_lse_and_tiles_passes_by_its_out():
 
 
 def at(tensor, place, change):
-    """What is at ``place`` becomes ``change`` of it."""
+    """A fault that applies ``change`` to the elements of ``tensor`` at ``place``."""
 
     def spoil(_, right):
-        given = getattr(right, tensor)
-        given[place] = change(given[place])
+        values = getattr(right, tensor)
+        values[place] = change(values[place])
 
     return spoil
 
@@ -71,24 +71,24 @@ FAULTS = {
 
 @pytest.mark.parametrize("problem", [PROBLEM, SOFTMAX], ids=["attention", "softmax"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_fails_by_its_rule_and_at_its_place(fault, problem):
+def test_fault_fails_by_its_rule_and_is_located(fault, problem):
     spoil, rule, tensor, place = FAULTS[fault]
     record = judged(spoiled(spoil), problem)
-    found = record.judgement
-    assert (record.status, found.rule) == ("fail", rule)
-    assert found.reason
-    at = found.worst.at
-    assert (found.worst.tensor, at.batch, at.head, at.query, at.dim) == (tensor, *place)
+    judgement = record.judgement
+    assert (record.status, judgement.rule) == ("fail", rule)
+    assert judgement.reason
+    at = judgement.worst.at
+    assert (judgement.worst.tensor, at.batch, at.head, at.query, at.dim) == (tensor, *place)
 
 
-def test_out_that_is_a_percent_too_large_fails():
+def test_out_one_percent_too_large_fails_without_blind_spot():
     record = judged(spoiled(at("out", ..., lambda x: x * 1.01)))
     assert record.status == "fail"
-    assert record.judgement.blind_spot is None, "it has shown its fault"
+    assert record.judgement.blind_spot is None, "a failed kernel has no blind spot to report"
 
 
 @pytest.mark.parametrize("value", [1e-7, math.nan])
-def test_a_row_that_sees_no_key_must_be_0(value):
+def test_nonzero_row_that_sees_no_key_fails(value):
     # Rows before the last 16 of 40 keys see none.
     dead = PROBLEM.replace(mask=Spec.of("not", Spec.of("causal")), kv=8)
     assert judged(Ideal(), dead).status == "pass"
@@ -97,39 +97,38 @@ def test_a_row_that_sees_no_key_must_be_0(value):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_the_budget_of_the_worst_element_makes_up_its_allowance(backward):
+def test_budget_of_the_worst_element_sums_to_its_allowance(backward):
     worst = judged(Ideal(), CAUSAL.replace(backward=backward)).judgement.worst
     assert (worst.tensor in GRADIENTS) == backward
-    # Added up in another order: a unit of float64 for each of its parts.
+    # The sum is taken in another order: one float64 ulp for each term.
     size = len(worst.budget) * 2.0**-52 * worst.allowance
     assert abs(sum(worst.budget.values()) - worst.allowance) <= size
 
 
-def test_the_tile_of_the_worst_element_is_that_of_the_declared_tiling():
+def test_worst_element_names_its_tile_in_the_declared_tiling():
     subject = Ideal(Tiling(block_query=8, block_kv=16))
     worst = judged(subject).judgement.worst
     first = worst.at.query // 8 * 8
     assert worst.tile == f"query tile {worst.at.query // 8}, rows {first}–{first + 7}"
 
 
-def test_structured_inputs_are_no_generic_ones(monkeypatch):
+def test_structured_distributions_are_not_judged_as_generic(monkeypatch):
     from attncheck.verify import judging
 
-    seen = []
+    generic = []
     decide = judging.decide
 
-    def listening(kernel, *arguments):
-        seen.append(kernel.generic)
+    def recording_decide(kernel, *arguments):
+        generic.append(kernel.generic)
         return decide(kernel, *arguments)
 
-    monkeypatch.setattr(judging, "decide", listening)
+    monkeypatch.setattr(judging, "decide", recording_decide)
     for distribution in ("normal", "outliers", "one_hot", "zero_q"):
         judged(Ideal(), PROBLEM.replace(distribution=distribution))
-    assert seen == [True, True, False, False]
+    assert generic == [True, True, False, False]
 
 
-def test_a_declared_arithmetic_decides():
-    """Scores of a kernel that rounds P to bf16 are no fault once it says so."""
+def test_declared_bf16_rounding_of_p_passes_and_undeclared_fails():
 
     class Coarse(Ideal):
         name, summary = "coarse", "rounds P to bf16"
@@ -153,7 +152,7 @@ def test_a_declared_arithmetic_decides():
     assert silent.judgement.arithmetic != honest.judgement.arithmetic
 
 
-def test_what_is_costly_is_done_once_for_all_kernels_of_one_arithmetic(monkeypatch):
+def test_allowances_are_computed_once_per_arithmetic(monkeypatch):
     from attncheck.verify import evidence_builder as room
 
     counts = {"allowances": 0}
@@ -174,7 +173,7 @@ def test_what_is_costly_is_done_once_for_all_kernels_of_one_arithmetic(monkeypat
     assert counts == {"allowances": 2}
 
 
-def test_no_memory_for_the_bounds_is_said_in_the_cell(monkeypatch):
+def test_out_of_memory_for_the_bounds_is_an_error_record(monkeypatch):
     from attncheck.verify import evidence_builder as room
 
     def fail(*_):
@@ -185,24 +184,21 @@ def test_no_memory_for_the_bounds_is_said_in_the_cell(monkeypatch):
     assert (record.status, record.reason) == ("error", "out of memory for the exact result")
 
 
-@pytest.mark.parametrize(("kv_heads", "said"), [(4, "MHA"), (2, "GQA"), (1, "MQA")])
-def test_arrangements(kv_heads, said):
-    assert head_arrangement(Problem(query=4, heads=4, kv_heads=kv_heads)) == said
-    assert head_arrangement(SOFTMAX) == ""
-
-
 @pytest.mark.parametrize("timed", [True, False])
-def test_a_kernel_is_timed_only_where_that_is_asked(timed):
+def test_kernel_is_timed_only_on_request(timed):
     evidence = EvidenceBuilder(Case(problem=PROBLEM), "cpu")
     record = run_case(Sdpa("math"), evidence.case, device="cpu", evidence=evidence, timed=timed)
     assert (record.seconds is not None) is timed
 
 
-def test_outputs_are_judged_as_they_were_first_given():
-    """Further calls, which time a kernel, change nothing."""
+def test_only_the_first_call_is_judged():
+    """Further calls serve timing: their outputs do not reach the judgement."""
 
-    def later(right, number):
+    def double_later_calls(right, number):
         return right if number == 1 else Outputs(right.out * 2, right.lse)
 
     case = Case(problem=PROBLEM)
-    assert run_case(spoiled(in_turns(later)), case, device="cpu", timed=True).status == "pass"
+    assert (
+        run_case(spoiled(in_turns(double_later_calls)), case, device="cpu", timed=True).status
+        == "pass"
+    )

@@ -1,4 +1,5 @@
-"""What a plain function is asked: within what it is right on, and its wrong answers beyond that."""
+"""Claims of a plain function: the limits found by trying it, the questions asked within them, and
+wrong answers beyond them as findings of their own."""
 
 import msgspec
 import pytest
@@ -71,7 +72,7 @@ def decode(q, k, v, softmax_scale=None):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return sdpa(q, k, v, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
 
-def rows_as_they_are_usual(q, k, v):
+def assumes_usual_strides(q, k, v):
     usual = torch.empty(q.shape, device="meta").stride()
     return sdpa(q.as_strided(q.shape, usual), k, v) if q.shape == k.shape else sdpa(q, k, v)
 
@@ -133,7 +134,7 @@ def file(tmp_path, monkeypatch):
 
 @pytest.fixture
 def find(file):
-    """``find(name)``: a kernel of the file, and its claims."""
+    """``find(name)`` loads a kernel of the file and finds its claims."""
 
     def run(name, convention=None):
         kernel = f"{file}::{name}"
@@ -147,15 +148,15 @@ def wrong(claims):
     return [each.name for each in claims.unclaimed()]
 
 
-def test_who_takes_everything_is_asked_everything(find):
+def test_kernel_without_limits_is_asked_everything(find):
     subject, claims = find("right")
     assert (claims.lines(), wrong(claims)) == ([], [])
     assert claims.terms().table is None
-    asked = claimed_questions(claims, subject, device="cpu")
-    assert {one.case.problem.head_dim for one in asked} >= {64, 80, 96, 128}
+    questions = claimed_questions(claims, subject, device="cpu")
+    assert {one.case.problem.head_dim for one in questions} >= {64, 80, 96, 128}
 
 
-def test_what_it_cannot_take_is_a_line_and_no_failure(find):
+def test_limits_that_raise_are_reported_and_not_asked(find):
     subject, claims = find("raises")
     takes = "fp16; head_dim 32, 64, 128; values as wide as keys; as many queries as keys"
     assert claims.limits() == takes
@@ -163,13 +164,14 @@ def test_what_it_cannot_take_is_a_line_and_no_failure(find):
     assert line.startswith(f"takes {takes}: only that is asked")
     assert line.endswith("beyond that it raises RuntimeError, TypeError")
     assert wrong(claims) == []
-    held = on_terms(subject, claims.terms())
-    asked = claimed_questions(claims, held, device="cpu")
-    statuses = {one.name: run_case(held, one.case, device="cpu").status for one in asked}
+    limited = on_terms(subject, claims.terms())
+    questions = claimed_questions(claims, limited, device="cpu")
+    statuses = {one.name: run_case(limited, one.case, device="cpu").status for one in questions}
     assert {"pass", "unsupported"} >= set(statuses.values())
-    # Moved to what it takes: no question is lost for its sizes.
+    # Their sizes were moved within the limits: no question is lost.
     assert statuses["causal-wide"] == statuses["ragged"] == "pass"
-    assert held.unsupported(Problem(query=4, kv=9, dtype="fp16"), "cpu").startswith("not asked: it")
+    refusal = limited.unsupported(Problem(query=4, kv=9, dtype="fp16"), "cpu")
+    assert refusal.startswith("not asked: it")
 
 
 @pytest.mark.parametrize(
@@ -179,74 +181,75 @@ def test_what_it_cannot_take_is_a_line_and_no_failure(find):
         ("to_the_last_key", "bottom_right", "last", "causal_bottom_right"),
     ],
 )
-def test_where_its_causal_mask_begins_is_found_told_and_held_to(
-    find, name, alignment, corner, mask
-):
+def test_causal_alignment_is_detected_reported_and_used(find, name, alignment, corner, mask):
     subject, claims = find(name)
     assert claims.causal == alignment
     assert any(f"gives the {corner} row the {corner} key" in line for line in claims.lines())
     assert wrong(claims) == []
-    held = on_terms(subject, claims.terms())
-    asked = claimed_questions(claims, held, device="cpu")
+    limited = on_terms(subject, claims.terms())
     wide = [
         one.case
-        for one in asked
+        for one in claimed_questions(claims, limited, device="cpu")
         if one.case.problem.mask.name == mask and one.case.problem.kv > one.case.problem.query
     ]
-    answers = [run_case(held, case, device="cpu").status for case in wide]
-    assert "pass" in answers
-    assert set(answers) <= {"pass", "unsupported"}
+    statuses = [run_case(limited, case, device="cpu").status for case in wide]
+    assert "pass" in statuses
+    assert set(statuses) <= {"pass", "unsupported"}
 
 
-def test_what_is_asked_for_by_name_is_claimed(find):
+def test_dtype_and_head_dim_requested_by_the_user_override_the_limits(find):
     subject, claims = find("raises")
     terms = claims.terms(["bf16"], [80])
-    how = {"device": "cpu", "dtypes": ["bf16"], "head_dims": [80]}
-    held = on_terms(subject, terms)
-    (plain,) = claimed_questions(claims, held, names=["plain"], **how)
+    options = {"device": "cpu", "dtypes": ["bf16"], "head_dims": [80]}
+    limited = on_terms(subject, terms)
+    (plain,) = claimed_questions(claims, limited, names=["plain"], **options)
     assert (plain.case.problem.dtype, plain.case.problem.head_dim) == ("bf16", 80)
-    assert run_case(held, plain.case, device="cpu").status == "error"
+    assert run_case(limited, plain.case, device="cpu").status == "error"
 
 
-def test_a_clean_refusal_of_lengths_is_no_finding(find):
+def test_refused_lengths_are_a_limit_and_no_finding(find):
     _, claims = find("refuses")
     assert claims.limits() == "lengths of multiples of 32"
     assert wrong(claims) == []
 
 
-def test_wrong_sizes_are_one_finding_and_asked_apart(find):
+def test_wrong_head_dims_are_unclaimed_questions_that_fail(find):
     subject, claims = find("odd_dims")
     sizes = ("17", "40", "65", "80", "96", "192")
     names = [*(f"head_dims-{size}" for size in sizes), "head_dims-192/128"]
     assert wrong(claims) == names
-    held = on_terms(subject, claims.terms())
-    asked = claimed_questions(claims, held, device="cpu")
-    failed = [one for one in asked if run_case(held, one.case, device="cpu").status == "fail"]
+    limited = on_terms(subject, claims.terms())
+    failed = [
+        one
+        for one in claimed_questions(claims, limited, device="cpu")
+        if run_case(limited, one.case, device="cpu").status == "fail"
+    ]
     assert [one.name for one in failed] == names
     assert failed[1].unclaimed == Unclaimed(aspect="head_dims", what="40")
-    # A kernel that has been mended is asked by the same name.
-    (again,) = claimed_questions(claims, held, device="cpu", names=["head_dims-64"])
-    assert run_case(held, again.case, device="cpu").status == "pass"
+    # The name still works once the kernel is right there, so that a fix can be confirmed.
+    (again,) = claimed_questions(claims, limited, device="cpu", names=["head_dims-64"])
+    assert run_case(limited, again.case, device="cpu").status == "pass"
 
 
 @pytest.mark.parametrize(
     ("name", "question", "rule"),
     [
-        ("rows_as_they_are_usual", "strides-gapped", "relation"),
+        ("assumes_usual_strides", "strides-gapped", "relation"),
         ("gradient_of_a_sum", "strides-expanded", "relation"),
-        # It gives an answer, and its inputs for it: no exception tells its caller.
+        # The output is right, but an input is overwritten.
         ("writes_to_fp16", "dtypes-fp16", "mutation"),
         ("in_fp32", "dtypes-bf16", "contract"),
         ("widens", "dtypes-fp16", "contract"),
         ("as_wide_as_queries", "head_dims-64/32", "contract"),
     ],
 )
-def test_what_no_exception_tells_is_asked_apart(find, name, question, rule):
+def test_silently_wrong_answers_are_unclaimed_questions(find, name, question, rule):
+    """Unlike an exception, these give the caller no sign: each is asked, and fails, by itself."""
     subject, claims = find(name)
     assert question in wrong(claims)
-    held = on_terms(subject, claims.terms())
-    (asked,) = claimed_questions(claims, held, device="cpu", names=[question])
-    record = run_case(held, asked.case, device="cpu")
+    limited = on_terms(subject, claims.terms())
+    (unclaimed,) = claimed_questions(claims, limited, device="cpu", names=[question])
+    record = run_case(limited, unclaimed.case, device="cpu")
     assert (record.status, record.judgement.rule) == ("fail", rule)
 
 
@@ -254,84 +257,78 @@ def test_what_no_exception_tells_is_asked_apart(find, name, question, rule):
     ("name", "dtype", "others"),
     [("in_fp32", "fp32", "fp16, bf16"), ("in_bf16", "bf16", "fp32, fp16")],
 )
-def test_another_dtype_than_the_inputs_is_one_finding(find, name, dtype, others):
-    """Whatever dtype the kernel is right in, the findings name those that it answers wrongly."""
+def test_wrong_output_dtype_is_one_finding_for_all_input_dtypes(find, name, dtype, others):
+    """The finding names every input dtype that is answered in another one."""
     subject, claims = find(name)
     (line,) = claims.lines()
     assert line == f"takes {dtype}: only that is asked (`attncheck init` keeps it)"
-    held = on_terms(subject, claims.terms())
+    limited = on_terms(subject, claims.terms())
     names = wrong(claims)
     records = [
-        msgspec.structs.replace(run_case(held, one.case, device="cpu"), unclaimed=one.unclaimed)
-        for one in claimed_questions(claims, held, device="cpu", names=names)
+        msgspec.structs.replace(run_case(limited, one.case, device="cpu"), unclaimed=one.unclaimed)
+        for one in claimed_questions(claims, limited, device="cpu", names=names)
     ]
     returned = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
     (finding,) = unclaimed_findings(records)
     assert finding.startswith(f"returns out in torch.{returned} for dtype {others}: cast it to q")
 
 
-def test_another_shape_is_one_finding(find):
+def test_wrong_output_shape_is_one_finding_for_all_sizes(find):
     subject, claims = find("as_wide_as_queries")
-    held = on_terms(subject, claims.terms())
+    limited = on_terms(subject, claims.terms())
     records = [
-        msgspec.structs.replace(run_case(held, one.case, device="cpu"), unclaimed=one.unclaimed)
+        msgspec.structs.replace(run_case(limited, one.case, device="cpu"), unclaimed=one.unclaimed)
         for one in claims.unclaimed()
     ]
     (finding,) = unclaimed_findings(records)
     assert finding.startswith("wrong out.shape, not refused, for head_dim 64/32, 64/96, 192/128: ")
 
 
-def test_a_tile_that_is_not_masked_is_named(find):
+def test_unmasked_last_tile_fails_lengths_questions(find):
     subject, claims = find("whole_tiles")
     assert claims.limits().startswith("lengths of multiples of 128")
     assert {"lengths-77", "decode-lengths-77"} <= set(wrong(claims))
-    held = on_terms(subject, claims.terms())
-    (shown,) = claimed_questions(claims, held, device="cpu", names=["decode-lengths-77"])
-    record = run_case(held, shown.case, device="cpu")
+    limited = on_terms(subject, claims.terms())
+    (question,) = claimed_questions(claims, limited, device="cpu", names=["decode-lengths-77"])
+    record = run_case(limited, question.case, device="cpu")
     assert record.status == "fail"
     assert record.judgement is not None
     assert record.judgement.rule == "structure"
 
 
-def test_who_is_wrong_everywhere_is_asked_everything(find):
+def test_kernel_that_is_always_wrong_has_no_limits(find):
     _, claims = find("halved")
     assert not claims.right
     assert (claims.limits(), wrong(claims)) == ("", [])
 
 
-def test_lse_of_base_2_hides_nothing(find):
+def test_base_2_lse_is_detected_without_other_limits(find):
     _, claims = find("base2")
     assert (claims.right, claims.lse, claims.limits(), wrong(claims)) == (True, "base2", "", [])
 
 
-def test_who_takes_nothing_has_no_claims(find):
+def test_kernel_that_always_raises_has_no_claims(find):
     _, claims = find("never")
     assert (claims.base, claims.lines(), claims.terms().table) == (None, [], None)
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "lines"),
+    ("name", "convention", "line"),
     [
         ("heads_inside", "flash_attn", "called as flash_attn, by which alone it is right; "),
         ("scaled_bhsd", "sdpa", "called as sdpa, by which alone it is right; --convention flash"),
         ("either", "sdpa", "right as sdpa and as flash_attn: asked as sdpa; --convention flash_at"),
     ],
 )
-def test_the_convention_is_found_by_trying(find, name, asked, lines):
+def test_convention_is_detected(find, name, convention, line):
     subject, claims = find(name)
-    assert claims.convention == asked
-    assert claims.lines()[0].startswith(lines)
-    held = on_terms(subject, claims.terms())
-    assert held.summary.startswith(f"{asked} convention")
+    assert claims.convention == convention
+    assert claims.lines()[0].startswith(line)
+    limited = on_terms(subject, claims.terms())
+    assert limited.summary.startswith(f"{convention} convention")
 
 
-def test_a_convention_that_is_named_is_not_tried(find):
-    _, claims = find("heads_inside", "sdpa")
-    assert (claims.conventions, claims.convention) == (("sdpa",), "sdpa")
-    assert claims.base is None or not claims.right
-
-
-def test_what_was_found_is_kept_for_the_same_files(find, file, monkeypatch):
+def test_claims_are_cached_until_the_kernel_file_changes(find, file, monkeypatch):
     _, first = find("raises")
 
     def fail(*_):
@@ -346,38 +343,42 @@ def test_what_was_found_is_kept_for_the_same_files(find, file, monkeypatch):
     assert "head_dim 32, 64, 80, 128" in find("raises")[1].limits()
 
 
-def test_a_folder_that_cannot_be_written_to_is_no_failure(find, tmp_path, monkeypatch):
+def test_unwritable_cache_folder_is_no_failure(find, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ATTNCHECK_CACHE_DIR", str(tmp_path / "file"))
     assert find("right")[1].lines() == []
 
 
-def test_every_aspect_has_its_reason():
+def test_every_aspect_is_either_claimed_or_not_claimed():
     tried = {t.aspect for t in room._trials(Problem(query=64), "flash_attn", "cpu")}
     assert tried - {"lengths"} == set(NOT_CLAIMED)
     assert not set(CLAIMED) & set(NOT_CLAIMED)
 
 
-def test_a_wrong_kernel_is_read_as_its_axes_show(find):
-    """Sizes that all differ raise where rows are taken for heads: the other reading is its own."""
+def test_convention_of_a_wrong_kernel_is_inferred_from_shapes(find):
+    """A kernel that is right by no convention is asked by the one that fits its axes: inputs whose
+    sizes all differ raise if rows are taken for heads."""
     subject, claims = find("wrong_inside")
     assert subject.conventions == ("sdpa", "flash_attn")
     assert (claims.convention, claims.right) == ("flash_attn", False)
     assert [one.what for one in claims.readings] == ["sdpa", "flash_attn"]
-    said, *_ = claims.lines()
-    assert said.startswith("right by no convention (as sdpa wrong: ")
-    assert "; as flash_attn wrong: bound: out[" in said
-    assert said.endswith("asked as flash_attn; --convention sdpa says otherwise")
+    line, *_ = claims.lines()
+    assert line.startswith("right by no convention (as sdpa wrong: ")
+    assert "; as flash_attn wrong: bound: out[" in line
+    assert line.endswith("asked as flash_attn; --convention sdpa says otherwise")
 
 
-@pytest.mark.parametrize(("name", "convention"), [("halved", "sdpa"), ("wrong_inside", "sdpa")])
-def test_a_convention_that_was_typed_is_kept(find, name, convention):
-    _, claims = find(name, convention)
-    assert (claims.convention, claims.readings) == (convention, ())
+@pytest.mark.parametrize("name", ["heads_inside", "halved", "wrong_inside"])
+def test_explicit_convention_is_the_only_one_tried(find, name):
+    """It is kept even if the kernel is wrong by it, or right by another one (``heads_inside``)."""
+    _, claims = find(name, "sdpa")
+    assert (claims.conventions, claims.convention, claims.readings) == (("sdpa",), "sdpa", ())
+    assert claims.base is None or not claims.right
 
 
-def test_heads_that_share_keys_are_tried_with_few_rows_too(find):
-    """A kernel for decoding refuses as many rows of two heads as it takes of one."""
+def test_gqa_is_also_tried_with_few_rows(find):
+    """A decoding kernel limits the rows of all heads that share a key head: it would seem to refuse
+    GQA altogether if GQA were tried only with as many rows as MHA."""
     subject, claims = find("decode")
     terms = claims.terms()
     assert (terms.table.gqa, terms.table.max_query, terms.table.max_rows) == (True, None, 64)
@@ -388,12 +389,12 @@ def test_heads_that_share_keys_are_tried_with_few_rows_too(find):
         assert on_terms(subject, terms).unsupported(problem, "cpu") == refusal
 
 
-def test_who_says_that_there_are_no_gradients_is_asked_for_none(find):
-    """And who has gradients, or does nothing but raise there, is."""
+def test_gradients_are_skipped_only_if_the_kernel_has_none(find):
+    """A kernel with gradients, or one that merely raises when it is tried, is asked for them."""
     subject, claims = find("decode")
     assert claims.terms().table.backward is False
-    asked = on_terms(subject, claims.terms())
-    assert not asked.concerns(Problem(query=8, backward=True))
+    limited = on_terms(subject, claims.terms())
+    assert not limited.concerns(Problem(query=8, backward=True))
     _, right = find("right")
     assert right.terms().table is None
     raising = msgspec.structs.replace(

@@ -1,4 +1,5 @@
-"""Processes that compile ahead: they call our kernels once, and nothing that they do matters."""
+"""Processes that compile kernels ahead of the run: they call each kernel once to fill the compile
+caches, and their failures must not affect the run."""
 
 import ctypes
 import os
@@ -32,34 +33,34 @@ from attncheck.workers.transport import Frame
 SMALL = Problem(query=16, head_dim=16)
 
 
-def compiled(kernel: str, problem: Problem) -> Frame:
+def compile_kernel(kernel: str, problem: Problem) -> Frame:
     words = {"kernel": kernel, "problem": problem.to_json(), "device": "cpu"}
     return Compiler().answer(Frame(kind="compile", words=words))
 
 
 @pytest.mark.parametrize("kernel", ["triton-flash2", "flex"])
-def test_a_kernel_is_called(kernel, monkeypatch):
-    called = []
+def test_compiler_calls_the_kernel_once(kernel, monkeypatch):
+    results = []
     run = type(subject_named(kernel)).run
     monkeypatch.setattr(
-        type(subject_named(kernel)), "run", lambda *args: called.append(run(*args)) or called[-1]
+        type(subject_named(kernel)), "run", lambda *args: results.append(run(*args)) or results[-1]
     )
-    assert compiled(kernel, SMALL).kind == "done"
-    (outputs,) = called
+    assert compile_kernel(kernel, SMALL).kind == "done"
+    (outputs,) = results
     assert outputs.out.shape == (1, 1, 16, 16)
 
 
-def test_what_a_kernel_refuses_or_raises_ends_nothing(monkeypatch):
-    assert compiled("triton-decode", SMALL.replace(query=129)).kind == "refused"
+def test_compiler_answers_refusals_and_exceptions(monkeypatch):
+    assert compile_kernel("triton-decode", SMALL.replace(query=129)).kind == "refused"
 
     def broken(*_):
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(input_tensors, "zero_inputs", broken)
-    assert compiled("triton-flash2", SMALL).words == {"reason": "RuntimeError"}
+    assert compile_kernel("triton-flash2", SMALL).words == {"reason": "RuntimeError"}
 
 
-def test_nothing_is_started_on_a_cpu_nor_for_kernels_without_a_compiler(monkeypatch):
+def test_no_process_is_started_on_a_cpu_or_for_kernels_without_a_compiler(monkeypatch):
     flash = subject_named("triton-flash2")
     with compiling_ahead([(SMALL, [flash]), (SMALL.replace(query=32), [flash])], "cpu") as workers:
         assert not workers
@@ -69,36 +70,36 @@ def test_nothing_is_started_on_a_cpu_nor_for_kernels_without_a_compiler(monkeypa
         assert not workers
 
 
-def test_processes_answer_each_call_once_and_end(monkeypatch):
+def test_workers_compile_each_problem_once_and_end(monkeypatch):
     monkeypatch.setattr(compile_ahead, "free_places", lambda device: 1)
     flash, other = subject_named("triton-flash2"), SMALL.replace(query=32)
-    # A seed is no other kernel.
-    asked = [(SMALL, [flash]), (SMALL.replace(seed=3), [flash]), (other, [flash])]
+    # Another seed needs no other compiled kernel.
+    cells = [(SMALL, [flash]), (SMALL.replace(seed=3), [flash]), (other, [flash])]
     monkeypatch.delenv(compile_ahead._POOLS, raising=False)
-    with compiling_ahead(asked, "cpu") as (worker,):
+    with compiling_ahead(cells, "cpu") as (worker,):
         assert os.environ[compile_ahead._POOLS] == "1"
         answers = [worker.receive(seconds=60.0, most=0).kind for _ in range(2)]
         assert answers == ["done", "done"]
         assert worker.await_end(60.0) == 0
-    with compiling_ahead(asked, "cpu") as (worker,):
+    with compiling_ahead(cells, "cpu") as (worker,):
         assert worker.ended is None
-    assert worker.ended is not None  # whatever was left to do
+    assert worker.ended is not None  # even with work left
     assert compile_ahead._POOLS not in os.environ
     monkeypatch.setenv(compile_ahead._POOLS, "3")
-    with compiling_ahead(asked, "cpu"):
-        assert os.environ[compile_ahead._POOLS] == "3"  # as somebody wants it
+    with compiling_ahead(cells, "cpu"):
+        assert os.environ[compile_ahead._POOLS] == "3"  # the user's value is kept
 
 
 @pytest.fixture
 def _driver(monkeypatch):
-    """As if there were one, and cores for two compilers."""
+    """Simulate a GPU driver, and cores for two compilers."""
     monkeypatch.setattr(compile_ahead, "_DRIVER", None)  # this program itself
     monkeypatch.setattr(compile_ahead, "_places_on_cores", lambda: 2)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 @pytest.mark.usefixtures("_driver")
-def test_compilers_load_what_they_need_before_anybody_knows_of_a_gpu():
+def test_compilers_load_their_modules_before_the_device_is_known():
     workers = start_compilers([], None)
     try:
         assert [worker.receive(seconds=120.0, most=0).kind for worker in workers] == ["done"] * 2
@@ -107,43 +108,43 @@ def test_compilers_load_what_they_need_before_anybody_knows_of_a_gpu():
             worker.kill(5.0)
 
 
-def test_what_cannot_be_loaded_is_said(monkeypatch):
+def test_compiler_reports_a_module_that_fails_to_load(monkeypatch):
     monkeypatch.setattr(compile_ahead, "prepare", lambda device: None)
     monkeypatch.setattr(compile_ahead, "_MODULES", ("no_such_module",))
     answer = Compiler().answer(Frame(kind="load", words={}))
     assert (answer.kind, answer.words) == ("failed", {"reason": "ModuleNotFoundError"})
 
 
-def printed_by(program: str) -> str:
-    """What a fresh process prints that runs ``program``."""
+def run_python(program: str) -> str:
+    """Run ``program`` in a fresh Python process and return its output."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert not done.returncode, done.stderr
     return done.stdout
 
 
-def test_the_first_kernels_do_not_wait_for_torchs_compiler():
+def test_triton_compilers_do_not_import_torch_dynamo():
     program = (
         "import sys; from importlib import import_module; "
         "from attncheck.verify import compile_ahead; compile_ahead.prepare('cpu'); "
         "[import_module(name) for name in compile_ahead._MODULES]; "
         "print('triton' in sys.modules, 'torch._dynamo' in sys.modules)"
     )
-    assert printed_by(program) == "True False\n"
+    assert run_python(program) == "True False\n"
 
 
-def test_who_starts_them_has_not_imported_torch():
+def test_importing_compile_ahead_does_not_import_torch():
     program = "import sys; import attncheck.verify.compile_ahead; print('torch' in sys.modules)"
-    assert printed_by(program) == "False\n"
+    assert run_python(program) == "False\n"
 
 
 @pytest.mark.parametrize(("fails", "count"), [(None, 3), ("cuInit", 1), ("cuDeviceGet", 2)])
-def test_the_driver_makes_a_context_of_the_first_gpu_where_there_is_one(fails, count, monkeypatch):
+def test_make_context_retains_first_gpu_and_stops_at_first_error(fails, count, monkeypatch):
     calls = []
 
     def function(name):
         return lambda *values: calls.append((name, *values)) or int(name == fails)
 
-    monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # so that it is as before in the end
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # so that monkeypatch restores it at the end
     monkeypatch.delenv("CUDA_MODULE_LOADING")
     names = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain")
     compile_ahead._make_context(SimpleNamespace(**{name: function(name) for name in names}))
@@ -158,12 +159,12 @@ def test_the_driver_makes_a_context_of_the_first_gpu_where_there_is_one(fails, c
 
 
 @pytest.mark.usefixtures("_driver")
-def test_those_that_are_not_needed_end(monkeypatch):
+def test_surplus_compilers_are_ended(monkeypatch):
     monkeypatch.setattr(compile_ahead, "free_places", lambda device: 1)
     flash = subject_named("triton-flash2")
     workers = start_compilers(["triton-flash2", "mine.py::kernel"], "cuda")
-    asked = [(SMALL, [flash]), (SMALL.replace(query=32), [flash])]
-    with compiling_ahead(asked, "cpu", workers) as used:
+    cells = [(SMALL, [flash]), (SMALL.replace(query=32), [flash])]
+    with compiling_ahead(cells, "cpu", workers) as used:
         assert used == workers[:1]
         assert workers[0].ended is None
         assert workers[1].ended is not None
@@ -171,13 +172,13 @@ def test_those_that_are_not_needed_end(monkeypatch):
 
 
 @pytest.mark.usefixtures("_driver")
-def test_one_that_has_died_leaves_the_others_their_work(monkeypatch):
+def test_dead_compiler_is_not_given_work(monkeypatch):
     monkeypatch.setattr(compile_ahead, "free_places", lambda device: 2)
     flash = subject_named("triton-flash2")
     workers = start_compilers([], None)
     workers[0].kill(5.0)
-    asked = [(SMALL.replace(query=query), [flash]) for query in (16, 32, 48)]
-    with compiling_ahead(asked, "cpu", workers) as used:
+    cells = [(SMALL.replace(query=query), [flash]) for query in (16, 32, 48)]
+    with compiling_ahead(cells, "cpu", workers) as used:
         assert used[0] is workers[1]
         assert [worker.await_end(120.0) for worker in used] == [0, 0]
 
@@ -192,7 +193,10 @@ def test_one_that_has_died_leaves_the_others_their_work(monkeypatch):
         (8, ["triton-flash2", "sdpa-cudnn"], [0, 1, 2]),
     ],
 )
-def test_no_kernel_waits_for_the_modules_of_torchs_compiler(count, kernels, expected, monkeypatch):
+def test_work_is_assigned_so_that_triton_does_not_wait_for_torch_compile(
+    count, kernels, expected, monkeypatch
+):
+    """With processes to spare, kernels that need torch's compiler get one of their own."""
     sent = []
 
     class Process:
@@ -212,55 +216,57 @@ def test_no_kernel_waits_for_the_modules_of_torchs_compiler(count, kernels, expe
 
     monkeypatch.setattr(compile_ahead, "free_places", lambda device: count)
     subjects = [subject_named(name) for name in kernels]
-    asked = [(SMALL.replace(query=query), subjects) for query in (16, 32)]
-    with compiling_ahead(asked, "cuda", [Process(number) for number in range(count)]) as used:
+    cells = [(SMALL.replace(query=query), subjects) for query in (16, 32)]
+    with compiling_ahead(cells, "cuda", [Process(number) for number in range(count)]) as used:
         assert len(used) == min(count, 2 * len(kernels) - 1)
     every = [(name, query) for query in (16, 32) for name in kernels]
     assert [(name, query) for _, name, query in sent] == every
     assert [number for number, *_ in sent][: len(expected)] == expected
 
 
-def test_what_compiles_is_known_before_it_is_imported():
+def test_builtin_table_names_the_compiler_of_each_kernel():
+    """The table is read before the kernel's module is imported, so it states this a second time."""
     assert {name: kernel.compiler for name, kernel in BUILTIN.items()} == {
         name: subject_named(name).compiler for name in BUILTIN
     }
 
 
-def test_a_driver_makes_it_while_compilers_start(monkeypatch):
-    """It may take its time: whoever is refused a word does not wait for it."""
-    made, waits = [], threading.Event()
+def test_start_compilers_makes_the_context_in_a_daemon_thread(monkeypatch):
+    """A slow driver must delay neither the start nor the end of the program; on a CPU no context
+    is made."""
+    drivers, release = [], threading.Event()
     monkeypatch.setattr(compile_ahead, "_DRIVER", None)
     monkeypatch.setattr(compile_ahead, "_places_on_cores", lambda: 0)
     monkeypatch.setattr(
-        compile_ahead, "_make_context", lambda each: (made.append(each), waits.wait())
+        compile_ahead, "_make_context", lambda driver: (drivers.append(driver), release.wait())
     )
     assert start_compilers([], None) == []
     try:
-        assert [type(each) for each in made] == [ctypes.CDLL]
+        assert [type(driver) for driver in drivers] == [ctypes.CDLL]
         assert all(each.daemon for each in threading.enumerate() if each.name != "MainThread")
     finally:
-        waits.set()
+        release.set()
     assert start_compilers([], "cpu") == []
-    assert len(made) == 1
+    assert len(drivers) == 1
 
 
 @pytest.mark.usefixtures("_driver")
-def test_on_a_cpu_and_for_kernels_of_others_none_are_started():
+def test_no_compilers_start_on_a_cpu_or_for_user_kernels():
     assert start_compilers([], "cpu") == []
     assert start_compilers(["mine.py::kernel"], None) == []
     assert start_compilers(["mine.py::kernel", "ideal"], None) == []
 
 
-def test_without_a_driver_none_are_started(monkeypatch):
+def test_no_compilers_start_without_a_driver(monkeypatch):
     monkeypatch.setattr(compile_ahead, "_DRIVER", "no-such-driver.so")
     assert start_compilers([], None) == []
 
 
 @pytest.mark.parametrize("kernels", [["triton-flash2"], ["ideal", "sdpa-cudnn"]])
-def test_a_thread_loads_what_is_asked_for_on_a_gpu(kernels, monkeypatch):
+def test_load_ahead_loads_the_libraries_that_the_kernels_need_on_a_gpu(kernels, monkeypatch):
     loaded = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    takes = lambda *asked, backward: loaded.append((*asked, backward))  # noqa: E731
+    takes = lambda *arguments, backward: loaded.append((*arguments, backward))  # noqa: E731
     monkeypatch.setattr(fused_tiles, "takes", takes)
     monkeypatch.setattr(torch_kernels, "load_cudnn", loaded.append)
     monkeypatch.setattr(compile_ahead, "_hash_triton", lambda: loaded.append("triton"))
@@ -281,7 +287,7 @@ def test_a_thread_loads_what_is_asked_for_on_a_gpu(kernels, monkeypatch):
         (["triton-flash2", "sdpa-math"], "cuda", []),
     ],
 )
-def test_torchs_compiler_is_imported_where_a_kernel_on_a_gpu_waits_for_it(
+def test_load_compilers_imports_torch_inductor_only_for_flex_on_a_gpu(
     kernels, device, imports, monkeypatch
 ):
     modules = []
@@ -290,10 +296,10 @@ def test_torchs_compiler_is_imported_where_a_kernel_on_a_gpu_waits_for_it(
     assert modules == imports
 
 
-def test_it_is_imported_before_the_first_kernel_runs(monkeypatch):
+def test_compilers_are_loaded_before_the_first_kernel_runs(monkeypatch):
     order = []
 
-    class Noting(Ideal):
+    class LogsCalls(Ideal):
         def prepare(self, inputs):
             order.append("kernel")
             return super().prepare(inputs)
@@ -302,27 +308,27 @@ def test_it_is_imported_before_the_first_kernel_runs(monkeypatch):
         verify, "load_compilers", lambda subjects, device: order.append((len(subjects), device))
     )
     cases = [("", Case(problem=SMALL))]
-    assert len(list(verify.iter_records([Noting(), Noting()], cases, device="cpu"))) == 2
+    assert len(list(verify.iter_records([LogsCalls(), LogsCalls()], cases, device="cpu"))) == 2
     assert order[:2] == [(2, "cpu"), "kernel"]
 
 
-def test_it_is_imported_when_the_ideal_kernels_are_at_work(monkeypatch):
+def test_compilers_are_loaded_after_the_ideal_kernels_are_launched(monkeypatch):
     order = []
 
-    class Noting(Ideal):
+    class LogsCalls(Ideal):
         def prepare(self, inputs):
             order.append(f"ideal {self.tiling(inputs.problem, 'cpu').block_kv}")
             return super().prepare(inputs)
 
-    monkeypatch.setattr(evidence_builder, "Ideal", Noting)
+    monkeypatch.setattr(evidence_builder, "Ideal", LogsCalls)
     arithmetic = Ideal().arithmetic(SMALL, "cpu")
     allowances = evidence_builder.allowances
 
-    def noting(*what):
+    def logged_allowances(*arguments):
         order.append("allowances")
-        return allowances(*what)
+        return allowances(*arguments)
 
-    monkeypatch.setattr(evidence_builder, "allowances", noting)
+    monkeypatch.setattr(evidence_builder, "allowances", logged_allowances)
     evidence = EvidenceBuilder(
         Case(problem=SMALL),
         "cuda",
@@ -333,11 +339,11 @@ def test_it_is_imported_when_the_ideal_kernels_are_at_work(monkeypatch):
     )
     evidence.establish()
     assert order == ["ideal 16", "ideal 32", "allowances", "compilers"]
-    evidence.allowance(arithmetic)  # which is known by then
+    evidence.allowance(arithmetic)  # cached by establish()
     assert order.count("allowances") == 1
 
 
-def test_what_cannot_be_loaded_ahead_is_nobodys_error(monkeypatch, recwarn):
+def test_load_ahead_ignores_failures(monkeypatch, recwarn):
     def broken(*_):
         raise RuntimeError("no such GPU")
 
@@ -356,7 +362,7 @@ def test_what_cannot_be_loaded_ahead_is_nobodys_error(monkeypatch, recwarn):
     ],
     ids=str,
 )
-def test_zeros_are_laid_out_as_what_is_drawn(problem):
+def test_zero_inputs_have_the_layout_of_drawn_inputs(problem):
     zeros, drawn = zero_inputs(problem, "cpu").tensors(), draw_inputs(problem).tensors()
     assert {n: (x.shape, x.stride(), x.dtype) for n, x in zeros.items()} == {
         n: (x.shape, x.stride(), x.dtype) for n, x in drawn.items()

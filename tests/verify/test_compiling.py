@@ -1,4 +1,4 @@
-"""How long was compiled."""
+"""``Compiling``: the clock that adds up the time which Triton and torch spend compiling."""
 
 import time
 from types import SimpleNamespace
@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from attncheck.verify.kernel_server import Compiling
 
 
-def compiled(clock: Compiling, microseconds: int) -> None:
-    """What Triton calls at the end of a compilation."""
+def report_triton_compilation(clock: Compiling, microseconds: int) -> None:
+    """Call the listener as Triton does at the end of a compilation."""
     clock._add_triton(
         src=None,
         metadata={},
@@ -17,38 +17,38 @@ def compiled(clock: Compiling, microseconds: int) -> None:
     )
 
 
-def test_it_adds_up_what_triton_tells():
+def test_triton_compilations_are_added_up():
     clock = Compiling()
-    compiled(clock, 250_000)
-    compiled(clock, 500_000)
+    report_triton_compilation(clock, 250_000)
+    report_triton_compilation(clock, 500_000)
     assert clock.seconds == 0.75
 
 
-def test_triton_within_torch_counts_once():
+def test_triton_compilation_within_torch_compile_counts_once():
     clock, start = Compiling(), time.perf_counter()
     clock._torch_starts(None)
-    compiled(clock, 10**9)
+    report_triton_compilation(clock, 10**9)
     clock._torch_ends(None)
     assert 0 < clock.seconds <= time.perf_counter() - start
 
 
-def test_triton_takes_it_and_whoever_listened_still_hears(monkeypatch):
+def test_listen_keeps_an_existing_triton_listener(monkeypatch):
     from triton import knobs
 
-    heard = []
-    monkeypatch.setattr(knobs.compilation, "listener", lambda **told: heard.append(told))
+    earlier = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **event: earlier.append(event))
     clock = Compiling()
     clock.listen()
-    clock.listen()  # once is enough
-    told = {"src": None, "metadata": {}, "metadata_group": {}, "cache_hit": True}
-    knobs.compilation.listener(times=SimpleNamespace(total=10**6), **told)
+    clock.listen()  # a second call must not count everything twice
+    event = {"src": None, "metadata": {}, "metadata_group": {}, "cache_hit": True}
+    knobs.compilation.listener(times=SimpleNamespace(total=10**6), **event)
     assert clock.seconds == 1
-    assert len(heard) == 1
+    assert len(earlier) == 1
 
 
-def test_torch_tells_when_it_compiles():
+def test_torch_compile_time_is_counted():
     import torch
-    from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+    from torch._dynamo.callback import callback_handler
 
     clock = Compiling()
     clock.listen()
@@ -58,4 +58,3 @@ def test_torch_tells_when_it_compiles():
         callback_handler.remove_start_callback(clock._torch_starts)
         callback_handler.remove_end_callback(clock._torch_ends)
     assert clock.seconds > 0
-    assert CallbackArgs(CallbackTrigger.DYNAMO, "0")  # what it is called with

@@ -1,11 +1,11 @@
-"""Same bits again, elsewhere, among others, launched otherwise: each check and its fault."""
+"""Determinism checks (repeats, elsewhere, neighbours, schedules, streams) and planted faults."""
 
 import re
 from pathlib import Path
 
 import pytest
-from tests.verify.asked_checks import RIGHT, SMALL, ask, ready
-from tests.verify.planted_calls_of_bits import KERNELS
+from tests.verify.call_check_runs import CORRECT_KERNELS, SMALL, require_interpreter, run_check
+from tests.verify.planted_nondeterminism import KERNELS
 
 from attncheck.core.errors import ProblemError, UsageError
 from attncheck.records.failure_causes import without_place
@@ -20,21 +20,21 @@ from attncheck.verify.question_fit import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ON_A_CPU = ["repeats", "elsewhere", "neighbours", "schedules"]
+CPU_CHECKS = ["repeats", "elsewhere", "neighbours", "schedules"]
 
 
-@pytest.mark.parametrize("question", ON_A_CPU)
-@pytest.mark.parametrize("kernel", RIGHT)
-def test_a_right_kernel_passes(kernel, question):
-    ready(kernel)
+@pytest.mark.parametrize("question", CPU_CHECKS)
+@pytest.mark.parametrize("kernel", CORRECT_KERNELS)
+def test_correct_kernel_passes(kernel, question):
+    require_interpreter(kernel)
     problem = SMALL.replace(query=17, kv=20, head_dim=16, value_dim=16, dtype="fp16")
-    record = ask(kernel, question, problem)
+    record = run_check(kernel, question, problem)
     assert record.status == "pass", (record.reason, record.judgement)
     assert "with 95 % confidence fewer than 3/" in record.judgement.reason
 
 
 @pytest.mark.parametrize(
-    ("fault", "question", "said"),
+    ("fault", "question", "reason"),
     [
         ("AnyOrder", "repeats", "nondeterministic 5/7 calls: lse[0, 0, 0] is "),
         ("FirstCall", "repeats", "nondeterministic 7/7 calls"),
@@ -48,67 +48,67 @@ def test_a_right_kernel_passes(kernel, question):
         ("WrongUnpromised", "repeats", "pairs of calls: repeat"),
     ],
 )
-def test_a_planted_fault_is_found(fault, question, said):
+def test_planted_nondeterminism_fails(fault, question, reason):
     problem = SMALL.replace(backward="Gradients" in fault)
-    record = ask(KERNELS[fault](), question, problem)
+    record = run_check(KERNELS[fault](), question, problem)
     assert (record.status, record.judgement.rule) == ("fail", "determinism"), record.reason
     assert record.judgement.reason.startswith("nondeterministic ")
-    assert said in record.judgement.reason
+    assert reason in record.judgement.reason
 
 
 @pytest.mark.parametrize("fault", ["ByAddress", "ByThreads"])
-def test_what_only_moving_shows_is_not_seen_in_place(fault):
-    assert ask(KERNELS[fault](), "repeats").status == "pass"
+def test_repeats_does_not_move_inputs_or_change_threads(fault):
+    assert run_check(KERNELS[fault](), "repeats").status == "pass"
 
 
 @pytest.mark.parametrize("question", ["repeats", "elsewhere"])
-def test_bits_that_are_not_promised_are_compared_within_bounds(question):
-    record = ask(KERNELS["AnyOrderUnpromised"](), question)
+def test_rounding_differences_pass_without_a_promise_of_equal_bits(question):
+    record = run_check(KERNELS["AnyOrderUnpromised"](), question)
     assert record.status == "pass"
     assert record.judgement.reason.startswith("0/3 ")
 
 
-def test_a_call_elsewhere_that_promises_no_bits_is_judged():
-    record = ask(KERNELS["WrongElsewhereUnpromised"](), "elsewhere")
+def test_elsewhere_fails_wrong_result_without_a_promise_of_equal_bits():
+    record = run_check(KERNELS["WrongElsewhereUnpromised"](), "elsewhere")
     assert (record.status, record.judgement.rule) == ("fail", "determinism")
     assert record.judgement.reason.startswith("nondeterministic 3/3 calls: lse[0, ")
 
 
-def test_gradients_that_are_not_promised_are_said():
-    record = ask(KERNELS["AnyGradientsUnpromised"](), "repeats", SMALL.replace(backward=True))
+def test_repeats_warns_that_unpromised_gradients_were_not_compared():
+    record = run_check(KERNELS["AnyGradientsUnpromised"](), "repeats", SMALL.replace(backward=True))
     assert record.status == "pass"
     assert record.judgement.warnings == (
         "does not promise the bits of gradients: out and LSE alone were compared",
     )
 
 
-def test_more_calls_are_a_smaller_bound():
-    assert "0/31 calls" in ask("ideal", "repeats", calls=32).judgement.reason
+def test_repeats_makes_the_requested_number_of_calls():
+    assert "0/31 calls" in run_check("ideal", "repeats", calls=32).judgement.reason
 
 
-def test_a_cpu_has_no_streams():
-    record = ask("ideal", "streams")
+def test_streams_is_unsupported_on_a_cpu():
+    record = run_check("ideal", "streams")
     assert (record.status, record.reason) == ("unsupported", "a CPU has no streams")
 
 
-def test_a_kernel_that_raises_is_an_error():
+def test_exception_in_the_kernel_is_an_error():
     class Raising(Ideal):
         def prepare(self, inputs):
             raise ValueError("planted")
 
     for question in ("repeats", "neighbours"):
-        record = ask(Raising(), question)
+        record = run_check(Raising(), question)
         assert (record.status, without_place(record.reason)) == ("error", "ValueError: planted")
 
 
-def test_what_is_alone_has_no_neighbours():
+def test_neighbours_rejects_a_batch_of_one():
     alone = SMALL.replace(batch=1)
     assert unfit_reason("neighbours", alone) == "its only sequence is alone; it has one sequence"
     with pytest.raises(ProblemError, match="its only sequence is alone"):
-        ask("ideal", "neighbours", alone)
+        run_check("ideal", "neighbours", alone)
 
 
-def test_the_page_names_every_check():
+def test_documentation_lists_every_check():
     page = (Path(__file__).parents[2] / "docs" / "reference" / "checks.md").read_text(
         encoding="utf-8"
     )
@@ -116,7 +116,7 @@ def test_the_page_names_every_check():
     assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(CHECKS)
 
 
-def test_checks_are_questions():
+def test_checks_have_summary_and_parameters_and_reject_unknown_ones():
     for name, check in CHECKS.items():
         check_question(name)
         assert question_summary(name) == check.summary
@@ -126,4 +126,4 @@ def test_checks_are_questions():
     with pytest.raises(UsageError, match="repeat"):
         check_named("repeets")
     with pytest.raises(ProblemError, match="calls"):
-        ask("ideal", "repeats", calls=9)
+        run_check("ideal", "repeats", calls=9)

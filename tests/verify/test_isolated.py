@@ -1,4 +1,5 @@
-"""A kernel in another process answers as it does in this one, bit for bit."""
+"""IsolatedKernel: a kernel in a process of its own gives the same bits as in this one, and the
+host handles its deaths, deadlines and out-of-bounds writes."""
 
 import math
 import os
@@ -53,18 +54,18 @@ CASES = {
     "launches": Case(problem=SMALL, question="launches", parameters={"launch": 0}),
     "another launch": Case(problem=SMALL, question="launches", parameters={"launch": 1}),
     "softmax": Case(problem=Problem(operation="softmax", query=5, kv=7, dtype="fp16")),
-    "what it does not take": Case(problem=SMALL.replace(dtype="fp64")),
+    "unsupported dtype": Case(problem=SMALL.replace(dtype="fp64")),
 }
 
 
 @pytest.fixture(scope="module")
 def host():
-    with IsolatedKernel(f"{FILE}::Launched", deadlines=Deadlines(call=30.0)) as found:
-        yield found
+    with IsolatedKernel(f"{FILE}::Launched", deadlines=Deadlines(call=30.0)) as kernel:
+        yield kernel
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_answers_are_those_of_this_process(host, case):
+def test_records_equal_those_of_this_process(host, case):
     here, there = (
         run_case(subject, case, device="cpu", executor=executor)
         for subject, executor in (
@@ -75,7 +76,7 @@ def test_answers_are_those_of_this_process(host, case):
     assert there == here
 
 
-def test_it_says_of_itself_what_the_kernel_says(host):
+def test_remote_subject_has_the_attributes_and_answers_of_the_kernel(host):
     kernel, subject = planted.Launched(), host.subject
     for name in ("name", "summary", "promises", "sinks", "backward", "captured", "triton"):
         assert getattr(subject, name) == getattr(kernel, name)
@@ -88,43 +89,43 @@ def test_it_says_of_itself_what_the_kernel_says(host):
         assert subject.arithmetic(problem, "cpu") == kernel.arithmetic(problem, "cpu")
 
 
-def test_outputs_are_the_same_bits(host):
+def test_outputs_have_the_bits_of_this_process(host):
     case = Case(problem=BACKWARD)
     inputs = inputs_room.draw_inputs(case.problem)
     there = host.executor.run(host.subject, inputs, origin=Origin(case=case), timed=True)
     here = InProcess().run(planted.Launched(), inputs)
     assert isinstance(there, Execution)
     assert there.seconds > 0
-    given, expected = there.outputs.tensors(), here.outputs.tensors()
-    assert given.keys() == expected.keys()
-    assert all(torch.equal(given[name], expected[name]) for name in given)
+    remote, local = there.outputs.tensors(), here.outputs.tensors()
+    assert remote.keys() == local.keys()
+    assert all(torch.equal(remote[name], local[name]) for name in remote)
 
 
-def test_calls_of_a_case_are_made_there(host):
+def test_exact_runs_have_the_same_bounds_in_the_isolated_process(host):
     for case in (CASES["compare"], CASES["relation"]):
-        found = exact_runs(host.subject, case, device="cpu", executor=host.executor)
-        expected = exact_runs(planted.Launched(), case, device="cpu")
-        for one, other in zip(found, expected, strict=True):
+        remote = exact_runs(host.subject, case, device="cpu", executor=host.executor)
+        local = exact_runs(planted.Launched(), case, device="cpu")
+        for one, other in zip(remote, local, strict=True):
             assert torch.equal(one.allowed.out, other.allowed.out)
 
 
-def test_circumstances_are_made_there(host):
+def test_call_conditions_apply_in_the_isolated_process(host):
     case = Case(problem=SMALL)
     inputs = inputs_room.draw_inputs(SMALL)
-    found = host.executor.run(
+    execution = host.executor.run(
         host.subject, inputs, origin=Origin(case=case), under=CallConditions(calls=3)
     )
-    assert found.notes.further == 2
+    assert execution.notes.further == 2
 
 
-def test_inputs_of_another_case_are_seen(host):
-    """The process draws them itself: other bits there are no answer to what is asked here."""
+def test_inputs_that_differ_from_those_of_the_case_break_the_contract(host):
+    """The process draws the inputs itself, so it must notice if they are not those of the host."""
     inputs = inputs_room.draw_inputs(SMALL.replace(seed=1))
-    found = host.executor.run(host.subject, inputs, origin=Origin(case=Case(problem=SMALL)))
-    assert found == Failure(kind="contract", message="in its process the Case has other inputs.")
+    result = host.executor.run(host.subject, inputs, origin=Origin(case=Case(problem=SMALL)))
+    assert result == Failure(kind="contract", message="in its process the Case has other inputs.")
 
 
-def test_a_kernel_is_called_where_it_is(host):
+def test_kernel_called_through_the_wrong_executor_raises_host_error(host):
     inputs = inputs_room.draw_inputs(SMALL)
     with pytest.raises(HostError, match="in another process"):
         host.subject.prepare(inputs)
@@ -132,15 +133,15 @@ def test_a_kernel_is_called_where_it_is(host):
         host.executor.run(Ideal(), inputs, origin=Origin(case=Case(problem=SMALL)))
 
 
-def test_a_death_while_it_is_asked_for_launches_is_a_crash(host):
-    case = Case(problem=SMALL.replace(query=planted.FAULT_IN_LAUNCHES), question="launches")
-    case = Case(problem=case.problem, question="launches", parameters={"launch": 0})
+def test_death_while_listing_launches_is_a_crash(host):
+    problem = SMALL.replace(query=planted.FAULT_IN_LAUNCHES)
+    case = Case(problem=problem, question="launches", parameters={"launch": 0})
     record = run_case(host.subject, case, device="cpu", executor=host.executor)
     assert (record.status, "SIGABRT" in record.reason) == ("crash", True)
 
 
 @pytest.mark.parametrize(("limit", "value"), [("_MOST_CASES", 1), ("_MOST_GROWTH", -(1 << 50))])
-def test_a_process_that_has_done_enough_is_replaced(host, limit, value, monkeypatch):
+def test_process_is_replaced_after_its_most_cases_or_memory_growth(host, limit, value, monkeypatch):
     monkeypatch.setattr(f"attncheck.verify.remote_kernel.{limit}", value)
     case = Case(problem=SMALL)
     record = run_case(host.subject, case, device="cpu", executor=host.executor, brief=True)
@@ -148,19 +149,19 @@ def test_a_process_that_has_done_enough_is_replaced(host, limit, value, monkeypa
     assert host.pid is None
 
 
-def test_what_a_process_compiled_is_gone_with_it(host):
-    """Each new one has the time to compile, also what another one has called before."""
+def test_every_new_process_gets_time_to_compile(host):
+    """What an earlier process compiled is lost with it."""
     connection = SimpleNamespace(new=False, deadlines=Deadlines(), device="cuda")
-    given = SimpleNamespace(problem=SMALL)
+    inputs = SimpleNamespace(problem=SMALL)
     executor = IsolatedExecutor(connection)
-    calls = []
+    limits = []
     for connection.new in (True, False, False, True, False):
-        calls.append(executor._seconds(host.subject, given, calls=1)[0])
-    assert calls == [180.0, 60.0, 60.0, 180.0, 60.0]
+        limits.append(executor._seconds(host.subject, inputs, calls=1)[0])
+    assert limits == [180.0, 60.0, 60.0, 180.0, 60.0]
 
 
 @pytest.mark.parametrize(
-    ("typed", "device", "how", "seconds", "says"),
+    ("timeout", "device", "changes", "seconds", "note"),
     [
         (None, "cuda", {}, 180.0, "compiles"),
         (None, "cuda", {"new": False, "unseen": False}, 60.0, ""),
@@ -171,38 +172,39 @@ def test_what_a_process_compiled_is_gone_with_it(host):
         (600.0, "cuda", {"compiles": True}, 600.0, "compiles"),
     ],
 )
-def test_a_typed_limit_bounds_what_is_not_known_to_compile(typed, device, how, seconds, says):
-    state = {"new": True, "unseen": True, "compiles": False, **how}
-    limits = Deadlines.of(typed)
-    limit, said = limits.of_run(1, device, **state)
+def test_timeout_option_limits_calls_that_are_not_known_to_compile(
+    timeout, device, changes, seconds, note
+):
+    state = {"new": True, "unseen": True, "compiles": False, **changes}
+    limit, reason = Deadlines.of(timeout).of_run(1, device, **state)
     assert limit == seconds
-    assert says in said
-    assert bool(says) == bool(said)
+    assert note in reason
+    assert bool(note) == bool(reason)
 
 
-def test_a_typed_limit_bounds_the_import_too():
+def test_timeout_option_limits_the_import():
     assert Deadlines.of(None).load == Deadlines.of(math.inf).load == 120.0
     assert (Deadlines.of(2.0).load, Deadlines.of(30.0).load) == (4.0, 30.0)
 
 
-def test_inputs_that_no_case_draws_travel(host):
+def test_inputs_without_a_case_are_sent_to_the_process(host):
     case = Case(problem=SMALL)
-    drawn = inputs_room.draw_inputs(SMALL)
-    ours = host.executor.run(host.subject, drawn, origin=Origin(case=case))
-    sent = host.executor.run(host.subject, drawn)
-    assert torch.equal(ours.outputs.out, sent.outputs.out)
-    other = host.executor.run(host.subject, drawn.replace(v=-drawn.v))
-    assert torch.equal(ours.outputs.out, -other.outputs.out)
+    inputs = inputs_room.draw_inputs(SMALL)
+    drawn = host.executor.run(host.subject, inputs, origin=Origin(case=case))
+    sent = host.executor.run(host.subject, inputs)
+    assert torch.equal(drawn.outputs.out, sent.outputs.out)
+    negated = host.executor.run(host.subject, inputs.replace(v=-inputs.v))
+    assert torch.equal(drawn.outputs.out, -negated.outputs.out)
 
 
 @pytest.mark.parametrize("value", ["x" * LARGEST_WORDS, object()], ids=["too long", "no JSON"])
-def test_an_answer_that_is_no_frame_is_told_and_the_next_is_given(value):
+def test_unsendable_answer_fails_and_the_server_goes_on(value):
     reads, writes = os.pipe()
     values = iter([value, 1])
     kernel = SimpleNamespace(answer=lambda value: Frame(kind="answer", words={"value": value}))
-    waiting = SimpleNamespace(get=lambda: next(values))
+    queue = SimpleNamespace(get=lambda: next(values))
     with pytest.raises(StopIteration), os.fdopen(writes, "wb"):
-        serve(waiting, Sender(writes, bytes(KEY)), kernel)
+        serve(queue, Sender(writes, bytes(KEY)), kernel)
     with os.fdopen(reads, "rb"):
         receiver = Receiver(reads, bytes(KEY))
         first, second = (receiver.receive(most=0) for _ in range(2))
@@ -211,16 +213,16 @@ def test_an_answer_that_is_no_frame_is_told_and_the_next_is_given(value):
     assert second.words == {"value": 1}
 
 
-class Counted(RemoteSubject):
+class CountsReplacements(RemoteSubject):
     """A kernel that counts how often its process was replaced."""
 
-    started = 0
+    replacements = 0
 
     def __init__(self):
         self.connection = SimpleNamespace(problems=(), device="cpu")
 
     def fresh(self):
-        self.started += 1
+        self.replacements += 1
 
 
 @pytest.mark.parametrize(
@@ -236,15 +238,17 @@ class Counted(RemoteSubject):
         (["timeout", "crash"], "timeout", 2),
     ],
 )
-def test_a_death_is_confirmed_alone(statuses, status, attempts):
+def test_confirm_death_repeats_the_case_once_in_a_new_process(statuses, status, attempts):
     record = new_record(Ideal(), Case(problem=SMALL), device="cpu", variant="", environment="")
-    given = (replace(record, status=each, reason=f"said {i}") for i, each in enumerate(statuses))
-    kernel = Counted()
-    found, times = confirm_death(kernel, lambda: next(given), slow=True)
-    assert (found.status, times, kernel.started) == (status, attempts, attempts - 1)
+    records = (
+        replace(record, status=each, reason=f"reason {i}") for i, each in enumerate(statuses)
+    )
+    kernel = CountsReplacements()
+    confirmed, times = confirm_death(kernel, lambda: next(records), slow=True)
+    assert (confirmed.status, times, kernel.replacements) == (status, attempts, attempts - 1)
     if statuses[-1] != status:
-        again = f"said 0; asked once more, alone in a new process: {statuses[-1]} (said 1)"
-        assert found.reason.endswith(again)
+        again = f"reason 0; asked once more, alone in a new process: {statuses[-1]} (reason 1)"
+        assert confirmed.reason.endswith(again)
 
 
 @pytest.mark.parametrize(
@@ -257,23 +261,23 @@ def test_a_death_is_confirmed_alone(statuses, status, attempts):
         (True, ["crash", "pass"], "flaky"),
     ],
 )
-def test_who_lacked_memory_that_others_held_is_judged_by_its_second_answer(
+def test_out_of_memory_on_a_crowded_gpu_is_judged_by_the_second_attempt(
     crowded, statuses, status, monkeypatch
 ):
+    """If other processes hold the memory, an oom is not the kernel's and does not make it flaky."""
     monkeypatch.setattr("attncheck.verify.deaths.others_hold_memory", lambda _: crowded)
     record = new_record(Ideal(), Case(problem=SMALL), device="cpu", variant="", environment="")
     first, second = (replace(record, status=each) for each in statuses)
-    given = iter((replace(first, reason="said"), second))
-    found, times = confirm_death(Counted(), lambda: next(given), slow=True)
-    assert (found.status, times) == (status, 2)
+    records = iter((replace(first, reason="reason"), second))
+    confirmed, times = confirm_death(CountsReplacements(), lambda: next(records), slow=True)
+    assert (confirmed.status, times) == (status, 2)
     if status == "pass":
-        assert found.reason == "oom: said; asked once more, alone in a new process: pass"
+        assert confirmed.reason == "oom: reason; asked once more, alone in a new process: pass"
 
 
 @pytest.mark.parametrize(("kept", "times"), [(False, 1), (True, 0)])
-def test_a_kernels_process_gives_back_scarce_memory_but_before_no_timed_call(
-    kept, times, monkeypatch
-):
+def test_server_releases_scarce_memory_except_for_kept_calls(kept, times, monkeypatch):
+    """Calls that are kept will be timed: releasing memory first would slow them down."""
     released = []
     monkeypatch.setattr("attncheck.core.strided_alloc.release_scarce_memory", released.append)
     server = KernelServer()
@@ -285,8 +289,8 @@ def test_a_kernels_process_gives_back_scarce_memory_but_before_no_timed_call(
     assert released == ["cpu"] * times
 
 
-def test_a_lost_gpu_is_said_before_anything_is_asked_of_it(monkeypatch):
-    """Whatever is asked raises, and would be told as an error of a process that can go on."""
+def test_lost_gpu_is_reported_as_a_crash(monkeypatch):
+    """Any call on a lost GPU raises: as a plain error it would leave the dead process in use."""
 
     def lost(*_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -313,45 +317,48 @@ from torch.nn.functional import scaled_dot_product_attention
 wrote = []
 def kernel(q, k, v, is_causal=False):
     if wrote and q.shape[2] != 1:
-        os.abort()  # as the heap does, in whatever asks it for memory next
+        os.abort()  # as a corrupted heap does at the next allocation
     out = scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     {more}
     if q.shape[2] == 1:
-        ctypes.memset(out.data_ptr() + out.nbytes, 65, 4)  # as many as a heap has room for
+        ctypes.memset(out.data_ptr() + out.nbytes, 65, 4)  # too few to break the heap at once
         wrote.append(1)
     return out
 """
 
 
-PAST = "out-of-bounds write: 4 bytes after its output out"
+OVERWRITE = "out-of-bounds write: 4 bytes after its output out"
 
 
-def asked_of_who_writes(tmp_path, problems, more):
+def run_overwriting_kernel(tmp_path, lengths, more):
     (tmp_path / "mine.py").write_text(WRITES.format(more=more))
-    with IsolatedKernel("mine.py::kernel", folder=str(tmp_path)) as found:
-        return [*iter_records([found.subject], map(as_case, problems), device="cpu")]
+    with IsolatedKernel("mine.py::kernel", folder=str(tmp_path)) as kernel:
+        return [*iter_records([kernel.subject], map(case_of_length, lengths), device="cpu")]
 
 
-def test_who_writes_past_what_it_allocated_is_found_in_that_call(tmp_path):
-    problems = [Problem(query=n, kv=8, head_dim=8, dtype="fp32") for n in (4, 1)]
-    records = asked_of_who_writes(tmp_path, problems, "out = torch.empty_like(q).copy_(out)")
+def case_of_length(length):
+    return Case(problem=Problem(query=length, kv=8, head_dim=8, dtype="fp32"))
+
+
+def test_write_past_an_allocation_fails_in_that_call(tmp_path):
+    records = run_overwriting_kernel(tmp_path, (4, 1), "out = torch.empty_like(q).copy_(out)")
     assert [record.status for record in records] == ["pass", "fail"]
-    assert records[1].judgement.reason == f"{PAST}, the first 0 bytes behind"
+    assert records[1].judgement.reason == f"{OVERWRITE}, the first 0 bytes behind"
 
 
-def test_who_wrote_beside_its_tensors_is_found_when_its_process_dies_later(tmp_path):
-    # An operator of torch's allocates for itself: only who is asked about memory has bands there.
-    problems = [Problem(query=n, kv=8, head_dim=8, dtype="fp32") for n in (4, 1, 8)]
-    records = asked_of_who_writes(tmp_path, problems, "")
+def test_later_death_is_traced_to_the_call_that_wrote_out_of_bounds(tmp_path):
+    # torch's operators allocate their outputs in C++: only memory checks put guard bands there.
+    records = run_overwriting_kernel(tmp_path, (4, 1, 8), "")
     assert [record.status for record in records] == ["pass", "pass", "fail"]
     judgement = records[-1].judgement
     assert judgement.rule == "memory"
-    assert judgement.reason.startswith(PAST)
-    assert f"; it was asked {problems[1]}; without guard bands its process" in judgement.reason
+    assert judgement.reason.startswith(OVERWRITE)
+    asked = f"; it was asked {case_of_length(1).problem}; without guard bands its process"
+    assert asked in judgement.reason
     assert "died of SIGABRT" in judgement.reason
 
 
-CALLED = """
+LOGS_CALLS = """
 import os
 from pathlib import Path
 from torch.nn.functional import scaled_dot_product_attention
@@ -366,49 +373,46 @@ def kernel(q, k, v, is_causal=False):
 """
 
 
-def test_the_next_case_is_called_while_one_is_judged(tmp_path):
-    (tmp_path / "mine.py").write_text(CALLED)
-    called = tmp_path / "called"
-    cases = [as_case(Problem(query=n, kv=8, head_dim=8, dtype="fp32")) for n in range(1, 9)]
+def test_next_case_is_called_while_the_previous_one_is_judged(tmp_path):
+    (tmp_path / "mine.py").write_text(LOGS_CALLS)
+    log = tmp_path / "called"
+    cases = [case_of_length(n) for n in range(1, 9)]
     cases[6] = Case(problem=cases[6].problem, question="repeat")
-    cases.append(as_case(Problem(query=9, kv=8, head_dim=8, dtype="fp32", sink=True)))
-    with IsolatedKernel("mine.py::kernel", folder=str(tmp_path)) as found:
-        records = [next(answers := iter_records([found.subject], cases, device="cpu"))]
+    cases.append(Case(problem=case_of_length(9).problem.replace(sink=True)))
+    with IsolatedKernel("mine.py::kernel", folder=str(tmp_path)) as kernel:
+        records = [next(answers := iter_records([kernel.subject], cases, device="cpu"))]
         late = time.monotonic() + 60.0
-        while called.read_text() != "1 2 " and time.monotonic() < late:
+        while log.read_text() != "1 2 " and time.monotonic() < late:
             time.sleep(0.01)
-        assert called.read_text() == "1 2 "
+        assert log.read_text() == "1 2 "
         records += answers
-    # In order, each once: but for what died and the relation; what it refuses is not called.
-    assert called.read_text() == "1 2 3 4 5 5 6 7 7 8 "
-    with IsolatedKernel("mine.py::kernel", folder=str(tmp_path)) as found:
-        alone = [next(iter_records([found.subject], [case], device="cpu")) for case in cases]
+    # In order and once each, except that the death (5) is confirmed by a second call and the
+    # relation (7) takes two; the unsupported sink (9) is not called.
+    assert log.read_text() == "1 2 3 4 5 5 6 7 7 8 "
+    with IsolatedKernel("mine.py::kernel", folder=str(tmp_path)) as kernel:
+        alone = [next(iter_records([kernel.subject], [case], device="cpu")) for case in cases]
     assert records == alone
     statuses = [record.status for record in records]
     assert statuses == [*["pass"] * 4, "crash", "error", "pass", "pass", "unsupported"]
 
 
-def as_case(problem):
-    return Case(problem=problem)
-
-
 @pytest.mark.parametrize(
-    ("text", "load", "error", "said"),
+    ("text", "load", "error", "message"),
     [
         ("def f(", 120.0, UsageError, "SyntaxError"),
         ("import os\nos._exit(7)", 120.0, Died, "exit code 7 before it answered"),
         ("import time\ntime.sleep(1000)", 1.0, Died, "did not answer what the kernel is in 1 s"),
     ],
-    ids=["no Python", "leaves", "hangs"],
+    ids=["no Python", "exits", "hangs"],
 )
-def test_what_cannot_be_loaded_is_told(text, load, error, said, tmp_path):
+def test_failure_to_load_a_kernel_raises(text, load, error, message, tmp_path):
     (tmp_path / "mine.py").write_text(text)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         IsolatedKernel("mine.py::f", folder=str(tmp_path), deadlines=Deadlines(load=load))
 
 
-def test_a_process_that_does_not_start_is_no_fault_of_the_kernel(host, monkeypatch):
-    """Neither as it is loaded nor as it is asked: nothing of the kernel's has run by then."""
+def test_process_that_does_not_start_is_a_host_error_and_no_death(host, monkeypatch):
+    """None of the kernel's code has run by then, so it must not be recorded as a crash of it."""
     host.subject.fresh()
     monkeypatch.setattr(host, "deadlines", Deadlines(start=1e-9))
     inputs = inputs_room.draw_inputs(SMALL)
@@ -417,8 +421,7 @@ def test_a_process_that_does_not_start_is_no_fault_of_the_kernel(host, monkeypat
     assert not isinstance(caught.value, Died)
 
 
-def test_a_host_is_given_another_kernel_of_another_folder(tmp_path):
-    """What its process sees of the world: a folder, GPUs, no standard input."""
+def test_process_has_its_own_folder_gpu_session_and_no_stdin(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import os, sys\n"
         "from attncheck.subjects.ideal import Ideal\n"
@@ -427,5 +430,5 @@ def test_a_host_is_given_another_kernel_of_another_folder(tmp_path):
         "    summary = f\"{os.environ['CUDA_VISIBLE_DEVICES']} {sys.stdin.read()!r}\"\n"
         "    summary += f' {os.getsid(0) == os.getpid()} {os.getcwd()}'\n"
     )
-    with IsolatedKernel("mine.py::Mine", folder=str(tmp_path), gpu="3") as found:
-        assert found.subject.summary == f"3 '' True {tmp_path}"
+    with IsolatedKernel("mine.py::Mine", folder=str(tmp_path), gpu="3") as kernel:
+        assert kernel.subject.summary == f"3 '' True {tmp_path}"

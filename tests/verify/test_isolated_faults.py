@@ -1,4 +1,4 @@
-"""What a kernel does to its process is told of it alone: the next right Case passes."""
+"""Kernels that harm their process: each fault is recorded, and the next right Case passes."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.verify import planted_processes as planted
-from tests.workers.planted_servers import runs
+from tests.workers.planted_servers import is_running
 
 from attncheck.inputs.problem import Case, Problem
 from attncheck.verify.isolated import IsolatedKernel
@@ -23,7 +23,7 @@ LENGTHS = {fault.__name__: length for length, fault in planted.FAULTS.items()}
 DIED = "its process died of SIGSEGV before it answered"
 SEGFAULT = f'{DIED}; it said: Segmentation fault, File "{FILE}", line '
 
-SAID = [
+OUTCOMES = [
     ("raises", "error", "ValueError: planted at planted_processes.py:"),
     ("interrupts", "error", "KeyboardInterrupt"),
     ("wrong_shape", "contract", "out.shape=(1, 1, 4, 7), but should be (1, 1, 4, 8)."),
@@ -38,12 +38,12 @@ SAID = [
     ("wrong_and_patched", "bound", ""),
     ("mutation_unseen", "mutation", "wrote to its inputs."),
     ("segfault", "crash", SEGFAULT),
-    ("leaves", "crash", "its process ended with exit code 0 before it answered"),
+    ("exits", "crash", "its process ended with exit code 0 before it answered"),
     ("raises_memory_error", "oom", "MemoryError"),
-    ("has_a_limit", "oom", "MemoryError"),
-    ("takes_all", "oom", "RuntimeError: "),
-    ("raises_at_length", "error", "ValueError: \N{PILE OF POO}"),
-    ("gives_gradients", "pass", ""),
+    ("sets_memory_limit", "oom", "MemoryError"),
+    ("allocates_too_much", "oom", "RuntimeError: "),
+    ("raises_long_message", "error", "ValueError: \N{PILE OF POO}"),
+    ("returns_gradients", "pass", ""),
     ("writes_everywhere", "crash", "what its process sent is no answer: "),
 ]
 
@@ -56,65 +56,67 @@ def problem(length):
 def host(tmp_path_factory):
     folder = tmp_path_factory.mktemp("worker")
     kernel = f"{FILE}::Planted"
-    with IsolatedKernel(kernel, deadlines=DEADLINES, folder=str(folder)) as found:
-        found.folder = folder
-        assert ask(found, planted.RIGHT).status == "pass"
-        yield found
+    with IsolatedKernel(kernel, deadlines=DEADLINES, folder=str(folder)) as host:
+        host.folder = folder
+        assert run_length(host, planted.RIGHT).status == "pass"
+        yield host
 
 
-def ask(host, length):
+def run_length(host, length):
     case = Case(problem=problem(length))
     return run_case(host.subject, case, device="cpu", executor=host.executor, brief=True)
 
 
-def test_every_fault_is_asked_about():
-    of_their_own = {"daemon_and_hang", "daemon_and_death"}
-    assert {name for name, *_ in SAID} | of_their_own == set(LENGTHS)
+def test_every_planted_fault_has_a_test():
+    tested_below = {"daemon_and_hang", "daemon_and_death"}
+    assert {name for name, *_ in OUTCOMES} | tested_below == set(LENGTHS)
 
 
-@pytest.mark.parametrize(("name", "said", "reason"), SAID)
-def test_a_fault_is_told_and_the_next_case_passes(host, name, said, reason):
-    record = ask(host, LENGTHS[name])
+@pytest.mark.parametrize(("name", "outcome", "reason"), OUTCOMES)
+def test_fault_is_recorded_and_the_next_case_passes(host, name, outcome, reason):
+    """``outcome`` is the status of the Record, or the rule by which it failed."""
+    record = run_length(host, LENGTHS[name])
     rule = record.judgement.rule if record.judgement else ""
-    assert said in {record.status, rule}, record
-    assert record.status == ("fail" if rule else said)
-    told = record.reason or record.judgement.reason
-    assert told.startswith(reason)
-    assert told.isprintable()
+    assert outcome in {record.status, rule}, record
+    assert record.status == ("fail" if rule else outcome)
+    recorded = record.reason or record.judgement.reason
+    assert recorded.startswith(reason)
+    assert recorded.isprintable()
     assert record.kernel == host.subject.name == planted.Planted.name
-    assert ask(host, planted.RIGHT).status == "pass"
+    assert run_length(host, planted.RIGHT).status == "pass"
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "reason"),
+    ("name", "status", "reason"),
     [
         ("daemon_and_hang", "timeout", "it did not answer with outputs in 2 s."),
         ("daemon_and_death", "crash", "its process died of SIGKILL before it answered."),
     ],
 )
-def test_no_daemon_is_left(host, monkeypatch, name, said, reason):
+def test_daemon_of_a_dead_worker_is_killed(host, monkeypatch, name, status, reason):
     host.close()
-    # A daemon is known by the environment that its process was started with: no fork will do.
+    # Daemons are recognised by the environment that their process was started with, which a forked
+    # worker would not have.
     monkeypatch.setattr(process, "subprocess", subprocess)
-    assert ask(host, planted.RIGHT).status == "pass"
-    record = ask(host, LENGTHS[name])
-    assert (record.status, record.reason) == (said, reason)
+    assert run_length(host, planted.RIGHT).status == "pass"
+    record = run_length(host, LENGTHS[name])
+    assert (record.status, record.reason) == (status, reason)
     note = host.folder / "grandchild"
     daemon = int(note.read_text())
     note.unlink()
-    assert not runs(daemon)
-    assert ask(host, planted.RIGHT).status == "pass"
+    assert not is_running(daemon)
+    assert run_length(host, planted.RIGHT).status == "pass"
     host.close()
 
 
-def test_a_process_ends_when_its_host_is_closed(host):
-    assert ask(host, planted.RIGHT).status == "pass"
+def test_closing_the_host_ends_its_process(host):
+    assert run_length(host, planted.RIGHT).status == "pass"
     before = host.pid
-    assert runs(before)
+    assert is_running(before)
     host.close()
     assert host.pid is None
-    assert not runs(before)
+    assert not is_running(before)
 
 
-def test_this_process_has_not_imported_it(host):
+def test_kernel_file_is_not_imported_in_this_process(host):
     assert f"attncheck_file_{FILE.stem}" not in sys.modules

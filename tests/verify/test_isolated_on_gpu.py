@@ -1,4 +1,4 @@
-"""What a kernel does to a GPU is told of it alone, and the next right Case passes."""
+"""Kernels that harm their GPU: each fault is recorded, and the next right Case passes."""
 
 from pathlib import Path
 
@@ -29,33 +29,32 @@ FAULTS = (
 @pytest.fixture(scope="module")
 def host():
     deadlines = Deadlines(call=10.0, imports=10.0, compile=30.0, close=30.0)
-    with IsolatedKernel(f"{FILE}::Planted", device="cuda", deadlines=deadlines) as found:
-        assert ask(found, RIGHT).status == "pass"
-        yield found
+    with IsolatedKernel(f"{FILE}::Planted", device="cuda", deadlines=deadlines) as host:
+        assert run_length(host, RIGHT).status == "pass"
+        yield host
 
 
-def ask(host, length):
+def run_length(host, length):
     case = Case(problem=Problem(query=length, kv=4, head_dim=8, dtype="fp32"))
     return run_case(host.subject, case, device="cuda", executor=host.executor, brief=True)
 
 
 @pytest.mark.parametrize(("name", "length", "status", "reason"), FAULTS)
-def test_a_fault_is_told_and_the_next_case_passes(host, name, length, status, reason):
-    record = ask(host, length)
+def test_fault_is_recorded_and_the_next_case_passes(host, name, length, status, reason):
+    record = run_length(host, length)
     assert (record.status, record.reason[: len(reason)]) == (status, reason), record
-    assert ask(host, RIGHT).status == "pass"
-    torch.cuda.synchronize()  # this process has its GPU
+    assert run_length(host, RIGHT).status == "pass"
+    torch.cuda.synchronize()  # this process has not lost its GPU
 
 
-def test_one_bit_written_to_an_input_is_told(host):
-    record = ask(host, 8)
+def test_one_changed_input_bit_is_a_mutation(host):
+    record = run_length(host, 8)
     assert (record.status, record.judgement.rule) == ("fail", "mutation")
     assert record.judgement.reason == "wrote to its input q."
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
-def test_answers_are_those_of_this_process(dtype):
-    """The ideal kernel gives the same bits in any process of a machine."""
+def test_records_equal_those_of_this_process(dtype):
     case = Case(problem=Problem(heads=2, query=33, kv=40, head_dim=16, dtype=dtype))
     here = run_case(Ideal(), case, device="cuda", executor=InProcess())
     with IsolatedKernel("ideal", device="cuda") as host:

@@ -1,4 +1,4 @@
-"""Sums in 16 bits show in long sums of small terms; in short ones hardly, or not at all."""
+"""Kernels that keep sums in 16 bits: only long sums of small terms reveal them."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
 
 class Tiled(torch.autograd.Function):
-    """FlashAttention-2 in plain torch; ``kept`` says in which format each sum is kept."""
+    """FlashAttention-2 in plain torch; ``kept`` is the format of each running sum."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale, tile, kept):
@@ -36,8 +36,8 @@ class Tiled(torch.autograd.Function):
             weights = torch.exp2(scores - larger[..., None])
             rescale = torch.exp2(maximum - larger)
             total = rounded(total * rescale + weights.sum(-1), kept.get("total"))
-            added = weights.to(v.dtype).float() @ v[:, :, keys].float()
-            out = rounded(out * rescale[..., None] + added, kept.get("out"))
+            product = weights.to(v.dtype).float() @ v[:, :, keys].float()
+            out = rounded(out * rescale[..., None] + product, kept.get("out"))
             maximum = larger
         out = (out / total[..., None]).to(q.dtype)
         ctx.save_for_backward(q, k, v, out, maximum * LN2 + torch.log(total))
@@ -73,51 +73,51 @@ def rounded(sums, dtype):
     return sums if dtype is None else sums.to(dtype).float()
 
 
-def stranger(tile=64, **kept):
-    """``F.scaled_dot_product_attention`` of full masks, its sums ``kept`` in these formats."""
+def tiled_kernel(tile=64, **kept):
+    """``F.scaled_dot_product_attention`` of full masks, with its sums ``kept`` in these formats."""
 
     def attention(query, key, value, *, scale=None):
         return Tiled.apply(query, key, value, scale or query.shape[-1] ** -0.5, tile, kept)
 
-    return adopted(attention, "stranger", "sdpa")
+    return adopted(attention, "tiled_kernel", "sdpa")
 
 
-def failures(subject, named):
-    """Names of the questions that ``subject`` answers wrongly; it takes some of them."""
+def failures(subject, questions):
+    """Names of the questions that ``subject`` fails; it must pass some of them."""
     records = {
-        name: run_case(subject, case, device="cpu", brief=True) for name, case in named.items()
+        name: run_case(subject, case, device="cpu", brief=True) for name, case in questions.items()
     }
     assert any(record.status == "pass" for record in records.values())
     return [name for name, record in records.items() if record.status == "fail"]
 
 
-def of_check(dtype="bf16"):
+def check_questions(dtype="bf16"):
     return {one.name: one.case for one in check_cases(dtype)}
 
 
-def of_gate(tag, dtype="bf16"):
+def gate_questions(tag, dtype="bf16"):
     fields = {name: {"heads": 1} | entry.fields for name, entry in tagged(tag).items()}
     return {name: Case(problem=Problem(dtype=dtype, **each)) for name, each in fields.items()}
 
 
 @pytest.mark.parametrize("tile", [64, 128])
-def test_of_all_that_check_asks_the_long_sum_alone_sees_a_row_sum_in_fp16(tile):
-    assert failures(stranger(tile, total=torch.float16), of_check()) == ["long-sum"]
+def test_long_sum_is_the_only_check_question_that_detects_fp16_row_sums(tile):
+    assert failures(tiled_kernel(tile, total=torch.float16), check_questions()) == ["long-sum"]
 
 
 @pytest.mark.parametrize("tile", [16, 64, 256])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["out", "total"])
-def test_it_is_seen_in_tiles_of_any_usual_size(name, dtype, tile):
-    long = {"long-sum": of_check(dtype)["long-sum"]}
+def test_long_sum_detects_16_bit_sums_at_any_usual_tile_size(name, dtype, tile):
+    long = {"long-sum": check_questions(dtype)["long-sum"]}
     for kept in (torch.bfloat16, torch.float16):
-        subject = stranger(tile, **{name: kept})
+        subject = tiled_kernel(tile, **{name: kept})
         assert run_case(subject, long["long-sum"], device="cpu", brief=True).status == "fail"
-    assert failures(stranger(tile), long) == []
+    assert failures(tiled_kernel(tile), long) == []
 
 
 @pytest.mark.parametrize(
-    ("kept", "seen"),
+    ("kept", "failing"),
     [
         ({"dq": torch.bfloat16}, ["long sum of dQ"]),
         ({"dk": torch.bfloat16}, ["long sums of dK and dV"]),
@@ -127,14 +127,14 @@ def test_it_is_seen_in_tiles_of_any_usual_size(name, dtype, tile):
     ids=str,
 )
 @pytest.mark.parametrize("tile", [32, 128])
-def test_the_contract_sees_gradients_summed_in_16_bits(kept, seen, tile):
-    subject = stranger(tile, **kept)
-    backward = {n: case for n, case in of_gate(CONTRACT).items() if case.problem.backward}
-    assert failures(subject, backward | of_gate(LONG)) == seen
+def test_contract_detects_gradients_summed_in_bf16(kept, failing, tile):
+    subject = tiled_kernel(tile, **kept)
+    backward = {n: case for n, case in gate_questions(CONTRACT).items() if case.problem.backward}
+    assert failures(subject, backward | gate_questions(LONG)) == failing
 
 
 @pytest.mark.parametrize(
-    ("tile", "kept", "seen"),
+    ("tile", "kept", "question"),
     [
         (512, {"out": torch.float16}, "long-sum"),
         (512, {"total": torch.float16}, "long-sum"),
@@ -143,51 +143,53 @@ def test_the_contract_sees_gradients_summed_in_16_bits(kept, seen, tile):
     ],
     ids=str,
 )
-def test_what_few_large_tiles_hide_in_bf16_shows_in_fp16(tile, kept, seen):
-    """Or as many splits: a gate asks for long sums in every dtype of 16 bits."""
-    named = {name: case for name, case in of_gate(LONG, "fp16").items() if name == seen}
-    named |= {"short": Case(problem=Problem(query=16, kv=16, dtype="fp16", backward=True))}
-    assert failures(stranger(tile, **kept), named) == [seen]
-    assert failures(stranger(tile, **kept), of_gate(LONG)) == []
+def test_faults_that_few_large_tiles_hide_in_bf16_fail_in_fp16(tile, kept, question):
+    """Few tiles (or splits) mean few roundings of the sum: hence a gate asks for long sums in every
+    16-bit dtype."""
+    questions = {question: gate_questions(LONG, "fp16")[question]}
+    questions |= {"short": Case(problem=Problem(query=16, kv=16, dtype="fp16", backward=True))}
+    assert failures(tiled_kernel(tile, **kept), questions) == [question]
+    assert failures(tiled_kernel(tile, **kept), gate_questions(LONG)) == []
 
 
-BITS = 13  # of a tensor core's products, behind the first of the largest of a step
+BITS = 13  # kept by a tensor core, after the leading bit of the largest product of a step
 
 
-def aligned(terms, dim):
-    """The sum of what is left of ``terms`` where the largest one's last bits are."""
+def aligned_sum(terms, dim):
+    """The sum of ``terms`` truncated to the last kept bit of the largest one."""
     largest = terms.abs().amax(dim, keepdim=True)
     unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1] - 1 - BITS)
     return (torch.trunc(terms / unit) * unit).sum(dim)
 
 
 class Imprecise(Ideal):
-    """Products of fp8 are summed as on Hopper, 32 at a time; ``of`` says which."""
+    """Sums fp8 products as Hopper does, 32 at a time, in the ``affected`` matrix products."""
 
-    of = ("scores", "values")
+    affected = ("scores", "values")
 
     def product(self, rows, columns):
-        if ("scores" if columns.shape[-1] == self._tiling.block_kv else "values") not in self.of:
+        which = "scores" if columns.shape[-1] == self._tiling.block_kv else "values"
+        if which not in self.affected:
             return super().product(rows, columns)
         total = torch.zeros(*rows.shape[:-1], columns.shape[-1])
         for inner in parts(columns[None], 32):
             terms = rows[..., inner, None] * columns[..., None, inner, :]
-            total = aligned(torch.cat((terms, total[..., None, :]), -2), -2)
+            total = aligned_sum(torch.cat((terms, total[..., None, :]), -2), -2)
         return total
 
 
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("of", ["scores", "values"])
-def test_13_bits_of_an_fp8_accumulator_show_in_lse(dtype, of):
-    """Of P·V alone they are less than what P itself loses in fp8, and no fault."""
+@pytest.mark.parametrize("affected", ["scores", "values"])
+def test_13_bit_fp8_accumulator_fails_lse_but_is_within_bounds_for_values(dtype, affected):
+    """In P·V alone it loses less than P itself loses in fp8, which is no fault."""
     subject = Imprecise(Tiling(block_query=16, block_kv=32))
-    asked = Case(
+    case = Case(
         problem=Problem(query=16, kv=512, head_dim=128, dtype=dtype, distribution="uniform")
     )
-    assert run_case(Ideal(), asked, device="cpu").status == "pass"
-    subject.of = (of,)
-    record = run_case(subject, asked, device="cpu")
-    if of == "scores":
+    assert run_case(Ideal(), case, device="cpu").status == "pass"
+    subject.affected = (affected,)
+    record = run_case(subject, case, device="cpu")
+    if affected == "scores":
         assert (record.status, record.judgement.worst.tensor) == ("fail", "lse")
     else:
         worst = record.judgement.worst
@@ -195,8 +197,8 @@ def test_13_bits_of_an_fp8_accumulator_show_in_lse(dtype, of):
 
 
 @pytest.mark.parametrize(("dtype", "tile"), [("e4m3", 128), ("e5m2", 32)])
-def test_sums_of_fp8_products_are_seen(dtype, tile):
-    (case,) = (case for name, case in of_gate(FP8, dtype).items() if name == "longer sum")
+def test_longer_sum_detects_bf16_sums_of_fp8_products(dtype, tile):
+    case = gate_questions(FP8, dtype)["longer sum"]
     for steps, status in (
         (Steps(), "pass"),
         (Steps(kept_out=round_to_format("bf16")), "fail"),
@@ -207,53 +209,56 @@ def test_sums_of_fp8_products_are_seen(dtype, tile):
         assert run_case(subject, case, device="cpu", brief=True).status == status
 
 
-# In which order MKL adds terms up depends on the processor. Alike ones one by one, as for AVX-512,
-# are rounded alike: 1.0002 of the probabilistic bound, a warning. Here it is one order everywhere,
-# which a process has from its start.
+# The order in which MKL sums depends on the processor. Equal terms summed one by one, as with
+# AVX-512, all round the same way, which reaches 1.0002 of the probabilistic bound: a warning. This
+# setting gives the same order everywhere, but must be set before the process starts.
 _ORDER = {"MKL_CBWR": "COMPATIBLE"}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "e4m3"])
 @pytest.mark.parametrize("kernel", ["ideal", "sdpa-flash", "sdpa-math", "flex"])
-def test_right_kernels_pass(kernel, dtype, request):
+def test_correct_kernels_pass_long_sums(kernel, dtype, request):
     if (kernel, dtype) == ("sdpa-math", "fp32") and _ORDER.items() - os.environ.items():
-        again = (request.node.nodeid, "-m", "slow or not slow", "-n", "0", "-q")
-        how = {"cwd": request.config.rootpath, "env": os.environ | _ORDER}
+        arguments = (request.node.nodeid, "-m", "slow or not slow", "-n", "0", "-q")
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", *again], capture_output=True, text=True, **how
+            [sys.executable, "-m", "pytest", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=request.config.rootpath,
+            env=os.environ | _ORDER,
         )
         assert done.returncode == 0, done.stdout
         assert "1 passed" in done.stdout
         return
-    named = {n: c for n, c in of_gate(LONG, "bf16").items() if not c.problem.backward}
-    if dtype != "e4m3":
-        named |= of_gate(LONG, "bf16")
-    for case in named.values():
-        moved = Case(problem=case.problem.replace(dtype=dtype))
-        record = run_case(load_subject(kernel), moved, device="cpu", brief=True)
+    for case in gate_questions(LONG, "bf16").values():
+        if dtype == "e4m3" and case.problem.backward:
+            continue
+        converted = Case(problem=case.problem.replace(dtype=dtype))
+        record = run_case(load_subject(kernel), converted, device="cpu", brief=True)
         assert record.status in {"pass", "unsupported"}, record.judgement
 
 
 @pytest.mark.parametrize(
     "tiling", [{"lazy_rescale": 4.0}, {"reverse": True}, {"block_kv": 16}], ids=str
 )
-def test_other_orders_and_lazy_maxima_pass(tiling):
+def test_long_sums_pass_with_other_orders_and_lazy_rescaling(tiling):
     subject = Ideal(Tiling(**({"block_query": 64, "block_kv": 64} | tiling)))
-    assert failures(subject, of_gate(LONG)) == []
+    assert failures(subject, gate_questions(LONG)) == []
 
 
-def test_weights_that_are_flushed_to_zero_below_normal_fp16_pass():
-    """What came before a key is never multiplied by less than 2^-14 where it matters."""
+def test_long_sum_passes_kernel_that_flushes_small_rescale_factors():
+    """Where it matters, running sums are never rescaled by less than 2^-14, the smallest normal
+    number of fp16."""
 
     class Flushing(Ideal):
         def rescaled(self, running, alpha):
             return running * torch.where(alpha < 2.0**-14, 0.0, alpha)
 
-    assert failures(Flushing(), {"long-sum": of_check()["long-sum"]}) == []
+    assert failures(Flushing(), {"long-sum": check_questions()["long-sum"]}) == []
 
 
 class ShortWeights(Ideal):
-    """Its weights are rounded to fp16 before they are added up and rounded to bf16."""
+    """Rounds its weights to fp16 before summing them and before rounding them to bf16."""
 
     def exp2(self, exponent):
         return super().exp2(exponent).half().float()
@@ -282,20 +287,21 @@ def large_scores(**options):
     [{}, {"dtype": "fp16"}, {"dtype": "e4m3"}, {"sink": True, "scale": 3.0}, {"scale": -5.0}],
     ids=str,
 )
-def test_large_scores_show_the_order_of_operations_and_not_a_fault(options):
-    """A weight is off by 2^-24 of its score there: more than its format rounds."""
-    found = [
+def test_order_of_operations_is_no_finding_at_large_scores(options):
+    """A weight is off by 2^-24 times its score, which exceeds the rounding of its format there: the
+    residual exceeds its gate, but is explained by the order of operations."""
+    judgements = [
         run_case(kernel, large_scores(**options, seed=seed), device="cpu").judgement
         for kernel in ORDERS.values()
         for seed in range(8)
     ]
-    findings = [text for each in found for text in (each.reason, *each.warnings)]
+    findings = [text for each in judgements for text in (each.reason, *each.warnings)]
     assert [text for text in findings if "rounds elsewhere" in text] == []
     gate = residual_gate(options.get("dtype", "bf16"), 64)
-    assert max(each.precision.residual for each in found) > 1.5 * gate
+    assert max(each.precision.residual for each in judgements) > 1.5 * gate
 
 
-def test_a_fault_shows_where_scores_are_large():
+def test_bf16_output_sums_warn_at_large_scores():
     for seed in range(4):
         kernel = ShortSums(reverse_sums=True, scale_first=True)
         wrong = run_case(kernel, large_scores(seed=seed), device="cpu").judgement
@@ -303,13 +309,13 @@ def test_a_fault_shows_where_scores_are_large():
         assert "rounds elsewhere than declared" in "".join((wrong.reason, *wrong.warnings))
 
 
-def test_timed_it_is_judged_by_its_own_outputs():
+def test_timed_kernel_is_judged_by_its_own_outputs():
     record = run_case(ORDERS["both"], large_scores(), device="cpu", timed=True)
     assert record.judgement.precision.residual > residual_gate("bf16", 64)
 
 
 @pytest.mark.parametrize("keys", [4096, 16384])
-def test_the_emulation_of_long_sums_is_near_enough_to_tell(keys):
+def test_residual_gate_separates_orders_from_faults_in_long_sums(keys):
     case = Case(problem=Problem(heads=1, query=128, kv=keys, head_dim=64, dtype="bf16"))
     right, wrong = (run_case(each, case, device="cpu") for each in (ORDERS["sums"], ShortWeights()))
     assert (right.status, wrong.status) == ("pass", "fail")

@@ -1,4 +1,4 @@
-"""Which kernels are asked which cells, and what a Report says of it."""
+"""``verify`` and ``iter_records``: which kernels run on which cells, and the Report of them."""
 
 import torch
 
@@ -17,8 +17,8 @@ from attncheck.verify import run_case as run_case_file
 from attncheck.verify.verify import applicable_subjects, case_subjects, iter_records, verify
 
 
-class Rows(Subject):
-    """A softmax alone: it is not asked about attention."""
+class Softmax(Subject):
+    """A kernel for softmax only, without attention."""
 
     name = "rows"
     summary = "torch.softmax"
@@ -45,29 +45,31 @@ def cells(*variants):
     )
 
 
-def measured(made, subjects):
-    cases = [(cell.variant, Case(problem=cell.problem)) for cell in made]
-    return verify(subjects, cases, device="cpu", command="asked", applicable_only=True, timed=True)
+def measured(cells, subjects):
+    cases = [(cell.variant, Case(problem=cell.problem)) for cell in cells]
+    return verify(
+        subjects, cases, device="cpu", command="the command", applicable_only=True, timed=True
+    )
 
 
-def problems(made):
-    return [cell.problem for cell in made]
+def problems(cells):
+    return [cell.problem for cell in cells]
 
 
-def test_a_kernel_that_is_absent_is_named_once_and_run_nowhere():
+def test_absent_kernel_is_listed_once_and_not_run():
     subjects = [Ideal(), Sdpa("cudnn")]
     report = measured(cells("full", "causal"), subjects)
-    seen = report.records
-    assert report.command == "asked"
+    records = report.records
+    assert report.command == "the command"
     assert report.kernels == {s.name: s.summary for s in subjects}
     assert report.absent == {"sdpa-cudnn": "needs a CUDA GPU"}
-    assert [(r.variant, r.heads, r.kernel) for r in seen] == [
+    assert [(r.variant, r.heads, r.kernel) for r in records] == [
         (variant, heads, "ideal") for variant in ("full", "causal") for heads in ("MHA", "MQA")
     ]
-    assert {r.environment for r in seen} == set(report.environments)
+    assert {r.environment for r in records} == set(report.environments)
 
 
-def test_the_row_of_the_ideal_kernel_is_what_others_are_compared_with(monkeypatch):
+def test_ideal_kernel_runs_once_for_its_record_and_as_reference(monkeypatch):
     calls, attention = [], ideal.attention
 
     def counted(kernel, inputs):
@@ -85,8 +87,10 @@ def test_the_row_of_the_ideal_kernel_is_what_others_are_compared_with(monkeypatc
     assert (timed.digest, timed.out, timed.lse) == (alone.digest, alone.out, alone.lse)
 
 
-def test_a_planted_fault_of_the_ideal_kernel_is_no_ideal_kernel():
-    class Off(Ideal):
+def test_faulty_variants_of_the_ideal_kernel_are_run_themselves():
+    """Neither a subclass nor a modified instance shares the outputs kept for the ideal kernel."""
+
+    class ScoresOff(Ideal):
         name = "off"
 
         def scores(self, products):
@@ -95,13 +99,13 @@ def test_a_planted_fault_of_the_ideal_kernel_is_no_ideal_kernel():
     stepped = CONTINUOUS_FAULTS["scale-off"].kernel(0.5)
     assert type(stepped) is Ideal
     (case, _) = problems(cells("causal"))
-    for faulty in (Off(), stepped):
+    for faulty in (ScoresOff(), stepped):
         records = verify([Ideal(), faulty], [Case(problem=case)], device="cpu", timed=True).records
         assert [record.status for record in records] == ["pass", "fail"]
         assert records[1].seconds > 0
 
 
-def test_what_the_ideal_kernel_raises_is_its_record(monkeypatch):
+def test_exception_in_the_ideal_kernel_is_its_error_record(monkeypatch):
     def broken(*_):
         raise ValueError("planted")
 
@@ -111,15 +115,16 @@ def test_what_the_ideal_kernel_raises_is_its_record(monkeypatch):
     assert (record.status, "planted" in record.reason) == ("error", True)
 
 
-def test_a_kernel_is_asked_only_what_concerns_it():
-    made, subjects = cells("full", "softmax"), [Ideal(), Sdpa("math"), Rows()]
-    asked = case_subjects(problems(made), subjects, "cpu")
-    assert [(c.variant, [s.name for s in who]) for c, who in zip(made, asked, strict=True)] == [
+def test_kernels_run_only_on_the_operations_that_concern_them():
+    planned, subjects = cells("full", "softmax"), [Ideal(), Sdpa("math"), Softmax()]
+    by_cell = case_subjects(problems(planned), subjects, "cpu")
+    names = [[subject.name for subject in group] for group in by_cell]
+    assert list(zip([cell.variant for cell in planned], names, strict=True)) == [
         ("full", ["ideal", "sdpa-math"]),
         ("full", ["ideal", "sdpa-math"]),
         ("softmax", ["ideal", "rows"]),
     ]
-    report = measured(made, subjects)
+    report = measured(planned, subjects)
     assert [(r.variant, r.heads, r.kernel, r.status) for r in report.records] == [
         ("full", "MHA", "ideal", "pass"),
         ("full", "MHA", "sdpa-math", "pass"),
@@ -130,74 +135,74 @@ def test_a_kernel_is_asked_only_what_concerns_it():
     ]
 
 
-def test_a_kernel_without_gradients_has_no_row_where_they_are_asked_for():
+def test_kernel_without_gradients_has_no_backward_records():
     class Forward(Ideal):
         name, backward = "forward", False
 
         def concerns(self, problem):
             return Subject.concerns(self, problem)
 
-    made, subjects = cells("full"), [Forward(), Ideal()]
-    assert applicable_subjects(problems(made), subjects) == subjects
-    report = measured([cell.asking(backward=True) for cell in made], subjects)
+    planned, subjects = cells("full"), [Forward(), Ideal()]
+    assert applicable_subjects(problems(planned), subjects) == subjects
+    report = measured([cell.asking(backward=True) for cell in planned], subjects)
     assert [(r.kernel, r.status, sorted(r.gradients)) for r in report.records] == [
         ("ideal", "pass", ["dk", "dq", "dv"]) for _ in ("MHA", "MQA")
     ]
     assert list(report.kernels) == ["ideal"]
 
 
-def test_records_come_as_they_are_made_and_nothing_is_drawn_beyond_them(monkeypatch):
+def test_iter_records_yields_each_record_before_drawing_the_next_case(monkeypatch):
     drawn = []
 
-    class Told(evidence_builder.EvidenceBuilder):
+    class LogsDraws(evidence_builder.EvidenceBuilder):
         def establish(self, **more):
             drawn.append(self.case.problem.operation)
             super().establish(**more)
 
-    monkeypatch.setattr(run_case_file, "EvidenceBuilder", Told)
+    monkeypatch.setattr(run_case_file, "EvidenceBuilder", LogsDraws)
     cases = [Case(problem=problem) for problem in problems(cells("full", "softmax"))]
-    records = iter_records([Rows()], [*cases, *cases], device="cpu", applicable_only=True)
+    records = iter_records([Softmax()], [*cases, *cases], device="cpu", applicable_only=True)
     assert next(records).case_id == cases[-1].id
     assert drawn == ["softmax"]
 
 
-def test_a_kernel_that_no_cell_concerns_is_not_in_the_report_at_all():
-    made = cells("softmax")
-    subjects = [Sdpa("math"), Sdpa("cudnn"), Rows()]
-    assert applicable_subjects(problems(made), subjects) == subjects[2:]
-    assert applicable_subjects(problems([*made, *cells("full")]), subjects) == subjects
-    report = measured(made, subjects)
+def test_kernel_that_no_cell_concerns_is_not_in_the_report():
+    planned = cells("softmax")
+    subjects = [Sdpa("math"), Sdpa("cudnn"), Softmax()]
+    assert applicable_subjects(problems(planned), subjects) == subjects[2:]
+    assert applicable_subjects(problems([*planned, *cells("full")]), subjects) == subjects
+    report = measured(planned, subjects)
     assert list(report.kernels) == ["rows"]
     assert report.absent == {}
     assert [r.kernel for r in report.records] == ["rows"]
-    assert measured(made, subjects[:2]).records == ()
+    assert measured(planned, subjects[:2]).records == ()
 
 
-def test_who_is_absent_is_not_asked_what_concerns_it():
-    asked = []
+def test_concerns_is_not_called_on_an_absent_kernel():
+    calls = []
 
-    class Gone(Rows):
+    class Absent(Softmax):
         def absent(self, device):
             return "not here"
 
         def concerns(self, problem):
-            asked.append(problem)
+            calls.append(problem)
             return True
 
-    (who,) = case_subjects(problems(cells("softmax")), [Gone()], "cpu")
-    assert (who, asked) == ([], [])
+    assert case_subjects(problems(cells("softmax")), [Absent()], "cpu") == [[]]
+    assert calls == []
 
 
-def test_who_cannot_say_what_concerns_it_is_asked_and_its_cell_tells():
-    class Moody(Rows):
+def test_exception_in_concerns_is_an_error_record():
+    class Broken(Softmax):
         def concerns(self, problem):
             raise ValueError("planted")
 
         def unsupported(self, problem, device):
             return "no" if self.concerns(problem) else None
 
-    made = [Cell(variant="causal", problem=Problem(query=3, mask=Spec.of("causal")))]
-    report = measured(made, [Moody(), Ideal()])
+    planned = [Cell(variant="causal", problem=Problem(query=3, mask=Spec.of("causal")))]
+    report = measured(planned, [Broken(), Ideal()])
     assert [(r.kernel, r.status, without_place(r.reason)) for r in report.records] == [
         ("rows", "error", "ValueError: planted"),
         ("ideal", "pass", ""),

@@ -1,4 +1,4 @@
-"""Guard bands, poison, the state of a process, leaks: each check and the fault it is for."""
+"""Memory checks (guards, unwritten, state, leaks): right kernels pass, each planted fault fails."""
 
 import contextlib
 import ctypes
@@ -8,8 +8,8 @@ import sys
 
 import pytest
 import torch
-from tests.verify import planted_calls_of_memory as planted
-from tests.verify.asked_checks import RIGHT, SMALL, ask, ready
+from tests.verify import planted_memory_faults as planted
+from tests.verify.call_check_runs import CORRECT_KERNELS, SMALL, require_interpreter, run_check
 
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.problem import Case
@@ -28,29 +28,29 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = ["fp32", "bf16", "e4m3"]
 UNREACHED = "may have held anything before: torch did not ask Python for that memory"
-OF_MEMORY = [name for name, check in CHECKS.items() if check.stage == "memory"]
+MEMORY_CHECKS = [name for name, check in CHECKS.items() if check.stage == "memory"]
 
 
-@pytest.mark.parametrize("question", OF_MEMORY)
-@pytest.mark.parametrize("kernel", RIGHT)
-def test_a_right_kernel_passes(kernel, question):
-    ready(kernel)
+@pytest.mark.parametrize("question", MEMORY_CHECKS)
+@pytest.mark.parametrize("kernel", CORRECT_KERNELS)
+def test_correct_kernel_passes(kernel, question):
+    require_interpreter(kernel)
     problem = SMALL.replace(query=17, kv=20, head_dim=16, value_dim=16, dtype="fp16")
-    record = ask(kernel, question, problem)
-    said = record.judgement.reason if record.judgement else ""
-    unreached = record.status == "inconclusive" and UNREACHED in said and question == "unwritten"
-    assert record.status == "pass" or unreached, (record.reason, said)
+    record = run_check(kernel, question, problem)
+    reason = record.judgement.reason if record.judgement else ""
+    unreached = record.status == "inconclusive" and UNREACHED in reason and question == "unwritten"
+    assert record.status == "pass" or unreached, (record.reason, reason)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("question", OF_MEMORY)
-def test_a_kernel_that_allocates_its_outputs_passes(question, dtype):
-    record = ask(planted.Allocating(), question, SMALL.replace(dtype=dtype))
+@pytest.mark.parametrize("question", MEMORY_CHECKS)
+def test_kernel_that_allocates_its_outputs_passes(question, dtype):
+    record = run_check(planted.Allocating(), question, SMALL.replace(dtype=dtype))
     assert (record.status, record.judgement.warnings) == ("pass", ())
 
 
 LAST_ROW = "left 24 of 120 elements of out, first [0, 0, 4, 0], unwritten"
-FOUND = [
+FAULTS = [
     ("guards", "ByteAfter", "1 byte after"),
     ("guards", "ByteBefore", "1 byte before"),
     ("guards", "NanAfter", "2 bytes after"),
@@ -66,31 +66,31 @@ FOUND = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("question", "fault", "said"), FOUND)
-def test_a_planted_fault_is_found(question, fault, said, dtype):
-    record = ask(getattr(planted, fault)(), question, SMALL.replace(dtype=dtype))
+@pytest.mark.parametrize(("question", "fault", "reason"), FAULTS)
+def test_planted_memory_fault_fails(question, fault, reason, dtype):
+    record = run_check(getattr(planted, fault)(), question, SMALL.replace(dtype=dtype))
     assert (record.status, record.judgement.rule) == ("fail", "memory")
-    assert said in record.judgement.reason
+    assert reason in record.judgement.reason
     assert ("out-of-bounds write" in record.judgement.reason) == (question == "guards")
 
 
-def test_the_two_patterns_agree_in_no_byte():
+def test_fill_patterns_differ_in_every_byte():
     one, other = (pattern(7, 200_000, torch.device("cpu"), fill) for fill in ("pattern", "inverse"))
     assert bool((one ^ other == 0xFF).all())
     assert len(one.unique()) == 256
 
 
-def test_a_write_between_the_elements_of_an_input_is_found():
+def test_guard_bands_detect_write_between_strided_input_elements():
     gapped = RELATIONS["strides_gapped"].runs(inputs_room.draw_inputs(SMALL), {})[1]
     guards = GuardBands("pattern", torch.device("cpu"))
-    given = guards.copied(gapped)
-    assert [guards.look(), given.k.stride()] == ["", gapped.k.stride()]
-    ctypes.memset(given.k[0, 0, 0].data_ptr() + given.k.shape[-1] * 2, 0x11, 1)
+    copies = guards.copied(gapped)
+    assert [guards.look(), copies.k.stride()] == ["", gapped.k.stride()]
+    ctypes.memset(copies.k[0, 0, 0].data_ptr() + copies.k.shape[-1] * 2, 0x11, 1)
     assert guards.look() == "wrote 1 byte between elements of its input k"
 
 
-def test_what_has_no_guard_bands_is_said():
-    record = ask("sdpa-flash", "guards", SMALL.replace(value_dim=6))
+def test_guards_warns_of_output_without_guard_bands():
+    record = run_check("sdpa-flash", "guards", SMALL.replace(value_dim=6))
     assert record.status == "pass"
     assert record.judgement.warnings == (
         "no guard bands around out: torch did not ask Python for that memory",
@@ -98,42 +98,43 @@ def test_what_has_no_guard_bands_is_said():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_without_torch_s_fill_nothing_passes(dtype, monkeypatch):
-    """As glibc gives what was just freed: it may hold the right numbers of the call before."""
+def test_unwritten_never_passes_unless_torch_fills_cpp_memory(dtype, monkeypatch):
+    """glibc hands out memory that was just freed: it may hold the right numbers of an earlier
+    call, so a kernel that wrote nothing would look right."""
     monkeypatch.setattr(memory_patterns, "_torch_flag", lambda fill: None)
     for fault in (planted.LastRowByItself(), planted.ByItself()):
-        assert ask(fault, "unwritten", SMALL.replace(dtype=dtype)).status != "pass"
+        assert run_check(fault, "unwritten", SMALL.replace(dtype=dtype)).status != "pass"
 
 
 @pytest.mark.parametrize("fault", ["KeptOutput", "NumpyOutput"])
-def test_memory_that_nobody_filled_is_said(fault):
-    record = ask(getattr(planted, fault)(), "unwritten", SMALL.replace(dtype="fp32"))
+def test_unwritten_is_inconclusive_for_memory_torch_did_not_fill(fault):
+    record = run_check(getattr(planted, fault)(), "unwritten", SMALL.replace(dtype="fp32"))
     assert (record.status, record.judgement.rule) == ("inconclusive", "memory")
     assert record.judgement.reason == f"out {UNREACHED}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_cpp_allocates_is_filled(dtype):
+def test_unwritten_passes_output_allocated_by_cpp(dtype):
     if memory_patterns._torch_flag("pattern") is None:
         pytest.skip("this torch does not fill what it allocates")
-    assert ask(planted.ByItself(), "unwritten", SMALL.replace(dtype=dtype)).status == "pass"
+    assert run_check(planted.ByItself(), "unwritten", SMALL.replace(dtype=dtype)).status == "pass"
 
 
 @pytest.mark.parametrize(
     ("kernel", "question"),
     [
-        (planted.EmptyUnused(), "unwritten"),  # what nobody wrote may be read and masked
-        (planted.Keeping("tensor", most=6), "leaks"),  # a cache that fills: nothing in the end
+        (planted.EmptyUnused(), "unwritten"),  # unwritten memory may be read if it is masked
+        (planted.Keeping("tensor", most=6), "leaks"),  # a cache that stops growing is no leak
     ],
 )
-def test_what_is_no_fault_passes(kernel, question):
-    assert ask(kernel, question).status == "pass"
+def test_harmless_memory_use_passes(kernel, question):
+    assert run_check(kernel, question).status == "pass"
 
 
 @pytest.mark.parametrize("part", planted.STATES)
-def test_a_changed_process_is_found_and_put_right(part):
+def test_state_change_fails_and_is_restored(part):
     before = process_state(torch.device("cpu"))
-    record = ask(planted.Changing(part), "state")
+    record = run_check(planted.Changing(part), "state")
     assert (record.status, record.judgement.rule) == ("fail", "state")
     assert part in record.judgement.reason
     assert changed_parts(before, process_state(torch.device("cpu"))) == []
@@ -151,7 +152,9 @@ def attention(q, k, v, is_causal=False):
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_what_earlier_calls_have_changed_already_is_found(isolated, tmp_path):
+def test_state_detects_changes_made_by_earlier_questions(isolated, tmp_path):
+    """A flag that a kernel sets in every call does not change any more once earlier questions have
+    run: it must be compared with the process before them."""
     kernel = tmp_path / "flagged.py"
     kernel.write_text(FLAGGED)
     problem = SMALL.replace(kv_heads=4, dtype="fp32", value_dim=6)
@@ -163,20 +166,20 @@ def test_what_earlier_calls_have_changed_already_is_found(isolated, tmp_path):
             subject, executor = host.subject, host.executor
         else:
             subject, executor = load_subject(f"{kernel}::attention", None), InProcess()
-        said = [
+        records = [
             run_case(subject, Case(problem=problem, question=each), device="cpu", executor=executor)
             for each in ("guards", "compare", "state")
         ]
-    assert said[-1].status == "fail", [record.status for record in said]
-    found = said[-1].judgement
-    assert found is not None
-    assert found.rule == "state"
-    assert "environment variables" in found.reason
-    assert "torch.backends.cudnn.deterministic" in found.reason
+    assert records[-1].status == "fail", [record.status for record in records]
+    judgement = records[-1].judgement
+    assert judgement is not None
+    assert judgement.rule == "state"
+    assert "environment variables" in judgement.reason
+    assert "torch.backends.cudnn.deterministic" in judgement.reason
 
 
-def test_what_the_first_call_in_each_mode_changes_is_a_warning():
-    """As torch.compile does, which compiles once more where grad mode is another."""
+def test_change_in_the_first_call_of_each_grad_mode_is_a_warning():
+    """torch.compile behaves so: it compiles again when grad mode changes."""
     modes = set()
 
     def attention(query, key, value, is_causal=False):
@@ -191,12 +194,12 @@ def test_what_the_first_call_in_each_mode_changes_is_a_warning():
         record = run_case(adopted(attention, "compiles"), case, device="cpu")
     assert modes == {True, False}
     assert record.status == "pass", record.judgement
-    (said,) = record.judgement.warnings
-    assert said.startswith("its first call changed the recursion limit")
+    (warning,) = record.judgement.warnings
+    assert warning.startswith("its first call changed the recursion limit")
 
 
-def test_what_the_first_call_alone_changes_is_a_warning():
-    record = ask(planted.Changing("the default dtype", once=True), "state")
+def test_change_in_the_first_call_only_is_a_warning():
+    record = run_check(planted.Changing("the default dtype", once=True), "state")
     assert record.status == "pass"
     assert record.judgement.warnings == (
         "its first call changed the default dtype, and a further one did not",
@@ -204,7 +207,7 @@ def test_what_the_first_call_alone_changes_is_a_warning():
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("resource", "reason"),
     [
         ("descriptor", "file descriptors"),
         ("thread", "threads"),
@@ -212,20 +215,20 @@ def test_what_the_first_call_alone_changes_is_a_warning():
         ("tensor", "bytes of tensors"),
     ],
 )
-def test_a_leak_is_found(what, said):
-    kernel = planted.Keeping(what)
+def test_leak_fails(resource, reason):
+    kernel = planted.Keeping(resource)
     try:
-        record = ask(kernel, "leaks")
+        record = run_check(kernel, "leaks")
     finally:
         kernel.close()
     assert (record.status, record.judgement.rule) == ("fail", "leak")
-    assert said in record.judgement.reason
+    assert reason in record.judgement.reason
 
 
-def test_a_record_of_a_check_is_plain_data():
+def test_check_record_encodes_as_json():
     import msgspec
 
-    record = ask(planted.ByteAfter(), "guards")
+    record = run_check(planted.ByteAfter(), "guards")
     assert json.loads(msgspec.json.encode(record))["case"]["question"] == "guards"
 
 
@@ -235,7 +238,7 @@ from attncheck.verify.process_effects import stir_heap
 stir_heap()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-# Two blocks that nobody has any more, one after the other in the library's list.
+# Two freed blocks, adjacent in the allocator's free list; the second one's links are overwritten.
 blocks = [libc.malloc(4096) for _ in range(4)]
 libc.free(blocks[0])
 libc.free(blocks[2])
@@ -246,8 +249,8 @@ print("unnoticed", flush=True)
 """
 
 
-def test_what_a_call_breaks_of_the_heap_ends_its_process():
-    """Which nothing had noticed when the call returned."""
+def test_stir_heap_crashes_process_with_corrupted_heap():
+    """Corruption that went unnoticed when the call returned must not surface in a later case."""
     done = subprocess.run(
         [sys.executable, "-c", BROKEN_HEAP], capture_output=True, text=True, timeout=60
     )

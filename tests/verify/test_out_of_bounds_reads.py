@@ -1,4 +1,4 @@
-"""What is proven of a kernel that reads what is no input, or takes a layout for another."""
+"""Diagnosis of kernels that read outside their inputs, read unwritten memory or ignore strides."""
 
 import ctypes
 import dataclasses
@@ -30,39 +30,41 @@ ROWS = Problem(query=4, kv=4, heads=2, head_dim=16, dtype="bf16")
 BACKWARD = Problem(query=4, kv=4, head_dim=16, dtype="bf16", backward=True)
 
 
-def behind(tensor):
-    """The number that lies behind a tensor's memory, as a pointer that goes on reads it."""
+def number_after(tensor):
+    """The number just after a tensor's memory, which an overrunning pointer would read."""
     memory = tensor.untyped_storage()
     raw = (ctypes.c_uint8 * 2).from_address(memory.data_ptr() + memory.nbytes())
     return torch.tensor(list(raw), dtype=torch.uint8).view(torch.bfloat16).float()
 
 
-def off(by=lambda _inputs: 3.0):
-    """Wrong by the same for all that it gives."""
-    return spoiled(lambda inputs, right: dataclasses.replace(right, out=right.out + by(inputs)))
+def off_by(error=lambda _inputs: 3.0):
+    """A kernel whose out is wrong by ``error(inputs)``."""
+    return spoiled(lambda inputs, right: dataclasses.replace(right, out=right.out + error(inputs)))
 
 
-def reading(of):
-    """Wrong by what lies behind some of its inputs."""
-    return off(lambda inputs: 3.0 + sum(float(behind(getattr(inputs, name))) for name in of))
+def reads_after(names):
+    """A kernel that is wrong by the numbers just after these inputs."""
+    return off_by(
+        lambda inputs: 3.0 + sum(float(number_after(getattr(inputs, name))) for name in names)
+    )
 
 
-def turning(period):
-    """Wrong by something else in each of a few calls, in turns."""
+def periodic(period):
+    """A kernel whose error changes from call to call, with this period."""
     calls = itertools.count()
-    return off(lambda _: 3.0 + next(calls) % period)
+    return off_by(lambda _: 3.0 + next(calls) % period)
 
 
-@off
-def forgetful(inputs):
-    """Leaves what free memory held in every third column of out."""
+@off_by
+def reads_free_memory(inputs):
+    """Adds the contents of free memory to every third column of out."""
     held = torch.empty(1, dtype=torch.uint8).double()
     thirds = torch.arange(inputs.v.shape[-1]) % 3 == 0
     return ((1.0 + held) * thirds).to(inputs.v.dtype)
 
 
 class Contiguous(Ideal):
-    """Takes an input's numbers in the order in which they lie in memory, where it reaches far."""
+    """Ignores the strides of one input if its elements span at least ``far``."""
 
     name = "contiguous"
 
@@ -81,7 +83,7 @@ class Contiguous(Ideal):
 
 
 class Untransposed(Ideal):
-    """Takes k's last dim for the innermost one."""
+    """Assumes that the last dimension of k is contiguous."""
 
     name = "untransposed"
 
@@ -92,7 +94,7 @@ class Untransposed(Ideal):
         return super().prepare(inputs.replace(k=k))
 
 
-def told(subject, case):
+def diagnosed(subject, case):
     record = run_case(subject, case, device="cpu")
     assert record.status == "fail"
     return diagnose_failure(record, subject, device="cpu")
@@ -100,19 +102,19 @@ def told(subject, case):
 
 @pytest.mark.parametrize("contents", ["numbers", "others", "nan"])
 @pytest.mark.parametrize("apart", ["", "k"])
-def test_surroundings_change_no_number(contents, apart):
+def test_surroundings_keep_the_values_of_inputs(contents, apart):
     problem = PROBLEM.replace(backward=True)
     (_, inputs) = relation_named("strides_gapped").runs(draw_inputs(problem), {})
     around = place_among(inputs, Surroundings(contents=contents, of="q,k", apart=apart))
     for name, tensor in inputs.tensors().items():
-        found = around.tensors()[name]
-        assert torch.equal(found, tensor)
-        assert (found.stride() == tensor.stride()) == (name != apart)
-        assert found.data_ptr() != tensor.data_ptr()
+        moved = around.tensors()[name]
+        assert torch.equal(moved, tensor)
+        assert (moved.stride() == tensor.stride()) == (name != apart)
+        assert moved.data_ptr() != tensor.data_ptr()
 
 
 @pytest.mark.parametrize("name", ["strides_expanded", "strides_packed", "strides_transposed"])
-def test_any_layout_stays(name):
+def test_surroundings_keep_any_layout(name):
     inputs = relation_named(name).runs(draw_inputs(PROBLEM.replace(batch=2, heads=2)), {})[-1]
     around = place_among(inputs, Surroundings())
     for one, tensor in zip(around.tensors().values(), inputs.tensors().values(), strict=True):
@@ -129,7 +131,7 @@ def test_any_layout_stays(name):
     ],
     ids=["fp8", "dlse", "softmax"],
 )
-def test_every_input_has_surroundings(problem):
+def test_surroundings_support_every_kind_of_input(problem):
     inputs = draw_inputs(problem)
     around = place_among(inputs, Surroundings(contents="others"))
     for name, tensor in inputs.tensors().items():
@@ -137,36 +139,36 @@ def test_every_input_has_surroundings(problem):
         assert torch.equal(*as_bytes)
 
 
-def test_another_process_has_the_same_surroundings():
+def test_surroundings_work_in_an_isolated_process():
     under = CallConditions(
         fill="pattern", surroundings=Surroundings(contents="nan", of="k", apart="q")
     )
     assert from_fields(CallConditions, to_fields(under)) == under
     with IsolatedKernel("ideal") as host:
         assert out_of_bounds_reads(Case(problem=ROWS), host.subject, "cpu", host.executor) == ""
-        found = misread_strides(Case(problem=ROWS), host.subject, "cpu", host.executor)
-    assert found == (True, "")
+        result = misread_strides(Case(problem=ROWS), host.subject, "cpu", host.executor)
+    assert result == (True, "")
 
 
-def test_of_the_inputs_that_are_named_the_memory_beside_is_another():
+def test_surroundings_change_the_memory_around_named_inputs_only():
     inputs = draw_inputs(PROBLEM)
     usual, other = (
         place_among(inputs, by) for by in (Surroundings(), Surroundings(contents="nan", of="k"))
     )
-    assert torch.equal(behind(usual.q), behind(other.q))
-    assert behind(usual.k).isfinite()
-    assert behind(other.k).isnan()
+    assert torch.equal(number_after(usual.q), number_after(other.q))
+    assert number_after(usual.k).isfinite()
+    assert number_after(other.k).isnan()
 
 
 class Writing(Ideal):
-    """Right, and writes a byte beside one of its inputs."""
+    """Right, but writes a byte before or after one of its inputs."""
 
     def __init__(self, name, at):
-        self.beside, self.at = name, at
+        self.neighbour, self.at = name, at
         super().__init__()
 
     def prepare(self, inputs):
-        tensor = getattr(inputs, self.beside)
+        tensor = getattr(inputs, self.neighbour)
         place = tensor.data_ptr() + (tensor.nbytes if self.at == "after" else -1)
         right = super().prepare(inputs)
 
@@ -180,102 +182,102 @@ class Writing(Ideal):
 @pytest.mark.parametrize("name", ["q", "v"])
 @pytest.mark.parametrize("at", ["before", "after"])
 @pytest.mark.parametrize("question", ["compare", "ones"])
-def test_a_write_beside_an_input_fails_every_judged_call(name, at, question):
+def test_write_next_to_an_input_fails_compare_and_probes(name, at, question):
     record = run_case(Writing(name, at), Case(problem=PROBLEM, question=question), device="cpu")
     assert (record.status, record.judgement.rule) == ("fail", "memory")
     assert record.judgement.reason == f"out-of-bounds write: 1 byte {at} its input {name}"
 
 
 @pytest.mark.parametrize(("of", "names"), [("v", "v"), ("qk", "q, k"), ("", "")])
-def test_beside_which_input_a_kernel_reads(of, names):
-    assert out_of_bounds_reads(Case(problem=PROBLEM), reading(of), "cpu", InProcess()) == names
+def test_out_of_bounds_reads_names_the_inputs_read_beyond(of, names):
+    assert out_of_bounds_reads(Case(problem=PROBLEM), reads_after(of), "cpu", InProcess()) == names
 
 
 @pytest.mark.parametrize("period", [2, 3, 4, 7, 8])
-def test_of_what_changes_by_itself_nothing_is_said(period):
-    assert out_of_bounds_reads(Case(problem=PROBLEM), turning(period), "cpu", InProcess()) == ""
+@pytest.mark.parametrize("search", [out_of_bounds_reads, unwritten_memory])
+def test_unrepeatable_kernel_is_not_said_to_read_memory(search, period):
+    """Its outputs change with every call, and not because the memory around them did."""
+    assert search(Case(problem=PROBLEM), periodic(period), "cpu", InProcess()) == ""
 
 
 @pytest.mark.parametrize("question", ["compare", "strides_gapped", "mean"])
-def test_a_right_kernel_reads_nothing_beside(question):
+def test_correct_kernel_reads_no_foreign_memory(question):
     case = Case(problem=ROWS, question=question)
     assert out_of_bounds_reads(case, Ideal(), "cpu", InProcess()) == ""
     assert unwritten_memory(case, Ideal(), "cpu", InProcess()) == ""
 
 
-def test_what_nothing_has_written_is_told():
+def test_read_of_free_memory_is_diagnosed():
     case = Case(problem=PROBLEM)
-    assert unwritten_memory(case, forgetful, "cpu", InProcess()) == "out"
-    first = told(forgetful, case).diagnosis.ranked[0]
+    assert unwritten_memory(case, reads_free_memory, "cpu", InProcess()) == "out"
+    first = diagnosed(reads_free_memory, case).diagnosis.ranked[0]
     assert (first.model, first.parameters) == ("free-memory-read", {"of": "out"})
 
 
 @pytest.mark.parametrize(
-    ("kernel", "sign", "of"),
-    [(forgetful, "free-memory-read", "out"), (reading("v"), "reads-beside-an-input", "v")],
+    ("kernel", "cause", "of"),
+    [
+        (reads_free_memory, "free-memory-read", "out"),
+        (reads_after("v"), "reads-beside-an-input", "v"),
+    ],
 )
-def test_a_sign_that_one_failure_proves_is_tried_on_the_next(kernel, sign, of):
-    search = CauseSearch(most=1)  # failures that may be looked into from the beginning
+def test_cause_proven_for_one_failure_is_tried_first_on_the_next(kernel, cause, of):
+    """Only one failure may be searched in full here; the others have only the proven cause."""
+    search = CauseSearch(most=1)
     cases = [Case(problem=PROBLEM.replace(seed=seed)) for seed in range(3)]
     records = [run_case(kernel, case, device="cpu") for case in cases]
     for record in records:
         diagnosis = search.diagnose(record, kernel, device="cpu").diagnosis
-        assert [(one.model, one.parameters) for one in diagnosis.ranked] == [(sign, {"of": of})]
-    assert explained_by(records[0], [sign], off(), device="cpu") is None, "it reads no memory"
+        assert [(one.model, one.parameters) for one in diagnosis.ranked] == [(cause, {"of": of})]
+    assert explained_by(records[0], [cause], off_by(), device="cpu") is None, "it reads no memory"
 
 
-@pytest.mark.parametrize("period", [2, 3, 4, 7, 8])
-def test_of_what_changes_by_itself_no_memory_is_told(period):
-    assert unwritten_memory(Case(problem=PROBLEM), turning(period), "cpu", InProcess()) == ""
-
-
-def test_what_is_read_beside_is_told_before_what_explains_a_part():
-    record = told(reading("v"), Case(problem=PROBLEM))
+def test_out_of_bounds_read_ranks_above_partial_explanations():
+    record = diagnosed(reads_after("v"), Case(problem=PROBLEM))
     first = record.diagnosis.ranked[0]
     assert (first.model, first.parameters) == ("reads-beside-an-input", {"of": "v"})
     assert "and is no part of it [of v]" in " ".join(diagnosis_text(record, kernel="mine").split())
 
 
 @pytest.mark.parametrize(("question", "weight"), [("compare", 0.0), ("mean", 2.0**-120)])
-def test_what_is_read_beside_with_next_to_no_weight_is_found(question, weight):
-    """NaN lies behind the inputs of a comparison, and huge numbers behind those of a probe."""
-
+def test_out_of_bounds_read_with_tiny_weight_fails(question, weight):
+    """NaN surrounds the inputs of a comparison, and huge numbers surround those of a probe."""
     case = Case(problem=ROWS, question=question)
-    weighing = off(lambda inputs: weight * behind(inputs.v))
-    assert run_case(weighing, case, device="cpu").status == "fail"
+    kernel = off_by(lambda inputs: weight * number_after(inputs.v))
+    assert run_case(kernel, case, device="cpu").status == "fail"
     assert run_case(Ideal(), case, device="cpu").status == "pass"
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
-def test_which_input_is_taken_for_contiguous(name):
+def test_misread_strides_names_the_input(name):
     case = Case(problem=BACKWARD)
     assert misread_strides(case, Contiguous(name), "cpu", InProcess()) == (True, name)
 
 
-def test_a_right_kernel_takes_every_layout():
+def test_correct_kernel_misreads_no_strides():
     assert misread_strides(Case(problem=BACKWARD), Ideal(), "cpu", InProcess()) == (True, "")
 
 
-def test_a_kernel_that_is_wrong_anyway_is_not_blamed_for_layouts():
+def test_kernel_wrong_in_any_layout_is_not_said_to_misread_strides():
     case = Case(problem=ROWS)
-    assert misread_strides(case, off(), "cpu", InProcess()) == (False, "")
+    assert misread_strides(case, off_by(), "cpu", InProcess()) == (False, "")
 
 
-def test_strides_that_are_not_taken_are_told_before_all():
-    record = told(Contiguous("q"), Case(problem=ROWS, question="strides_heads_last"))
+def test_misread_strides_rank_above_other_causes():
+    record = diagnosed(Contiguous("q"), Case(problem=ROWS, question="strides_heads_last"))
     first = record.diagnosis.ranked[0]
     assert (first.model, first.parameters) == ("strides-not-taken", {"of": "q"})
     assert "contiguous-assumed" in [one.model for one in record.diagnosis.ranked]
 
 
-def test_a_layout_that_no_other_call_has_is_told_with_its_question():
-    record = told(Untransposed(), Case(problem=ROWS, question="strides_transposed"))
+def test_misread_strides_are_found_in_the_layout_of_the_failed_question():
+    record = diagnosed(Untransposed(), Case(problem=ROWS, question="strides_transposed"))
     first = record.diagnosis.ranked[0]
     assert (first.model, first.parameters) == ("strides-not-taken", {"of": "k"})
 
 
 @pytest.mark.parametrize(("far", "name"), [(2**31, "far-offsets-wrap"), (0, "strides-not-taken")])
-def test_rows_far_apart_are_told_from_others(far, name):
+def test_wrapped_far_offsets_are_distinguished_from_misread_strides(far, name):
     case = Case(problem=ROWS, question="strides_far", parameters={"tensor": 2})
-    first = told(Contiguous("v", far), case).diagnosis.ranked[0]
+    first = diagnosed(Contiguous("v", far), case).diagnosis.ranked[0]
     assert (first.model, first.parameters) == (name, {"of": "v"})

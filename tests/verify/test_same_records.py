@@ -1,4 +1,4 @@
-"""Command line, Python and gate make the same Records of the same cases, of every kernel."""
+"""The command line, the Python API and the gate make the same Records of the same cases."""
 
 import json
 
@@ -20,24 +20,24 @@ from attncheck.workers.units import Unit
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
 SMALL = Problem(heads=2, kv_heads=1, query=3, kv=5, head_dim=16, dtype="bf16")
-TYPED = ("one-key", "decode-one-query")
-CASES = {each.name: each.case for each in check_cases("bf16") if each.name in TYPED} | {
+CLI_QUESTIONS = ("one-key", "decode-one-query")
+CASES = {each.name: each.case for each in check_cases("bf16") if each.name in CLI_QUESTIONS} | {
     "softmax": Case(problem=Problem(operation="softmax", query=3, kv=5)),
     "backward": Case(problem=SMALL.replace(backward=True)),
     "repeat": Case(problem=SMALL, question="repeat"),
     "state": Case(problem=SMALL, question="state"),
 }
-OF_A_CLOCK = {"seconds", "environment", "variant"}
+RUN_DEPENDENT = {"seconds", "environment", "variant"}
 
 
 def facts(record) -> dict:
-    """All that a Record says, but how long it took and what it was called."""
+    """The fields of a Record, except for its time, environment and variant."""
     fields = record if isinstance(record, dict) else json.loads(json.dumps(to_plain_data(record)))
-    return {key: value for key, value in fields.items() if key not in OF_A_CLOCK}
+    return {key: value for key, value in fields.items() if key not in RUN_DEPENDENT}
 
 
 @pytest.mark.parametrize("name", builtin_names())
-def test_the_same_case_gives_the_same_record_whoever_asks(name):
+def test_verify_python_gate_and_command_line_give_the_same_record(name):
     gate, subject = (
         GateWorker(Choices(tier=TIERS["smoke"], isolated=False)),
         subject_named(name),
@@ -50,16 +50,16 @@ def test_the_same_case_gives_the_same_record_whoever_asks(name):
         (answer,) = gate.do(unit).answers
         assert facts(python) == facts(loop) == facts(answer.record)
         by_name[named] = facts(loop)
-    typed = [part for question in TYPED for part in ("--question", question)]
-    arguments = [name, *typed, "--device", "cpu", "--format", "json"]
+    questions = [part for question in CLI_QUESTIONS for part in ("--question", question)]
+    arguments = [name, *questions, "--device", "cpu", "--format", "json"]
     result = CliRunner().invoke(check, [*arguments, "--quiet"], catch_exceptions=False)
     records = json.loads(result.stdout)["records"]
-    assert {r["variant"] for r in records} == set(TYPED)
+    assert {r["variant"] for r in records} == set(CLI_QUESTIONS)
     for record in records:
         assert facts(record) == by_name[record["variant"]]
 
 
-def test_a_kernel_of_pages_alone_is_tested_from_python_too():
-    """It was told that nothing was tested, where the command line tested it."""
+def test_python_check_tests_a_kernel_for_pages_only():
+    """The Python API once reported that nothing was tested where the command line tested it."""
     (record,) = attncheck.check("triton-paged", SMALL, device="cpu")
     assert (record.status, record.case["problem"]["paging"]["size"]) == ("pass", 16)

@@ -1,4 +1,4 @@
-"""compute-sanitizer, by a program that stands for it, and on a GPU itself."""
+"""``run_sanitizer``: with a fake compute-sanitizer on PATH, and with the real one on a GPU."""
 
 import sys
 
@@ -12,7 +12,7 @@ from attncheck.verify import sanitizer
 
 CASES = [Case(problem=Problem(query=4, head_dim=4, dtype="fp16", seed=seed)) for seed in range(3)]
 
-# It runs what it is told to, and after the second case has begun says what memcheck would.
+# Runs the given command, and prints a memcheck report once the second case has begun.
 _FAKE = """#!{python}
 import os, subprocess, sys
 assert sys.argv[1:5] == ["--tool", "memcheck", "--error-exitcode", "99"], sys.argv
@@ -38,7 +38,8 @@ _REPORT = """========= Invalid __global__ write of size 2 bytes
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """``fake(report)``: a program of that name, which says ``report``, is first on PATH."""
+    """``fake(report)`` puts a program named compute-sanitizer, which prints ``report``, first on
+    PATH."""
 
     def make(report="", code=0, text=_FAKE):
         program = tmp_path / "compute-sanitizer"
@@ -49,13 +50,13 @@ def fake(tmp_path, monkeypatch):
     return make
 
 
-def test_without_one_it_is_said(monkeypatch):
+def test_missing_compute_sanitizer_is_unsupported(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     (record,) = sanitizer.run_sanitizer("ideal", CASES[:1], "memcheck", device="cpu")
     assert (record.status, record.reason) == ("unsupported", sanitizer.ABSENT)
 
 
-def test_an_error_is_its_case_s(fake):
+def test_memcheck_report_fails_the_case_that_was_running(fake):
     fake(_REPORT, code=99)
     before, wrong, after = sanitizer.run_sanitizer("ideal", CASES, "memcheck", device="cpu")
     assert (before.status, wrong.status, after.status) == ("pass", "fail", "pass")
@@ -67,7 +68,7 @@ def test_an_error_is_its_case_s(fake):
     )
 
 
-def test_a_kernel_that_raises_and_one_that_dies(fake, tmp_path):
+def test_exception_is_an_error_and_death_is_a_crash(fake, tmp_path):
     fake()
     kernel = tmp_path / "kernel.py"
     kernel.write_text(
@@ -85,13 +86,13 @@ def test_a_kernel_that_raises_and_one_that_dies(fake, tmp_path):
     assert without_place(records[1].reason) == "ValueError: planted"
 
 
-def test_one_that_does_not_end_is_ended(fake):
+def test_hanging_sanitizer_is_killed_as_a_timeout(fake):
     fake(text="#!/bin/sh\nexec sleep 1000\n")
     (record,) = sanitizer.run_sanitizer("ideal", CASES[:1], "memcheck", device="cpu", seconds=0.2)
     assert record.status == "timeout"
 
 
-def test_another_tool_is_no_tool():
+def test_unknown_tool_is_a_usage_error():
     with pytest.raises(UsageError, match="memcheck"):
         sanitizer.run_sanitizer("ideal", CASES, "memchek")
 
@@ -101,7 +102,7 @@ def test_another_tool_is_no_tool():
     reason="needs a CUDA GPU and compute-sanitizer",
 )
 @pytest.mark.parametrize("tool", sanitizer.TOOLS)
-def test_a_right_kernel_passes_on_a_gpu(tool):
+def test_triton_flash2_passes_every_tool_on_a_gpu(tool):
     case = Case(problem=Problem(heads=2, query=80, kv=100, head_dim=64, dtype="fp16"))
     (record,) = sanitizer.run_sanitizer("triton-flash2", [case], tool)
     assert record.status == "pass", (record.reason, record.judgement)

@@ -1,4 +1,5 @@
-"""A broken oracle is no fault of a kernel's, and a right one excuses no kernel."""
+"""The second oracle, asked before a kernel fails: a broken oracle must not be blamed on the kernel,
+and oracles that agree must not excuse one."""
 
 import math
 from dataclasses import replace
@@ -39,13 +40,13 @@ PROBLEMS = {
 }
 
 FAULTS = {
-    # what is broken: problem, tensor, where, by what
+    # name of the fault in the oracle: problem, tensor, index, error added there
     "an element": (FULL, "out", (0, 1, 5, 3), 1.0),
-    "by little more than a bound": (FULL, "out", (0, 1, 5, 3), 2.0**-9),
+    "little more than a bound": (FULL, "out", (0, 1, 5, 3), 2.0**-9),
     "a row": (CAUSAL, "out", (0, 1, 5), 0.25),
     "LSE": (FULL, "lse", (0, 1, 5), 0.5),
-    "a row said to be empty": (FULL, "lse", (0, 1, 5), -math.inf),
-    "an empty row said to be none": (CAUSAL, "lse", (0, 1, 0), 1.0),
+    "a row wrongly empty": (FULL, "lse", (0, 1, 5), -math.inf),
+    "an empty row wrongly not empty": (CAUSAL, "lse", (0, 1, 0), 1.0),
     "NaN": (FULL, "out", (0, 1, 5, 3), math.nan),
     "NaN throughout": (FULL, "out", (), math.nan),
     "LSE is NaN throughout": (FULL, "lse", (), math.nan),
@@ -64,56 +65,51 @@ FAULTS = {
 
 
 def off_in_one(tensor="out"):
-    """The ideal kernel, off by a little in one tensor."""
+    """The ideal kernel with 1 added to the last element of one tensor."""
 
     def change(_, right):
-        one = getattr(right, tensor)
-        one[(-1,) * one.dim()] += 1
+        values = getattr(right, tensor)
+        values[(-1,) * values.dim()] += 1
 
     return spoiled(change)
 
 
 @pytest.fixture
-def broken(monkeypatch):
-    """Makes the truth wrong: a tensor, where, and what is added to it; what is −∞ becomes that."""
+def break_oracle(monkeypatch):
+    """``break_oracle(tensor, index, error)`` adds ``error`` to the truth, or replaces −∞ by it."""
 
     right = oracles.truth
 
     def plant(tensor, index, error):
         def truth(inputs):
-            given = right(inputs)
-            spoiled = getattr(given, tensor).clone()
-            spoiled[index] = error if spoiled[index].isneginf().any() else spoiled[index] + error
-            return replace(given, **{tensor: spoiled})
+            exact = right(inputs)
+            values = getattr(exact, tensor).clone()
+            values[index] = error if values[index].isneginf().any() else values[index] + error
+            return replace(exact, **{tensor: values})
 
         monkeypatch.setattr(oracles, "truth", truth)
 
     return plant
 
 
-def answer(subject, problem):
-    with torch.no_grad():
-        return subject.prepare(draw_inputs(problem))()
-
-
-def ask(subject, problem, *, brief=True, question="compare", parameters=None):
+def run(subject, problem, *, brief=True, question="compare", parameters=None):
     case = Case(problem=problem, question=question, parameters=parameters or {})
     return run_case(subject, case, device="cpu", brief=brief)
 
 
 @pytest.mark.parametrize(("problem", "tensor", "index", "error"), FAULTS.values(), ids=FAULTS)
-def test_a_broken_oracle_says_nothing_of_a_right_kernel(broken, problem, tensor, index, error):
-    broken(tensor, index, error)
-    record = ask(Ideal(), problem)
+def test_broken_oracle_is_no_verdict_on_a_right_kernel(break_oracle, problem, tensor, index, error):
+    break_oracle(tensor, index, error)
+    record = run(Ideal(), problem)
     assert record.status == "oracle disagrees"
     assert record.judgement is None
     assert record.error_map is msgspec.UNSET
     assert "nothing is said of the kernel" in record.reason
 
 
-def test_it_says_where_and_by_which_oracles(broken):
-    broken("out", (0, 1, 5, 3), 1.0)
-    record = ask(Ideal(), FULL, brief=False)
+def test_disagreement_names_the_element_and_the_oracles(break_oracle):
+    break_oracle("out", (0, 1, 5, 3), 1.0)
+    record = run(Ideal(), FULL, brief=False)
     exact = oracles.flash2(
         EvidenceBuilder(Case(problem=FULL), "cpu").inputs, block_query=4, block_kv=4
     )
@@ -128,39 +124,39 @@ def test_it_says_where_and_by_which_oracles(broken):
 
 
 @pytest.mark.parametrize("question", ["decode", "ones", "ramp"])
-def test_a_probe_too(broken, question):
+def test_broken_oracle_is_no_verdict_on_a_probe(break_oracle, question):
     parameters = {name: values[0] for name, values in allowed_parameters(question, FULL).items()}
-    assert ask(Ideal(), FULL, question=question, parameters=parameters).status == "pass"
-    broken("out", (0, 1, 5), 1.0)
-    record = ask(Ideal(), FULL, question=question, parameters=parameters)
+    assert run(Ideal(), FULL, question=question, parameters=parameters).status == "pass"
+    break_oracle("out", (0, 1, 5), 1.0)
+    record = run(Ideal(), FULL, question=question, parameters=parameters)
     assert record.status == "oracle disagrees", record
 
 
-def test_given_tensors_too(broken):
-    given = draw_inputs(FULL)
-    right = answer(Ideal(), FULL)
-    assert assert_attention_close(right.out, right.lse, problem=given).status == "pass"
-    broken("out", (0, 1, 5), 1.0)
+def test_assert_attention_close_raises_if_the_oracles_disagree(break_oracle):
+    inputs = draw_inputs(FULL)
+    right = Ideal().run(inputs)
+    assert assert_attention_close(right.out, right.lse, problem=inputs).status == "pass"
+    break_oracle("out", (0, 1, 5), 1.0)
     with pytest.raises(OraclesDisagree, match=r"out\[0, 1, 5, .*nothing is said of what was given"):
-        assert_attention_close(right.out, right.lse, problem=given)
+        assert_attention_close(right.out, right.lse, problem=inputs)
 
 
-def test_a_broken_second_opinion_is_no_verdict_either(monkeypatch):
+def test_broken_second_oracle_is_no_verdict_on_a_wrong_kernel(monkeypatch):
     right = room.one_head
 
-    def wrong(*given):
-        found = right(*given)
-        return replace(found, out=found.out + 1)
+    def wrong(*arguments):
+        head = right(*arguments)
+        return replace(head, out=head.out + 1)
 
     monkeypatch.setattr(room, "one_head", wrong)
-    assert ask(off_in_one(), FULL).status == "oracle disagrees"
+    assert run(off_in_one(), FULL).status == "oracle disagrees"
 
 
 def tensors(problem):
-    found = ["out"] if problem.operation == "softmax" else ["out", "lse"]
-    found += ["dq", "dk", "dv"] if problem.backward else []
-    found += ["dsink"] if problem.backward and problem.sink else []
-    return found + (["dcaptured"] if problem.dcaptured else [])
+    names = ["out"] if problem.operation == "softmax" else ["out", "lse"]
+    names += ["dq", "dk", "dv"] if problem.backward else []
+    names += ["dsink"] if problem.backward and problem.sink else []
+    return names + (["dcaptured"] if problem.dcaptured else [])
 
 
 @pytest.mark.parametrize(
@@ -171,35 +167,36 @@ def tensors(problem):
         for tensor in tensors(problem)
     ],
 )
-def test_right_oracles_agree_and_a_wrong_kernel_fails(problem, tensor):
-    record = ask(off_in_one(tensor), problem)
+def test_wrong_kernel_fails_as_the_oracles_agree(problem, tensor):
+    record = run(off_in_one(tensor), problem)
     assert record.status == "fail", record
     assert record.judgement.worst.tensor == tensor
 
 
-def test_a_head_that_is_less_accurate_fails():
+def test_kernel_rounded_to_64ths_fails():
     def coarse(_, right):
         right.out.mul_(64).round_().div_(64)
 
-    assert ask(spoiled(coarse), FULL.replace(query=64)).status == "fail"
+    assert run(spoiled(coarse), FULL.replace(query=64)).status == "fail"
 
 
-def test_nobody_is_asked_about_a_pass(monkeypatch):
-    monkeypatch.setattr(room, "_disagreement", lambda *_: pytest.fail("a pass was asked about"))
+def test_second_oracle_is_not_computed_for_a_pass(monkeypatch):
+    fail = lambda *_: pytest.fail("the oracles were compared for a pass")  # noqa: E731
+    monkeypatch.setattr(room, "_disagreement", fail)
     for problem in (FULL, CAUSAL, BACKWARD):
-        assert ask(Ideal(), problem).status == "pass"
+        assert run(Ideal(), problem).status == "pass"
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
-def test_one_that_does_not_fit_is_none(monkeypatch, error):
+def test_kernel_fails_if_the_second_oracle_runs_out_of_memory(monkeypatch, error):
     def full(*_):
         raise error
 
     monkeypatch.setattr(room, "one_head", full)
-    assert ask(off_in_one(), FULL).status == "fail"
+    assert run(off_in_one(), FULL).status == "fail"
 
 
-def test_of_a_large_problem_the_row_itself_is_compared():
+def test_compared_rows_of_a_large_problem_include_the_failed_row():
     problem = Problem(batch=2, heads=2, query=5000, kv=600, head_dim=16)
     evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     assert not samples_all_rows(problem, "cpu")
@@ -210,7 +207,7 @@ def test_of_a_large_problem_the_row_itself_is_compared():
     assert sum(len(rows.query) for rows in others) > 31
 
 
-def test_where_inputs_are_nan_oracles_are_so_alike():
+def test_oracles_agree_on_nan_and_infinity_from_the_inputs():
     problem = FULL.replace(mask=Spec.of("causal"))
     evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     evidence.inputs.v[0, 0, 4] = math.nan

@@ -1,4 +1,7 @@
-"""Where only some rows have their bound the verdict is the one that all rows' bounds give."""
+"""Large problems compute the full bound of some rows only: verdicts must equal those of all bounds.
+
+Every other row is settled by a cheap floor, which is never above its bound.
+"""
 
 import dataclasses
 import json
@@ -27,13 +30,14 @@ from attncheck.verify.executor import InProcess
 from attncheck.verify.verify import verify
 
 PROBLEM = Problem(heads=2, query=96, kv=96, head_dim=16, mask=Spec.of("causal"))
-OF_A_CLOCK = {"seconds", "environment"}
-LOST = 8 * 80 * 2.0**-53  # of a float64 sum over 80 keys, as the bound itself allows for it (B19)
+RUN_DEPENDENT = {"seconds", "environment"}
+# Relative error of a float64 sum over 80 keys, as the bound itself allows for it (B19).
+ROUNDING = 8 * 80 * 2.0**-53
 
 
 @pytest.fixture(autouse=True)
-def large(monkeypatch):
-    """Every problem is one of which some rows are sampled."""
+def sample_rows_of_any_problem(monkeypatch):
+    """Treat every problem as large: only some of its rows are sampled."""
     monkeypatch.setattr(row_conditions, "_CPU_WHOLE", 1)
     monkeypatch.setattr(row_conditions, "_FEWEST_ROWS", 8)
     monkeypatch.setattr(room, "_FEWEST_SETTLED", 4)
@@ -41,11 +45,11 @@ def large(monkeypatch):
 
 def facts(report) -> list:
     records = [json.loads(json.dumps(to_plain_data(one))) for one in report.records]
-    return [{k: v for k, v in one.items() if k not in OF_A_CLOCK} for one in records]
+    return [{k: v for k, v in one.items() if k not in RUN_DEPENDENT} for one in records]
 
 
 def assert_same(one, other) -> None:
-    """Numbers but for last digits: a row's bound is of whichever piece it was computed in."""
+    """Compare records up to the last digits of numbers, which depend on how rows were split."""
     if isinstance(one, dict):
         assert one.keys() == other.keys()
         for key in one:
@@ -54,12 +58,12 @@ def assert_same(one, other) -> None:
         for pair in zip(one, other, strict=True):
             assert_same(*pair)
     elif isinstance(one, float):
-        assert other == pytest.approx(one, rel=LOST, abs=0, nan_ok=True)
+        assert other == pytest.approx(one, rel=ROUNDING, abs=0, nan_ok=True)
     else:
         assert one == other
 
 
-# What differs between kernels is their arithmetic: one of ours shows every dtype.
+# Kernels differ in their arithmetic alone: one of them is enough for the other dtypes.
 @pytest.mark.parametrize(
     ("kernel", "dtype"),
     [
@@ -67,13 +71,13 @@ def assert_same(one, other) -> None:
         *((kernel, "bf16") for kernel in builtin_names()),
     ],
 )
-def test_records_are_those_of_all_bounds(kernel, dtype, monkeypatch):
+def test_records_equal_those_with_all_bounds(kernel, dtype, monkeypatch):
     subject = subject_named(kernel)
     cells = plan_cells(
         dtypes=[dtype], variants=(), shapes=["1x2/1x80x16"], distributions=["normal"], seed=0
     )
     cases = [(cell.variant, Case(problem=cell.problem)) for cell in cells]
-    if subject.triton:  # interpreted: a mask and a score mod will do
+    if subject.triton:  # interpreted, and slow: one mask and one score mod
         cases = [(name, case) for name, case in cases if name in ("causal", "softcap")]
     settled = facts(verify(subject, cases, device="cpu", executor=InProcess()))
     monkeypatch.setattr(evidence_builder, "totals_of_rows", lambda _: None)
@@ -95,9 +99,9 @@ def test_records_are_those_of_all_bounds(kernel, dtype, monkeypatch):
     ids=str,
 )
 @pytest.mark.parametrize("rows", [8, 64], ids=["of one head", "of two heads"])
-def test_pieces_leave_out_keys_that_none_of_their_rows_sees(rows, mask, monkeypatch):
-    found, is_full = evidence(mask=mask).evidence, mask == Spec.of("full")
-    whole = room.totals_of_rows(found)
+def test_row_totals_skip_keys_that_no_row_of_a_piece_sees(rows, mask, monkeypatch):
+    facts, is_full = evidence(mask=mask).evidence, mask == Spec.of("full")
+    whole = room.totals_of_rows(facts)
     monkeypatch.setattr(row_conditions, "_CPU_PAIRS", rows * PROBLEM.kv)
     pairs, weigh = [], room.weigh_rows
 
@@ -108,19 +112,19 @@ def test_pieces_leave_out_keys_that_none_of_their_rows_sees(rows, mask, monkeypa
         return known
 
     monkeypatch.setattr(room, "weigh_rows", counted)
-    pieces = room.totals_of_rows(found)
+    pieces = room.totals_of_rows(facts)
     for field in dataclasses.fields(whole):
         one, other = (torch.as_tensor(getattr(of, field.name)) for of in (whole, pieces))
         least = 0.0
-        if field.name == "spread":  # a root of what is left of two sums
+        if field.name == "spread":  # the square root of a difference of two sums
             one, other = one.square(), other.square()
-            least = 4 * LOST * float(whole.largest_value.square())
-        torch.testing.assert_close(other, one, rtol=LOST, atol=least)
+            least = 4 * ROUNDING * float(whole.largest_value.square())
+        torch.testing.assert_close(other, one, rtol=ROUNDING, atol=least)
     fewer = sum(pairs) < PROBLEM.heads * PROBLEM.query * PROBLEM.kv
     assert fewer == (mask not in (Spec.of("full"), Spec.of("not", Spec.of("causal"))))
-    # Keys that are left out and seen are missed.
+    # A planted fault that skips keys which are seen changes the totals.
     monkeypatch.setattr(row_conditions, "_last_seen", lambda seen: 3)
-    cut = room.totals_of_rows(found)
+    cut = room.totals_of_rows(facts)
     assert bool((cut.total == whole.total).all()) == is_full
 
 
@@ -137,25 +141,24 @@ def test_pieces_leave_out_keys_that_none_of_their_rows_sees(rows, mask, monkeypa
     ],
     ids=str,
 )
-def test_no_floor_is_above_the_bound(changes, dtype, monkeypatch):
-    """As they are made of inputs, in pieces."""
+def test_floor_never_exceeds_the_bound(changes, dtype, monkeypatch):
     monkeypatch.setattr(row_conditions, "_CPU_PAIRS", 40 * PROBLEM.kv)
-    found = evidence(dtype=dtype, **changes)
-    problem, arithmetic = found.case.problem, Ideal().arithmetic(found.case.problem, "cpu")
-    floors = bound_floor(room.totals_of_rows(found.evidence), arithmetic)
+    builder = evidence(dtype=dtype, **changes)
+    problem, arithmetic = builder.case.problem, Ideal().arithmetic(builder.case.problem, "cpu")
+    floors = bound_floor(room.totals_of_rows(builder.evidence), arithmetic)
     every = Rows(range(problem.batch * problem.heads), torch.arange(problem.query))
-    known = row_conditions.compute_conditions(found.inputs, found.truth, every)
+    known = row_conditions.compute_conditions(builder.inputs, builder.truth, every)
     bound = deterministic_bound(known, arithmetic, score_error(known, arithmetic))
     for floor, whole in zip(floors, (bound.out, bound.lse), strict=True):
-        says = ~floor.isnan()
-        assert bool(says.any())
-        assert bool((floor[says] <= whole[says]).all())
+        defined = ~floor.isnan()
+        assert bool(defined.any())
+        assert bool((floor[defined] <= whole[defined]).all())
 
 
-def judged(outputs: Outputs, found: EvidenceBuilder):
-    """Number of elements of out beyond their bound, the largest share and where it is."""
-    allowed = found.allowance(Ideal().arithmetic(found.case.problem, "cpu"), outputs)
-    share = shares(outputs.out.double() - found.truth.out, allowed.out)
+def judged(outputs: Outputs, builder: EvidenceBuilder):
+    """Number of elements of out beyond their bound, the largest share, its place, the allowance."""
+    allowed = builder.allowance(Ideal().arithmetic(builder.case.problem, "cpu"), outputs)
+    share = shares(outputs.out.double() - builder.truth.out, allowed.out)
     return int((share > 1).sum()), float(share.max()), int(share.argmax()), allowed
 
 
@@ -165,53 +168,52 @@ def evidence(**changes) -> EvidenceBuilder:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
 @pytest.mark.parametrize("factor", [0.5, 1 - 2.0**-20, 1 + 2.0**-20, 3.0])
-def test_a_single_wrong_element_outside_the_sample_is_found(dtype, factor):
-    """Also one that is beyond its floor, and within its bound by a millionth."""
-    found, whole = evidence(dtype=dtype), evidence(dtype=dtype)
+def test_single_element_outside_the_sample_is_judged_by_its_bound(dtype, factor):
+    """An error beyond the floor passes a millionth below the bound, and fails a millionth above."""
+    builder, whole = evidence(dtype=dtype), evidence(dtype=dtype)
     every = whole.allowance(Ideal().arithmetic(whole.case.problem, "cpu"))
     assert every.exact is None or bool(every.exact[whole.alive].all())
     sampled = {int(row) for some in every.samples for row in some.rows.query}
     row = next(row for row in range(40, 96) if row not in sampled)
-    out = found.truth.out.clone()
+    out = builder.truth.out.clone()
     out[0, 1, row, 3] += factor * every.out[0, 1, row, 3]
-    out[0, 0, 0] += 0.4 * every.out[0, 0, 0]  # a sampled row, of less
-    given = Outputs(out, found.truth.lse.clone())
-    wrong, largest, place, allowed = judged(given, found)
+    out[0, 0, 0] += 0.4 * every.out[0, 0, 0]  # a smaller error in a sampled row
+    wrong, largest, place, allowed = judged(Outputs(out, builder.truth.lse.clone()), builder)
     assert wrong == (factor > 1)
     assert largest == pytest.approx(factor, rel=2.0**-30)
     assert place == (96 + row) * 16 + 3
     assert bool(allowed.exact[0, 1, row])
-    # And no more was computed than that and the sample, of a dtype whose floors are near.
+    # With floors near the bounds, only this row's bound and the sample's were computed.
     if dtype == "bf16":
         assert int(allowed.exact.sum()) < 2 * len(sampled) + 8
 
 
-@pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_what_is_no_number_has_its_bound(wrong):
-    found = evidence()
-    out = found.truth.out.clone()
-    out[0, 1, 41, 3] = wrong
-    beyond, largest, _, allowed = judged(Outputs(out), found)
-    assert (beyond, largest) == (1, math.inf)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nonfinite_element_outside_the_sample_is_wrong(value):
+    builder = evidence()
+    out = builder.truth.out.clone()
+    out[0, 1, 41, 3] = value
+    wrong, largest, _, allowed = judged(Outputs(out), builder)
+    assert (wrong, largest) == (1, math.inf)
     assert bool(allowed.exact[0, 1, 41])
 
 
-def test_a_right_kernel_needs_few_rows_and_a_wrong_one_all():
-    found, given = evidence(), Ideal().run(evidence().inputs)
-    few = judged(given, found)[-1]
+def test_right_outputs_need_few_exact_bounds_and_wrong_ones_all():
+    builder, right = evidence(), Ideal().run(evidence().inputs)
+    few = judged(right, builder)[-1]
     assert 16 <= int(few.exact.sum()) < 64
-    doubled = Outputs(2 * given.out, given.lse)
-    every = judged(doubled, found)[-1]
+    doubled = Outputs(2 * right.out, right.lse)
+    every = judged(doubled, builder)[-1]
     assert every is few
     assert bool(every.exact.all())
 
 
-def test_floors_that_are_too_high_are_found_out(monkeypatch):
-    """A planted fault: what a floor hides is missed, and the tests above are those that say so."""
+def test_too_high_floors_would_hide_a_wrong_element(monkeypatch):
+    """Planted fault: the test of a single wrong element fails if floors are 10 times too high."""
     real = room.bound_floor
     monkeypatch.setattr(room, "bound_floor", lambda *x: tuple(10 * part for part in real(*x)))
     with pytest.raises(AssertionError):
-        test_a_single_wrong_element_outside_the_sample_is_found("bf16", 3.0)
+        test_single_element_outside_the_sample_is_judged_by_its_bound("bf16", 3.0)
 
 
 @pytest.mark.parametrize(
@@ -224,23 +226,24 @@ def test_floors_that_are_too_high_are_found_out(monkeypatch):
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_where_a_floor_says_too_little_every_row_has_its_bound(changes):
+def test_problems_without_useful_floors_have_every_bound(changes):
     if changes.get("operation") == "softmax":
-        found = EvidenceBuilder(Case(problem=Problem(operation="softmax", query=96, kv=96)), "cpu")
+        problem = Problem(operation="softmax", query=96, kv=96)
+        builder = EvidenceBuilder(Case(problem=problem), "cpu")
     else:
-        found = evidence(**changes)
-    assert room.totals_of_rows(found.evidence) is None
-    assert found.allowance(Ideal().arithmetic(found.case.problem, "cpu")).exact is None
+        builder = evidence(**changes)
+    assert room.totals_of_rows(builder.evidence) is None
+    assert builder.allowance(Ideal().arithmetic(builder.case.problem, "cpu")).exact is None
 
 
-def test_the_rows_of_kernels_of_one_arithmetic_add_up():
-    found = evidence()
+def test_exact_rows_are_shared_by_kernels_of_one_arithmetic_only():
+    builder = evidence()
     arithmetic = Ideal().arithmetic(PROBLEM, "cpu")
     counts = []
     for row in (41, 42, 43):
-        out = found.truth.out.clone()
+        out = builder.truth.out.clone()
         out[0, 0, row] += 1
-        counts.append(int(found.allowance(arithmetic, Outputs(out)).exact.sum()))
+        counts.append(int(builder.allowance(arithmetic, Outputs(out)).exact.sum()))
     assert counts == sorted(counts)
     other = dataclasses.replace(arithmetic, exp2_ulps=64.0)
-    assert int(found.allowance(other, Outputs(found.truth.out)).exact.sum()) < counts[-1]
+    assert int(builder.allowance(other, Outputs(builder.truth.out)).exact.sum()) < counts[-1]

@@ -1,4 +1,4 @@
-"""One clock for every measurement; what CUDA does is played by stand-ins."""
+"""Stopwatch, medians and kept calls: how kernels are timed; CUDA is simulated by stand-ins."""
 
 import itertools
 import time
@@ -22,31 +22,31 @@ GPU = SimpleNamespace(type="cuda")
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """A GPU that counts what it is told, and whose events are a millisecond apart each."""
-    told, now = [], itertools.count()
+    """The log of a simulated GPU whose events are a millisecond apart."""
+    log, now = [], itertools.count()
 
     class Event:
         def __init__(self, enable_timing):
             assert enable_timing
 
         def record(self):
-            told.append("record")
+            log.append("record")
             self.at = next(now)
 
         def synchronize(self):
-            told.append("wait")
+            log.append("wait")
 
         def elapsed_time(self, other):
             return float(other.at - self.at)
 
-    flushed = SimpleNamespace(sum=lambda: told.append("flush"))
+    flushed = SimpleNamespace(sum=lambda: log.append("flush"))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(timing, "_flushed", lambda _: flushed)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return told
+    return log
 
 
-def test_a_call_is_timed_between_events_after_the_cache_is_flushed(cuda):
+def test_cuda_call_is_timed_between_events_after_a_cache_flush(cuda):
     watch = Stopwatch(lambda: cuda.append("call"), GPU)
     assert watch.seconds() == 1e-3
     assert cuda == ["flush", "record", "call", "record", "wait"]
@@ -54,8 +54,8 @@ def test_a_call_is_timed_between_events_after_the_cache_is_flushed(cuda):
 
 
 @pytest.mark.usefixtures("cuda")
-def test_a_graph_keeps_the_tensors_of_its_call(monkeypatch):
-    """It reads their memory, which is another's when they are gone."""
+def test_graph_keeps_the_tensors_of_its_call_alive(monkeypatch):
+    """A replayed graph reads their memory, which would be reused if they were freed."""
     monkeypatch.setattr(timing, "_captured", lambda _: lambda: None)
     tensor = torch.zeros(1)
     alive = weakref.ref(tensor)
@@ -65,11 +65,11 @@ def test_a_graph_keeps_the_tensors_of_its_call(monkeypatch):
     assert alive() is not None
 
 
-def test_what_cannot_be_captured_is_timed_by_events(cuda, monkeypatch):
-    def refuses():
+def test_graph_timing_falls_back_to_events_if_capture_fails(cuda, monkeypatch):
+    def fail():
         raise RuntimeError("no stream")
 
-    monkeypatch.setattr(torch.cuda, "Stream", refuses)
+    monkeypatch.setattr(torch.cuda, "Stream", fail)
     watch = Stopwatch(lambda: None, GPU, graph=True)
     assert watch.clock == "events"
     monkeypatch.setattr(timing, "_captured", lambda call: lambda: cuda.append("replay"))
@@ -80,32 +80,32 @@ def test_what_cannot_be_captured_is_timed_by_events(cuda, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("taken", "count", "median"),
+    ("durations", "count", "median"),
     [
         ([1] * 9, 5, 1),
-        ([8, 1, 1, 1, 1, 1], 5, 1),  # the largest is not of the middle half
+        ([8, 1, 1, 1, 1, 1], 5, 1),  # the largest is outside the middle half
         ([8, 8, 1, 1, 1, 1, 1, 1, 1], 9, 1),
-        ([1, 1.25] * 20, 20, 1.125),  # never alike
-        ([32] * 9, 2, 32),  # no longer than they may take
+        ([1, 1.25] * 20, 20, 1.125),  # never equal, so as many as possible
+        ([32] * 9, 2, 32),  # the time limit is reached
     ],
 )
-def test_a_median_is_of_as_many_calls_as_it_needs(taken, count, median, monkeypatch):
-    left = iter(taken)
-    # In units in which means of two are exact.
-    monkeypatch.setattr(Stopwatch, "seconds", lambda _: next(left) / 1024)
+def test_median_repeats_calls_until_stable_or_out_of_time(durations, count, median, monkeypatch):
+    remaining = iter(durations)
+    # In units of 1/1024 s, in which the mean of two durations is exact.
+    monkeypatch.setattr(Stopwatch, "seconds", lambda _: next(remaining) / 1024)
     assert Stopwatch(lambda: None, torch.device("cpu")).median() == median / 1024
-    assert len(list(left)) == len(taken) - count
+    assert len(list(remaining)) == len(durations) - count
 
 
-def test_calls_take_turns(monkeypatch):
+def test_medians_alternates_between_the_calls(monkeypatch):
     order, ticks = [], itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
-    taken = medians({name: lambda name=name: order.append(name) for name in "ab"}, "cpu", 2)
+    seconds = medians({name: lambda name=name: order.append(name) for name in "ab"}, "cpu", 2)
     assert order == ["a", "b"] * 3
-    assert taken == {"a": 1.0, "b": 1.0}
+    assert seconds == {"a": 1.0, "b": 1.0}
 
 
-def test_a_call_that_is_kept_takes_turns_until_it_is_forgotten():
+def test_kept_call_can_be_timed_until_it_is_forgotten():
     problem = Problem(query=8, head_dim=8, dtype="fp32")
     executor, inputs = InProcess(), draw_inputs(problem)
     kept = executor.keep(Sdpa("math"), inputs, graph=False)
@@ -118,7 +118,7 @@ def test_a_call_that_is_kept_takes_turns_until_it_is_forgotten():
     assert isinstance(executor.time(problem), Failure)
 
 
-def test_one_in_a_process_of_its_own_takes_turns_too():
+def test_kept_call_in_an_isolated_process_can_be_timed_until_the_process_ends():
     problem = Problem(query=8, head_dim=8, dtype="fp32")
     inputs = draw_inputs(problem)
     with IsolatedKernel("sdpa-math") as host:
@@ -129,5 +129,5 @@ def test_one_in_a_process_of_its_own_takes_turns_too():
         host.executor.forget()
         assert isinstance(host.executor.time(problem), Failure)
         host.executor.keep(host.subject, inputs, graph=False)
-        host.kill()  # what it kept is gone with it
+        host.kill()  # the kept call is lost with its process
         assert isinstance(host.executor.time(problem), Failure)

@@ -1,4 +1,4 @@
-"""A server that ends, hangs, prints or leaves daemons, for tests of the process around it."""
+"""A server that exits, hangs, prints or leaves daemons, for tests of the process around it."""
 
 import ctypes
 import os
@@ -10,17 +10,17 @@ from attncheck.workers.transport import Frame
 
 
 class Planted:
-    """Answers ``says`` with words, and does what else is asked of it."""
+    """Answers a request with the result of the method that its kind names."""
 
     def answer(self, request: Frame) -> Frame:
         value = getattr(self, request.kind)(**request.words)
         return Frame(kind="answer", words={"value": value}, data=b"")
 
     def close(self) -> None:
-        """Nothing is started that is not meant to live on."""
+        """Leave everything running: the tests check that the owner cleans up."""
 
     def daemon(self) -> int:
-        """A process out of the session, its parent gone."""
+        """Start a process in another session whose parent has exited; return its id."""
         reads, writes = os.pipe()
         child = os.fork()
         if child:
@@ -52,7 +52,7 @@ class Planted:
         os.abort()
 
     def forks_and_exits(self) -> None:
-        """A fork that Python knows nothing of holds the pipe open."""
+        """Exit, but leave a fork unknown to Python that holds the pipe open."""
         if ctypes.CDLL(None).fork():
             os._exit(0)
         time.sleep(1000)
@@ -67,8 +67,8 @@ def planted() -> Planted:
     return Planted()
 
 
-def runs(pid):
-    """Whether a process is there, and not dead already."""
+def is_running(pid):
+    """Whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""A Work without kernels, for tests of what runs units: a unit's case says what doing it does."""
+"""A Work without kernels, for tests of the pool: the case of a unit says what happens to it."""
 
 import os
 import signal
@@ -14,11 +14,15 @@ from attncheck.workers.units import Done, Unit
 def unit(name, kind="ask", *, kernel="stub", stage="bounds", **case):
     """A unit of that name.
 
-    Keywords: ``follow``: (name, case) of units that follow; ``folder``: where files are; ``die``:
-    signal that kills the lane; ``times``: only the first so many times; ``raises``; ``wait_for``: a
-    file; ``touch``: a file that is made first; ``child``: starts a process that would live on;
-    ``prints``; ``usage``: a file without which it cannot be asked; ``lie``: the id that the result
-    says.
+    Keywords:
+        follow: (name, case) of units that its result adds.
+        die, raises: the signal that kills its worker, the message of its exception; with ``times``
+            only in so many first attempts, which are counted by files in ``folder``.
+        touch, child, prints: first creates this file, starts a process that would outlive the
+            worker and writes its id to this file, prints this text.
+        wait_for, seconds: waits for this file, and then so long.
+        usage: the result is a usage error unless this file exists.
+        lie: the unit id of its result, in place of its own.
     """
     return Unit(kind=kind, stage=stage, kernel=kernel, device="cpu", case={"name": name, **case})
 
@@ -28,9 +32,9 @@ class Stub:
         self.folder = Path(folder)
         self.count = 0
 
-    def do(self, asked):
+    def do(self, task):
         self.count += 1
-        case = asked.case
+        case = task.case
         if "touch" in case:
             Path(case["touch"]).touch()
         if "child" in case:
@@ -40,7 +44,7 @@ class Stub:
             Path(case["child"]).write_text(str(child.pid))
         if "prints" in case:
             print(case["prints"], file=sys.stderr, flush=True)  # noqa: T201  # what workers print
-        if self._may(case):
+        if self._misbehaves(case):
             if "raises" in case:
                 raise RuntimeError(case["raises"])
             if "die" in case:
@@ -49,22 +53,22 @@ class Stub:
             time.sleep(0.01)
         time.sleep(case.get("seconds", 0.0))
         if "usage" in case and not Path(case["usage"]).exists():
-            return Done(unit=asked.id, facts={"usage": f"there is no file {case['usage']!r}."})
+            return Done(unit=task.id, facts={"usage": f"there is no file {case['usage']!r}."})
         follow = tuple(unit(name, **rest) for name, rest in case.get("follow", ()))
         return Done(
-            unit=case.get("lie", asked.id),
+            unit=case.get("lie", task.id),
             units=follow,
             facts={
                 "name": case["name"],
                 "pid": os.getpid(),
                 "count": self.count,
-                "alone": asked.alone,
+                "alone": task.alone,
                 "gpu": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             },
         )
 
-    def _may(self, case):
-        """Whether it is to misbehave this time."""
+    def _misbehaves(self, case):
+        """Whether ``die`` and ``raises`` apply in this attempt, which is counted."""
         if "times" not in case:
             return True
         marks = Path(case["folder"])
@@ -90,7 +94,7 @@ def dead():
 
 
 def made_twice(folder):
-    """As ``work``; the second that is made leaves a file ``second``."""
+    """Like ``work``; making it a second time leaves a file ``second``."""
     try:
         (Path(folder) / "first").touch(exist_ok=False)
     except FileExistsError:

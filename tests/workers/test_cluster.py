@@ -1,4 +1,4 @@
-"""The same plan on Ray: two nodes' worth of processes, one of them lost midway."""
+"""Units on a Ray cluster: two nodes, one of which is lost midway."""
 
 import os
 import subprocess
@@ -18,10 +18,10 @@ STUB = "tests.workers.stub_work:work"
 ROOT = Path(__file__).parents[2]
 
 
-def test_without_ray_what_to_install_is_said(tmp_path, monkeypatch):
+def test_missing_ray_is_a_usage_error_with_the_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    said = pytest.raises(UsageError, match=r"pip install 'attncheck\[ray\]'")
-    with Journal.open(tmp_path / "r.jsonl", {}, resume=True) as journal, said:
+    usage_error = pytest.raises(UsageError, match=r"pip install 'attncheck\[ray\]'")
+    with Journal.open(tmp_path / "r.jsonl", {}, resume=True) as journal, usage_error:
         run_units(
             [unit("a")], work=STUB, options={}, journal=journal, workers=Cluster(address="local")
         )
@@ -50,7 +50,7 @@ units = [
 units.append(unit("deadly", die=signal.SIGSEGV))
 acknowledged = []
 
-def told(event):
+def on_event(event):
     if event.kind == "done":
         acknowledged.append((event.unit.id, event.done.facts.get("pid")))
         if len(acknowledged) == 30:
@@ -58,16 +58,16 @@ def told(event):
 
 with Journal.open({path!r}, {{}}, resume=True) as journal:
     ended = run_units(units, work={work!r}, options={{}}, journal=journal,
-                        workers=Nodes(address=nodes.address), on_event=told)
+                        workers=Nodes(address=nodes.address), on_event=on_event)
 print("ended", ended.why or "finished", ended.finished, ended.left)
 for unit_id, pid in acknowledged:
-    print("told", unit_id, pid)
+    print("acknowledged", unit_id, pid)
 ray.shutdown()
 nodes.shutdown()
 """
 
 
-def test_a_node_that_is_lost_takes_no_acknowledged_result_with_it(tmp_path):
+def test_lost_node_loses_no_acknowledged_result(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'attncheck[ray]'")
     path = tmp_path / "results.jsonl"
     code = TWO_NODES.format(root=str(ROOT), path=str(path), work=STUB)
@@ -77,11 +77,11 @@ def test_a_node_that_is_lost_takes_no_acknowledged_result_with_it(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["ended", "finished", "81", "0"] in lines
-    told = [(unit_id, pid) for word, unit_id, pid in (x for x in lines if x[:1] == ["told"])]
+    acknowledged = [(line[1], line[2]) for line in lines if line[:1] == ["acknowledged"]]
     content = read_journal(path)
     results = {i: str(done.facts.get("pid")) for i, done in content.results.items()}
-    assert dict(told) == results  # none lost, none done again
-    assert len(told) == len(results)  # none told twice
+    assert dict(acknowledged) == results  # none lost, none done again
+    assert len(acknowledged) == len(results)  # none acknowledged twice
     names = {done.facts.get("name", "deadly") for done in content.results.values()}
     assert names == {f"{kind}{n}" for kind in "uf" for n in range(40)} | {"deadly"}
     harness = [done.harness for done in content.results.values() if done.harness]

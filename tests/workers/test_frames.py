@@ -1,4 +1,4 @@
-"""Frames: what is sent comes whole and once, and nothing else is taken for one."""
+"""Frames between processes: they arrive whole, once and in order, and other bytes are rejected."""
 
 import contextlib
 import os
@@ -15,22 +15,22 @@ from attncheck.workers.transport import (
     Sender,
 )
 
-OURS, ANOTHER = bytes(range(KEY)), bytes(KEY)
+OUR_KEY, OTHER_KEY = bytes(range(KEY)), bytes(KEY)
 WORDS = {"a": [1, None, "é\ud800"], "inf": float("inf")}
-SENT = Frame(kind="ran", words=WORDS, data=b"\x00\xff" * 9)
+FRAME = Frame(kind="ran", words=WORDS, data=b"\x00\xff" * 9)
 
 
 @pytest.fixture
 def pipe():
     reads, writes = os.pipe()
-    os.set_blocking(reads, False)  # nothing here may wait for ever
+    os.set_blocking(reads, False)  # so that no test can wait forever
     yield reads, writes
     for descriptor in (reads, writes):
         with contextlib.suppress(OSError):
             os.close(descriptor)
 
 
-def bytes_of(*frames, key=OURS):
+def bytes_of(*frames, key=OUR_KEY):
     reads, writes = os.pipe()
     sender = Sender(writes, key)
     for frame in frames:
@@ -40,7 +40,7 @@ def bytes_of(*frames, key=OURS):
         return file.read()
 
 
-def received(pipe, raw, *, most=100, count=1, key=OURS):
+def received(pipe, raw, *, most=100, count=1, key=OUR_KEY):
     reads, writes = pipe
     os.write(writes, raw)
     os.close(writes)
@@ -48,72 +48,72 @@ def received(pipe, raw, *, most=100, count=1, key=OURS):
     return [receiver.receive(most=most) for _ in range(count)][-1]
 
 
-def test_what_is_sent_is_received(pipe):
-    assert received(pipe, bytes_of(SENT)) == SENT
+def test_frame_is_received_as_sent(pipe):
+    assert received(pipe, bytes_of(FRAME)) == FRAME
 
 
-def test_frames_come_in_their_order(pipe):
+def test_frames_are_received_in_order(pipe):
     other = Frame(kind="answer", words={})
-    assert received(pipe, bytes_of(SENT, other), count=2) == other
+    assert received(pipe, bytes_of(FRAME, other), count=2) == other
 
 
 @pytest.mark.parametrize("place", [0, 12, 30, 36, 44, 60, 100, -1])
-def test_a_flipped_bit_is_seen(pipe, place):
-    raw = bytearray(bytes_of(SENT))
+def test_flipped_bit_is_rejected(pipe, place):
+    raw = bytearray(bytes_of(FRAME))
     raw[place] ^= 1
     with pytest.raises((BrokenFrame, Closed)):
         received(pipe, bytes(raw))
 
 
 @pytest.mark.parametrize("length", [0, 1, 40, 60, -1])
-def test_a_torn_frame_is_none(pipe, length):
+def test_truncated_frame_raises_closed(pipe, length):
     with pytest.raises(Closed, match=r"nobody writes any more\."):
-        received(pipe, bytes_of(SENT)[:length])
+        received(pipe, bytes_of(FRAME)[:length])
 
 
-NO_FRAMES = {
-    "of who does not know the key": (bytes_of(SENT, key=ANOTHER), {}, "checksum"),
-    "that comes again": (bytes_of(SENT) * 2, {"count": 2}, "frame 1 where 2 is the next"),
-    "after one that was left out": (
-        bytes_of(SENT, SENT)[len(bytes_of(SENT)) :],
+INVALID_FRAMES = {
+    "wrong key": (bytes_of(FRAME, key=OTHER_KEY), {}, "checksum"),
+    "repeated frame": (bytes_of(FRAME) * 2, {"count": 2}, "frame 1 where 2 is the next"),
+    "skipped frame": (
+        bytes_of(FRAME, FRAME)[len(bytes_of(FRAME)) :],
         {},
         "frame 2 where 1 is the next",
     ),
-    "that was printed": (
+    "printed text": (
         b"\x1b[31mKernelError: attncheck\x00\x01\n" + b"x" * 100,
         {},
         "begins as no frame does",
     ),
-    "of more bytes than are owed": (bytes_of(SENT), {"most": 17}, "18 bytes, of at most 17"),
+    "more data than allowed": (bytes_of(FRAME), {"most": 17}, "18 bytes, of at most 17"),
 }
 
 
-@pytest.mark.parametrize(("raw", "how", "said"), NO_FRAMES.values(), ids=NO_FRAMES)
-def test_what_is_no_frame(pipe, raw, how, said):
-    with pytest.raises(BrokenFrame, match=said):
-        received(pipe, raw, **how)
+@pytest.mark.parametrize(("raw", "options", "message"), INVALID_FRAMES.values(), ids=INVALID_FRAMES)
+def test_invalid_frame_is_rejected(pipe, raw, options, message):
+    with pytest.raises(BrokenFrame, match=message):
+        received(pipe, raw, **options)
 
 
 @pytest.mark.parametrize(
-    ("frame", "said"),
+    ("frame", "message"),
     [
         (Frame(kind="x" * 17, words={}), "a frame"),
         (Frame(kind="ran", words={"a": "x" * LARGEST_WORDS}), "bytes of JSON"),
     ],
 )
-def test_what_nobody_would_take_is_not_sent(pipe, frame, said):
-    with pytest.raises(BrokenFrame, match=said):
-        Sender(pipe[1], OURS).send(frame)
+def test_sender_rejects_frames_that_no_receiver_accepts(pipe, frame, message):
+    with pytest.raises(BrokenFrame, match=message):
+        Sender(pipe[1], OUR_KEY).send(frame)
 
 
-def test_who_reads_no_more_is_told(pipe):
+def test_sending_to_a_closed_pipe_raises_closed(pipe):
     os.close(pipe[0])
     with pytest.raises(Closed, match="nobody reads"):
-        Sender(pipe[1], OURS).send(SENT)
+        Sender(pipe[1], OUR_KEY).send(FRAME)
 
 
 @pytest.mark.parametrize("words", ["[1]", "1", "[" * 30_000, "{", "nul"])
-def test_words_are_a_json_object(pipe, words, monkeypatch):
+def test_words_that_are_no_json_object_are_rejected(pipe, words, monkeypatch):
     monkeypatch.setattr("attncheck.workers.transport._DUMPS", lambda *_, **__: words)
     with pytest.raises(BrokenFrame, match="no JSON"):
-        received(pipe, bytes_of(SENT))
+        received(pipe, bytes_of(FRAME))

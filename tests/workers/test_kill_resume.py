@@ -1,4 +1,4 @@
-"""Killed at a random moment and resumed: nothing acknowledged is lost, nothing is done twice."""
+"""Runs killed at random moments and resumed: nothing acknowledged is lost or done twice."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-# In processes of their own, since every session of a run is a copy of one, which mostly waits.
+# In forked processes of their own: each run forks its sessions and mostly waits for them.
 RUNS = """
 import concurrent.futures, dataclasses, json, multiprocessing, sys, tempfile
 sys.path.insert(0, {benchmarks!r})
@@ -20,22 +20,22 @@ with tempfile.TemporaryDirectory() as folder:
     forks = multiprocessing.get_context("fork")
     with concurrent.futures.ProcessPoolExecutor(4, mp_context=forks) as pool:
         runs = pool.map(kill_resume.work, tasks)
-        found = [(t.journal, dataclasses.asdict(run)) for t, run in zip(tasks, runs, strict=True)]
-print(json.dumps(found))
+outcomes = [(t.journal, dataclasses.asdict(run)) for t, run in zip(tasks, runs, strict=True)]
+print(json.dumps(outcomes))
 """
 
 
-def test_twenty_five_runs_that_are_killed_end_as_if_they_had_not_been():
+def test_killed_and_resumed_runs_end_like_uninterrupted_ones():
     code = RUNS.format(benchmarks=str(BENCHMARKS))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    right = [one for journal, one in found if journal == "right"]
+    outcomes = json.loads(done.stdout)
+    right = [run for journal, run in outcomes if journal == "right"]
     assert sum(one["kills"] for one in right) >= 20
     for one in right:
         assert (one["lost"], one["doubled"], one["different"], one["orphans"]) == (0, 0, 0, 0), one
         assert one["broken"] == ""
         assert one["results"] > 0
-    # The planted faults are seen.
-    assert sum(one["lost"] for journal, one in found if journal == "hasty") > 0
-    assert sum(one["different"] for journal, one in found if journal == "forgetful") > 0
+    # Planted faults: a journal that acknowledges too early, and one that forgets results.
+    assert sum(run["lost"] for journal, run in outcomes if journal == "hasty") > 0
+    assert sum(run["different"] for journal, run in outcomes if journal == "forgetful") > 0

@@ -1,11 +1,11 @@
-"""A run in parts: each unit is one part's, and the parts make the whole."""
+"""Shards of a run: each unit belongs to one shard, and merged journals make the whole run."""
 
 import msgspec
 import pytest
 from click.testing import CliRunner
 from tests.workers.stub_work import unit
 
-from attncheck.cli.merge import merge as verb
+from attncheck.cli.merge import merge as merge_command
 from attncheck.core.errors import UsageError
 from attncheck.records.record import Record
 from attncheck.records.run_reports import Answer
@@ -14,85 +14,85 @@ from attncheck.workers.journal_format import JournalError, read_journal
 from attncheck.workers.units import Done, Shard
 
 UNITS = [unit(f"u{n}") for n in range(200)]
-FIRST = unit("k", kind="describe")
+DESCRIBE = unit("k", kind="describe")
 HEADER = {"command": "gate k", "tier": "smoke"}
 
 
 @pytest.mark.parametrize(
     "text", ["0/2", "3/2", "1", "1/0", "a/b", "1/2/3", "1/1001", "-1/2", "１/2"]
 )
-def test_what_is_no_part_is_refused(text):
+def test_invalid_shard_text_is_a_usage_error(text):
     with pytest.raises(UsageError, match="must be I/N"):
         Shard.parse(text)
 
 
-def test_its_text_is_read_back():
+def test_shard_round_trips_through_text():
     assert str(Shard.parse("2/4")) == "2/4"
     assert Shard.parse("") == Shard(1, 1)
     assert str(Shard(1, 1)) == ""
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_each_unit_is_one_parts_and_no_part_is_empty(count):
+def test_each_unit_belongs_to_one_shard_and_no_shard_is_empty(count):
     shards = [Shard(n, count) for n in range(1, count + 1)]
     owners = [[shard for shard in shards if shard.has(one)] for one in UNITS]
-    assert all(len(found) == 1 for found in owners)
-    assert {found[0] for found in owners} == set(shards)
+    assert all(len(each) == 1 for each in owners)
+    assert {each[0] for each in owners} == set(shards)
 
 
-def test_what_says_what_to_do_is_done_in_every_part():
-    assert all(Shard(n, 3).has(FIRST) for n in (1, 2, 3))
+def test_describe_and_draw_units_belong_to_every_shard():
+    assert all(Shard(n, 3).has(DESCRIBE) for n in (1, 2, 3))
     assert all(Shard(n, 3).has(unit("d", kind="draw")) for n in (1, 2, 3))
 
 
-def test_alone_or_not_it_is_the_same_parts():
+def test_alone_does_not_change_the_shard():
     for one in UNITS[:20]:
         again = msgspec.structs.replace(one, alone=True)
         assert Shard(1, 2).has(one) == Shard(1, 2).has(again)
 
 
-def test_what_makes_a_failure_smaller_is_done_where_it_failed():
+def test_shrinking_and_repetition_at_another_commit_stay_in_the_shard_of_the_question():
     for one in UNITS:
-        smaller = msgspec.structs.replace(one, kind="shrink")
-        before = msgspec.structs.replace(one, commit="0" * 40)
-        assert {Shard(2, 7).has(each) for each in (one, smaller, before)} != {True, False}
+        shrunk = msgspec.structs.replace(one, kind="shrink")
+        repeated = msgspec.structs.replace(one, commit="0" * 40)
+        assert {Shard(2, 7).has(each) for each in (one, shrunk, repeated)} != {True, False}
 
 
-def part(folder, text, *, seconds=1.0, facts=None, said=None, finished=True, **header):
-    """The journal of a part."""
+def write_shard(folder, text, *, seconds=1.0, facts=None, answer=None, finished=True, **header):
+    """Write the journal of a shard, without its last unit if it is not finished."""
     shard, path = Shard.parse(text), folder / f"{text.replace('/', '-')}.jsonl"
-    described = Done(
-        unit=FIRST.id,
+    description = Done(
+        unit=DESCRIBE.id,
         units=tuple(UNITS),
         facts=facts or {"name": "k"},
-        answers=(said,) if said else (),
+        answers=(answer,) if answer else (),
         seconds=seconds,
     )
     with Journal.open(path, HEADER | {"shard": text} | header, resume=False) as journal:
-        journal.queued([FIRST])
-        journal.done(described)
+        journal.queued([DESCRIBE])
+        journal.done(description)
         mine = [one for one in UNITS if shard.has(one)]
         for one in mine if finished else mine[:-1]:
             journal.done(Done(unit=one.id, seconds=seconds))
     return path
 
 
-def test_the_parts_make_the_whole_whatever_the_clocks_say(tmp_path):
-    paths = [part(tmp_path, "1/2", seconds=1.0), part(tmp_path, "2/2", seconds=2.0)]
+def test_merged_shards_make_the_whole_run_despite_different_times(tmp_path):
+    paths = [write_shard(tmp_path, "1/2", seconds=1.0), write_shard(tmp_path, "2/2", seconds=2.0)]
     content = merge_journals({str(path): read_journal(path) for path in paths})
-    assert content.results.keys() == {FIRST.id, *(one.id for one in UNITS)}
+    assert content.results.keys() == {DESCRIBE.id, *(one.id for one in UNITS)}
     assert not content.unfinished
     whole = tmp_path / "whole.jsonl"
     whole.write_bytes(merged_journal_bytes(content))
     back = read_journal(whole)
     assert back.results == content.results
     assert back.units == content.units
-    with Journal.open(whole, HEADER | {"shard": ""}, resume=True) as journal:  # can be resumed
+    with Journal.open(whole, HEADER | {"shard": ""}, resume=True) as journal:
         assert len(journal.results) == 201
 
 
-def test_a_part_that_is_missing_or_unfinished_is_said(tmp_path):
-    one, three = part(tmp_path, "1/3"), part(tmp_path, "3/3", finished=False)
+def test_missing_and_unfinished_shards_are_detected(tmp_path):
+    one, three = write_shard(tmp_path, "1/3"), write_shard(tmp_path, "3/3", finished=False)
     contents = {str(path): read_journal(path) for path in (one, three)}
     assert missing_shards(list(contents.values())) == (Shard(2, 3),)
     assert len(contents[str(three)].unfinished) == 1
@@ -101,12 +101,12 @@ def test_a_part_that_is_missing_or_unfinished_is_said(tmp_path):
 
 
 def test_different_results_of_one_unit_are_an_error(tmp_path):
-    paths = [part(tmp_path, "1/2"), part(tmp_path, "2/2", facts={"name": "other"})]
+    paths = [write_shard(tmp_path, "1/2"), write_shard(tmp_path, "2/2", facts={"name": "other"})]
     with pytest.raises(JournalError, match="have different results of unit"):
         merge_journals({str(path): read_journal(path) for path in paths})
 
 
-def died(reason, status="crash"):
+def death(reason, status="crash"):
     record = Record(
         case_id="c",
         case={},
@@ -117,57 +117,57 @@ def died(reason, status="crash"):
         reason=reason,
         environment="",
     )
-    return Answer(unit=FIRST.id, stage="contract", record=record)
+    return Answer(unit=DESCRIBE.id, stage="contract", record=record)
 
 
-def test_what_a_process_said_as_it_died_may_differ(tmp_path):
-    words = ("died: pid 17 at 0x7f01", "died: pid 99 at 0x7f92")
-    facts = [{"name": "k", "absent": word} for word in words]
+def test_reason_of_a_death_may_differ_between_shards(tmp_path):
+    """It may hold process ids and addresses; another status is a different result."""
+    reasons = ("died: pid 17 at 0x7f01", "died: pid 99 at 0x7f92")
+    facts = [{"name": "k", "absent": reason} for reason in reasons]
     paths = [
-        part(tmp_path, text, said=died(word), facts=fact)
-        for text, word, fact in zip(("1/2", "2/2"), words, facts, strict=True)
+        write_shard(tmp_path, text, answer=death(reason), facts=fact)
+        for text, reason, fact in zip(("1/2", "2/2"), reasons, facts, strict=True)
     ]
     assert not merge_journals({str(path): read_journal(path) for path in paths}).unfinished
-    for other in ({"said": died(words[1], "oom")}, {"said": None}):
-        paths[1] = part(tmp_path, "2/2", facts=facts[1], **other)
+    for other in ({"answer": death(reasons[1], "oom")}, {"answer": None}):
+        paths[1] = write_shard(tmp_path, "2/2", facts=facts[1], **other)
         with pytest.raises(JournalError, match="have different results of unit"):
             merge_journals({str(path): read_journal(path) for path in paths})
 
 
-def test_a_smaller_failure_that_nobody_looked_for_leaves_nothing_unsaid(tmp_path):
-    paths = [part(tmp_path, text) for text in ("1/2", "2/2")]
+def test_merge_succeeds_with_unfinished_shrink_units(tmp_path):
+    paths = [write_shard(tmp_path, text) for text in ("1/2", "2/2")]
     smaller = msgspec.structs.replace(UNITS[0], kind="shrink")
     for path, text in zip(paths, ("1/2", "2/2"), strict=True):
         with Journal.open(path, HEADER | {"shard": text}, resume=True) as journal:
             journal.queued([smaller])
-    words = [*map(str, paths), "--out", str(tmp_path / "results.jsonl")]
-    done = CliRunner().invoke(verb, words, standalone_mode=False)
+    arguments = [*map(str, paths), "--out", str(tmp_path / "results.jsonl")]
+    done = CliRunner().invoke(merge_command, arguments, standalone_mode=False)
     assert (done.exception, done.return_value) == (None, 0)
     assert read_journal(tmp_path / "results.jsonl").unfinished == (smaller,)
 
 
 @pytest.mark.parametrize("content", ["hello\n", '{"a": 1}\n', ""], ids=["text", "JSON", "empty"])
-def test_a_file_that_is_no_journal_is_a_usage_error(tmp_path, content):
-    """The command line ends with 2 for one."""
+def test_merging_a_file_that_is_no_journal_is_a_usage_error(tmp_path, content):
     other = tmp_path / "other.jsonl"
     other.write_text(content)
-    for words in ([part(tmp_path, "1/2"), other], [tmp_path / "nowhere"]):
-        asked = [*map(str, words), "--out", str(tmp_path / "results.jsonl")]
-        done = CliRunner().invoke(verb, asked, standalone_mode=False)
+    for paths in ([write_shard(tmp_path, "1/2"), other], [tmp_path / "nowhere"]):
+        arguments = [*map(str, paths), "--out", str(tmp_path / "results.jsonl")]
+        done = CliRunner().invoke(merge_command, arguments, standalone_mode=False)
         assert isinstance(done.exception, UsageError)
         assert not (tmp_path / "results.jsonl").exists()
 
 
-def test_a_merged_journal_is_that_of_the_same_command_without_a_shard(tmp_path):
+def test_merged_journal_has_the_header_of_a_run_without_shards(tmp_path):
     def head(text, typed):
-        how = {"device": "cpu", "tier": "smoke", "seed": 5, "started": "now"}
-        return {"kernels": ["k"], **how, "shard": text, "typed": typed}
+        choices = {"device": "cpu", "tier": "smoke", "seed": 5, "started": "now"}
+        return {"kernels": ["k"], **choices, "shard": text, "typed": typed}
 
     paths = []
     for text, typed in (("1/2", "gate --shard=1/2 k"), ("2/2", "gate --shard 2/2 k")):
         paths.append(tmp_path / f"{text[0]}.jsonl")
         with Journal.open(paths[-1], head(text, typed), resume=False) as journal:
-            journal.queued([FIRST])
+            journal.queued([DESCRIBE])
     whole = tmp_path / "whole.jsonl"
     for order in (paths, paths[::-1]):
         whole.write_bytes(
@@ -175,24 +175,28 @@ def test_a_merged_journal_is_that_of_the_same_command_without_a_shard(tmp_path):
         )
         assert read_journal(whole).head == head("", "gate k")
         with Journal.open(whole, head("", "gate k"), resume=True) as journal:
-            assert journal.content.unfinished == (FIRST,)
+            assert journal.content.unfinished == (DESCRIBE,)
 
 
-def test_parts_of_different_runs_are_refused(tmp_path):
-    paths = [part(tmp_path, "1/2"), part(tmp_path, "2/2", tier="pr")]
+def test_shards_of_different_runs_are_a_usage_error(tmp_path):
+    paths = [write_shard(tmp_path, "1/2"), write_shard(tmp_path, "2/2", tier="pr")]
     with pytest.raises(UsageError, match="are no parts of one run: tier is 'smoke' and 'pr'"):
         merge_journals({str(path): read_journal(path) for path in paths})
     with pytest.raises(UsageError, match="in 2 and 3 parts"):
-        missing_shards([read_journal(part(tmp_path, text)) for text in ("1/2", "1/3")])
+        missing_shards([read_journal(write_shard(tmp_path, text)) for text in ("1/2", "1/3")])
 
 
-def test_the_verb_writes_one_journal_and_says_what_is_missing(tmp_path):
-    one, two = (str(part(tmp_path, text)) for text in ("1/2", "2/2"))
+def test_merge_command_writes_one_journal_and_fails_if_a_shard_is_missing(tmp_path):
+    one, two = (str(write_shard(tmp_path, text)) for text in ("1/2", "2/2"))
     target = tmp_path / "all" / "results.jsonl"
-    done = CliRunner().invoke(verb, [one, two, "--out", str(target)], standalone_mode=False)
+    done = CliRunner().invoke(
+        merge_command, [one, two, "--out", str(target)], standalone_mode=False
+    )
     assert (done.exception, done.return_value) == (None, 0)
     assert len(read_journal(target).results) == 201
-    done = CliRunner().invoke(verb, [one, "--out", str(target)], standalone_mode=False)
+    done = CliRunner().invoke(merge_command, [one, "--out", str(target)], standalone_mode=False)
     assert done.return_value == 3
-    done = CliRunner().invoke(verb, [one, one, "--out", str(target)], standalone_mode=False)
+    done = CliRunner().invoke(
+        merge_command, [one, one, "--out", str(target)], standalone_mode=False
+    )
     assert "is named twice" in str(done.exception)

@@ -1,4 +1,4 @@
-"""Kernels whose bits depend on what is no part of their inputs."""
+"""Planted faults: kernels whose bits depend on something other than their inputs."""
 
 import random
 from dataclasses import replace
@@ -11,29 +11,29 @@ NOTHING = frozenset()
 BATCH = frozenset({"repeat", "batch"})
 
 
-def moving(steps, **promises):
-    """Right, with LSE as many ulps further as ``steps(number of the call, inputs)`` says."""
+def shifted(steps, **promises):
+    """A right kernel whose LSE is moved by ``steps(number of the call, inputs)`` ulps."""
     numbers = count(1)
 
-    def moved(inputs, right):
+    def shift(inputs, right):
         lse, last = right.lse, torch.full_like(right.lse, 1e9)
         for _ in range(int(steps(next(numbers), inputs))):
             lse = torch.nextafter(lse, last)
         return replace(right, lse=lse)
 
-    return spoiled(moved, **promises)
+    return spoiled(shift, **promises)
 
 
 def any_order(**promises):
-    """As atomics, which add up in whatever order: some calls round otherwise."""
+    """Like a kernel with atomics, which add in any order: some calls round differently."""
     order = random.Random(1)  # noqa: S311  # an order, and no secret
-    return moving(lambda *_: order.randrange(3), **promises)
+    return shifted(lambda *_: order.randrange(3), **promises)
 
 
 def wrong_elsewhere():
-    """Right where it was prepared first."""
+    """Wrong in every second place where it is prepared; right in the first."""
     prepared = []
-    kernel = moving(lambda *_: 100_000 * (len(prepared) % 2 == 0), promises=NOTHING)
+    kernel = shifted(lambda *_: 100_000 * (len(prepared) % 2 == 0), promises=NOTHING)
     right = kernel.prepare
 
     def prepare(inputs):
@@ -45,18 +45,18 @@ def wrong_elsewhere():
 
 
 def by_address():
-    """Other vectors where its keys begin elsewhere."""
+    """Rounds differently once its keys begin at another address, like another vector width."""
     first = []
 
     def steps(_, inputs):
         first.append(inputs.k.data_ptr())
         return first[-1] != first[0]
 
-    return moving(steps)
+    return shifted(steps)
 
 
 def any_gradients(**promises):
-    """Its dq is added up in another order in every second call."""
+    """Its dq differs in every second call."""
 
     def change(right, number):
         further = torch.full_like(right.dq.float(), 2.0 ** ((number - 1) % 2))
@@ -66,7 +66,7 @@ def any_gradients(**promises):
 
 
 def by_place():
-    """Its first sequence has another order of sums than the others."""
+    """Rounds the first sequence of a batch differently from the others."""
 
     def change(_, right):
         lse = right.lse.clone()
@@ -77,7 +77,7 @@ def by_place():
 
 
 def reads_neighbours():
-    """Promises nothing, and is wrong by far more than rounding where it is not alone."""
+    """Promises nothing, and is wrong by far more than rounding if the batch has other sequences."""
 
     def change(inputs, right):
         return replace(right, lse=right.lse + 0.5 * (len(inputs.q) > 1))
@@ -86,7 +86,7 @@ def reads_neighbours():
 
 
 def wrong_splits():
-    """Right as it launches itself; its other launch loses a split."""
+    """Right with its default launch; its other launch loses a split."""
     lost = spoiled(lambda _, right: replace(right, lse=right.lse - 0.5))
     return spoiled(lambda *_: None, launches=lambda *_: {"splits": lost})
 
@@ -94,16 +94,16 @@ def wrong_splits():
 KERNELS = {
     "AnyOrder": any_order,
     "AnyOrderUnpromised": lambda: any_order(promises=NOTHING),
-    "WrongUnpromised": lambda: moving(lambda n, _: 100_000 * (n % 2), promises=NOTHING),
+    "WrongUnpromised": lambda: shifted(lambda n, _: 100_000 * (n % 2), promises=NOTHING),
     "WrongElsewhereUnpromised": wrong_elsewhere,
-    "FirstCall": lambda: moving(lambda n, _: n > 1),  # right in its first call alone
+    "FirstCall": lambda: shifted(lambda n, _: n > 1),  # right in its first call alone
     "ByAddress": by_address,
-    "ByThreads": lambda: moving(lambda *_: torch.get_num_threads() - 1),
+    "ByThreads": lambda: shifted(lambda *_: torch.get_num_threads() - 1),
     "AnyGradients": any_gradients,
     "AnyGradientsUnpromised": lambda: any_gradients(promises_gradients=False),
     "ByPlace": by_place,
-    # A sequence that is not alone is rounded by what the others hold.
-    "ByNeighbours": lambda: moving(lambda _, inputs: len(inputs.q) > 1, promises=BATCH),
+    # Rounds differently if the batch has more than one sequence.
+    "ByNeighbours": lambda: shifted(lambda _, inputs: len(inputs.q) > 1, promises=BATCH),
     "ReadsNeighbours": reads_neighbours,
     "WrongSplits": wrong_splits,
 }

@@ -1,6 +1,6 @@
-"""Triton kernels that copy the right result, and what goes wrong at their last tile or stream.
+"""Planted faults in Triton kernels: at the last tile, in atomics and in the use of streams.
 
-They run in the interpreter and on a GPU: whoever imports this has made Triton ready.
+They run on a GPU or, where TRITON_INTERPRET is set before the import, in the interpreter.
 """
 
 # ruff: noqa: N803  # Triton: constexprs in capitals
@@ -17,13 +17,13 @@ BLOCK = 64
 
 
 @triton.jit
-def copied(source, target, size, BLOCK: tl.constexpr, STORED: tl.constexpr):
+def copy_tile(source, target, size, BLOCK: tl.constexpr, STORED: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + at, tl.load(source + at, mask=at < size, other=1.0), mask=at < STORED)
 
 
 @triton.jit
-def summed(source, target, size, BLOCK: tl.constexpr, LOADED: tl.constexpr):
+def sum_tile(source, target, size, BLOCK: tl.constexpr, LOADED: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = tl.load(source + at, mask=at < LOADED, other=0.0).to(tl.float32)
     total = tl.sum(there * tl.where(at < size, 1.0, 0.0))
@@ -31,18 +31,18 @@ def summed(source, target, size, BLOCK: tl.constexpr, LOADED: tl.constexpr):
 
 
 @triton.jit
-def added(source, target, BLOCK: tl.constexpr):
+def add_tile(source, target, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.atomic_add(target, tl.sum(tl.load(source + at)))
 
 
 class Copying(Ideal):
-    """Its LSE is written by a kernel, tile by tile."""
+    """Right: its LSE is copied by a Triton kernel, tile by tile."""
 
     name = "planted-copying"
 
     def stored(self, size):
-        """How many elements are stored."""
+        """The number of elements to store."""
         return size
 
     def prepare(self, inputs):
@@ -57,26 +57,26 @@ class Copying(Ideal):
     def copy(self, right):
         made = torch.empty_like(right)
         size = right.numel()
-        copied[(triton.cdiv(size, BLOCK),)](right, made, size, BLOCK, self.stored(size))
+        copy_tile[(triton.cdiv(size, BLOCK),)](right, made, size, BLOCK, self.stored(size))
         return made
 
 
 class WholeTiles(Copying):
-    """Its last tile is stored in full."""
+    """Stores its last tile in full, beyond the end of the output."""
 
     def stored(self, size):
         return triton.cdiv(size, BLOCK) * BLOCK
 
 
 class FullTiles(Copying):
-    """Its last tile, which is not full, is not stored."""
+    """Leaves out the last tile, which is partial."""
 
     def stored(self, size):
         return size // BLOCK * BLOCK
 
 
 class ReadsBeyond(Ideal):
-    """Multiplies what lies after k by 0, and adds it up."""
+    """Reads beyond the end of k, and multiplies what it read by 0."""
 
     name = "planted-reads-beyond"
 
@@ -87,14 +87,14 @@ class ReadsBeyond(Ideal):
             outputs, size = call(), inputs.k.numel()
             tiles = triton.cdiv(size, 1024)
             sums = torch.empty(tiles, dtype=torch.float32, device=inputs.device)
-            summed[(tiles,)](inputs.k, sums, size, 1024, tiles * 1024)
+            sum_tile[(tiles,)](inputs.k, sums, size, 1024, tiles * 1024)
             return replace(outputs, lse=outputs.lse + 0.0 * sums.sum())
 
         return planted
 
 
 class Atomic(Ideal):
-    """LSE plus a sum of many numbers, in whatever order the blocks of a GPU come."""
+    """Adds to LSE an atomic sum of many numbers, whose order differs from call to call."""
 
     name = "planted-atomic"
 
@@ -104,7 +104,7 @@ class Atomic(Ideal):
 
         def planted():
             total = torch.zeros(1, device=inputs.device)
-            added[(numbers.numel() // BLOCK,)](numbers, total, BLOCK)
+            add_tile[(numbers.numel() // BLOCK,)](numbers, total, BLOCK)
             outputs = call()
             return replace(outputs, lse=outputs.lse + total)
 
@@ -112,7 +112,7 @@ class Atomic(Ideal):
 
 
 class OwnStream(Copying):
-    """Copies on a stream of its own, which waits for nobody and for which nobody waits."""
+    """Copies on a stream of its own without synchronising before or after it."""
 
     before = after = False
 
@@ -123,8 +123,8 @@ class OwnStream(Copying):
             own.wait_stream(current)
         with torch.cuda.stream(own):
             size = right.numel()
-            for _ in range(50):  # long enough to be read before it has ended
-                copied[(triton.cdiv(size, BLOCK),)](right, made, size, BLOCK, size)
+            for _ in range(50):  # slow enough for the output to be read too early
+                copy_tile[(triton.cdiv(size, BLOCK),)](right, made, size, BLOCK, size)
         if self.after:
             current.wait_stream(own)
         return made
@@ -139,14 +139,14 @@ class OwnStreamDoesNotWait(OwnStream):
 
 
 class OwnStreamKept(OwnStreamNotWaitedFor):
-    """The same one in every call."""
+    """Uses the same stream in every call, and does not wait for it."""
 
     def __init__(self):
         super().__init__()
         self.kept = torch.cuda.Stream()
 
     def copy(self, right):
-        torch.cuda.synchronize()  # however often it waits before
+        torch.cuda.synchronize()  # waiting before the copy does not help
         made = torch.empty_like(right)
         self.kept.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.kept):
@@ -155,7 +155,7 @@ class OwnStreamKept(OwnStreamNotWaitedFor):
 
 
 class AllOnOwnStream(Ideal):
-    """All of it on a stream of its own, with whatever synchronises within, and no waiting."""
+    """Runs the whole kernel on a stream of its own without synchronising before or after it."""
 
     name = "planted-all-on-own-stream"
 
@@ -170,6 +170,6 @@ class AllOnOwnStream(Ideal):
 
 
 class OwnStreamJoined(OwnStream):
-    """Right: each waits for the other."""
+    """Right: the streams wait for each other."""
 
     before = after = True

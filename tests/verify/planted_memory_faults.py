@@ -1,4 +1,4 @@
-"""Kernels with the right numbers that write, read, leave or keep what they must not."""
+"""Planted faults: kernels with right numbers that misuse memory or leave their process changed."""
 
 import ctypes
 import os
@@ -24,111 +24,114 @@ def end(tensor):
 
 
 class Allocating(Ideal):
-    """Right, with every output in memory that it asks torch for; then ``does`` what is planted."""
+    """Right, with every output in memory that it allocates from torch; subclasses plant a fault in
+    ``spoil``."""
 
     name = "planted-allocating"
 
-    def does(self, inputs, outputs):
-        """What it does besides."""
+    def spoil(self, inputs, outputs):
+        """Plant the fault; return other outputs, or None to keep these."""
 
     def prepare(self, inputs):
         call = super().prepare(inputs)
 
         def planted():
-            made = {}
+            copies = {}
             for name, right in call().tensors().items():
-                made[name] = torch.empty(right.shape, dtype=right.dtype)
-                made[name].copy_(right)
-            outputs = replace(call(), **made)
-            return self.does(inputs, outputs) or outputs
+                copies[name] = torch.empty(right.shape, dtype=right.dtype)
+                copies[name].copy_(right)
+            outputs = replace(call(), **copies)
+            return self.spoil(inputs, outputs) or outputs
 
         return planted
 
 
-# What a call writes.
+# Out-of-bounds writes.
 
 
 class ByteAfter(Allocating):
-    def does(self, inputs, outputs):
+    def spoil(self, inputs, outputs):
         ctypes.memset(end(outputs.out), 0x11, 1)
 
 
 class ByteBefore(Allocating):
-    def does(self, inputs, outputs):
+    def spoil(self, inputs, outputs):
         ctypes.memset(outputs.out.data_ptr() - 1, 0x11, 1)
 
 
 class NanAfter(Allocating):
-    def does(self, inputs, outputs):
+    def spoil(self, inputs, outputs):
         ctypes.c_uint16.from_address(end(outputs.lse)).value = NAN16
 
 
 class SameAsThere(Allocating):
-    """Writes what it found there in its first call: in one of two runs nothing changes."""
+    """Writes the byte that its first call read there: in one of two runs nothing changes."""
 
     def __init__(self):
         super().__init__()
-        self.found = None
+        self.first = None
 
-    def does(self, inputs, outputs):
-        there = ctypes.c_uint8.from_address(end(outputs.out))
-        self.found = there.value if self.found is None else self.found
-        there.value = self.found
+    def spoil(self, inputs, outputs):
+        byte = ctypes.c_uint8.from_address(end(outputs.out))
+        self.first = byte.value if self.first is None else self.first
+        byte.value = self.first
 
 
 class FarAfter(Allocating):
-    """The next tile of 128 rows."""
+    """Writes at the end of the next tile of 128 rows."""
 
-    def does(self, inputs, outputs):
+    def spoil(self, inputs, outputs):
         row = outputs.out.shape[-1] * outputs.out.element_size()
         ctypes.memset(end(outputs.out) + 128 * row - 1, 0x11, 1)
 
 
 class BeyondInput(Allocating):
-    def does(self, inputs, outputs):
+    def spoil(self, inputs, outputs):
         ctypes.memset(end(inputs.k), 0x11, 1)
 
 
 class BeforeWorkspace(Allocating):
-    def does(self, inputs, outputs):
+    def spoil(self, inputs, outputs):
         workspace = torch.zeros(7, dtype=torch.int32)
         ctypes.memset(workspace.data_ptr() - 1, 0x11, 1)
 
 
-# What it leaves unwritten, or reads of what nobody wrote.
+# Unwritten outputs, and reads of unwritten memory.
 
 
 class LastRow(Allocating):
-    def does(self, inputs, outputs):
+    """Leaves the last row of out unwritten."""
+
+    def spoil(self, inputs, outputs):
         out = torch.empty(outputs.out.shape, dtype=outputs.out.dtype)
         out[:, :, :-1] = outputs.out[:, :, :-1]
         return replace(outputs, out=out)
 
 
 class LastRowByItself(Allocating):
-    """The same in memory that C++ allocates."""
+    """Leaves the last row of out unwritten, in memory that C++ allocates."""
 
-    def does(self, inputs, outputs):
+    def spoil(self, inputs, outputs):
         with _disable_current_modes():
-            return LastRow.does(self, inputs, outputs)
+            return LastRow.spoil(self, inputs, outputs)
 
 
 class ByItself(Allocating):
     """Right, in memory that C++ allocates."""
 
-    def does(self, inputs, outputs):
+    def spoil(self, inputs, outputs):
         with _disable_current_modes():
             return replace(outputs, out=outputs.out.clone())
 
 
 class KeptOutput(Allocating):
-    """Its out lies where it lay in the call before, with the last row of its first call."""
+    """Reuses the out of its first call, and never writes the last row again."""
 
     def __init__(self):
         super().__init__()
         self.kept = None
 
-    def does(self, inputs, outputs):
+    def spoil(self, inputs, outputs):
         if self.kept is None:
             self.kept = outputs.out
         else:
@@ -137,40 +140,40 @@ class KeptOutput(Allocating):
 
 
 class NumpyOutput(Allocating):
-    """Its out is numpy's, which does not ask torch for memory."""
+    """Its out is allocated by numpy, not by torch."""
 
-    def does(self, inputs, outputs):
-        made = np.empty(tuple(outputs.out.shape), np.float32)
-        out = torch.from_numpy(made).copy_(outputs.out)
+    def spoil(self, inputs, outputs):
+        memory = np.empty(tuple(outputs.out.shape), np.float32)
+        out = torch.from_numpy(memory).copy_(outputs.out)
         return replace(outputs, out=out)
 
 
 class EmptyWorkspace(Allocating):
-    """Adds up in a workspace that it takes for zeros."""
+    """Adds to a workspace that it wrongly takes for zeros."""
 
-    def does(self, inputs, outputs):
+    def spoil(self, inputs, outputs):
         workspace = torch.empty(64, dtype=torch.int32)
         return replace(outputs, lse=outputs.lse + (workspace[5:9] & 1).sum())
 
 
 class Swallowing(Allocating):
-    """Multiplies what nobody wrote by 0: NaN where that is no number."""
+    """Multiplies unwritten memory by 0: NaN if that memory held NaN."""
 
-    def does(self, inputs, outputs):
+    def spoil(self, inputs, outputs):
         workspace = torch.empty((4096,), dtype=torch.float16).float()
         return replace(outputs, lse=outputs.lse + (0.0 * workspace).sum())
 
 
 class EmptyUnused(Allocating):
-    """Right: what nobody wrote is masked, and not multiplied."""
+    """Right: masks unwritten memory instead of multiplying it."""
 
-    def does(self, inputs, outputs):
+    def spoil(self, inputs, outputs):
         workspace = torch.empty((4096,), dtype=torch.float16).float()
         seen = torch.arange(4096) < 0
         return replace(outputs, lse=outputs.lse + torch.where(seen, workspace, 0.0).sum())
 
 
-# What it leaves changed in its process.
+# Changes of process state.
 
 STATES = {
     "torch's random generator": lambda: torch.rand(3),
@@ -198,31 +201,31 @@ STATES = {
 
 
 class Changing(Allocating):
-    """Changes one part of its process with every call, or with its first alone."""
+    """Changes one part of its process's state in every call, or in its first call only."""
 
     def __init__(self, part, *, once=False):
         super().__init__()
         self.part, self.once, self.calls = part, once, 0
 
-    def does(self, inputs, outputs):
+    def spoil(self, inputs, outputs):
         self.calls += 1
         if self.calls == 1 or not self.once:
             STATES[self.part]()
 
 
-# What it keeps.
+# Leaks.
 
 
 class Keeping(Allocating):
-    """Keeps one more of something with every call, up to ``most``."""
+    """Leaks one more resource in every call, up to ``most``."""
 
-    def __init__(self, what, most=10_000):
+    def __init__(self, resource, most=10_000):
         super().__init__()
-        self.what, self.most, self.kept = what, most, []
+        self.resource, self.most, self.kept = resource, most, []
 
-    def does(self, inputs, outputs):
+    def spoil(self, inputs, outputs):
         if len(self.kept) < self.most:
-            self.kept.append(getattr(self, self.what)(outputs))
+            self.kept.append(getattr(self, self.resource)(outputs))
 
     def descriptor(self, outputs):
         return os.open(os.devnull, os.O_RDONLY)
@@ -240,10 +243,10 @@ class Keeping(Allocating):
 
     def close(self):
         for one in self.kept:
-            if self.what == "descriptor":
+            if self.resource == "descriptor":
                 os.close(one)
-            elif self.what == "thread":
+            elif self.resource == "thread":
                 one.set()
-            elif self.what == "child":
+            elif self.resource == "child":
                 one.kill()
                 one.wait()

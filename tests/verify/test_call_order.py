@@ -1,10 +1,10 @@
-"""What is kept from call to call, and wrong: found by calls in turn, and by nothing before them."""
+"""Kernels that wrongly keep state from call to call: the questions that call in sequence fail."""
 
 from itertools import count
 
 import pytest
 import torch
-from tests.verify.asked_checks import SMALL, ready
+from tests.verify.call_check_runs import SMALL, require_interpreter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from attncheck.cases.check_cases import call_cases
@@ -19,7 +19,7 @@ from attncheck.verify.run_case import run_case
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TILE = 64
-KEPT = "call 2, after other numbers of the same shapes, returns the result of an earlier call"
+STALE = "call 2, after other numbers of the same shapes, returns the result of an earlier call"
 
 
 def right(query, key, value):
@@ -27,8 +27,8 @@ def right(query, key, value):
     return (scores.softmax(-1) @ value.float()).to(query.dtype)
 
 
-def kept_by(key_of):
-    """The first result of a key is the result of every later call with it."""
+def cached_by(key_of):
+    """A kernel that returns the result of its first call with a key in every later call with it."""
     kept = {}
 
     def attention(query, key, value):
@@ -48,8 +48,8 @@ def identity(*tensors):
     return tuple(map(id, tensors))
 
 
-def kept_by_tensor():
-    """The result is kept for as long as the query is there."""
+def cached_by_tensor():
+    """A kernel that caches its result for as long as the query tensor is alive."""
     kept = WeakIdKeyDictionary()
 
     def attention(query, key, value):
@@ -60,8 +60,8 @@ def kept_by_tensor():
     return attention
 
 
-def heads_inside(key_of):
-    """The same of a function that is called like flash_attn_func."""
+def cached_by_heads_inside(key_of):
+    """``cached_by`` with the layout of ``flash_attn_func``: heads after the sequence."""
     kept = {}
 
     def attention(q, k, v, softmax_scale=None):
@@ -73,8 +73,9 @@ def heads_inside(key_of):
     return attention
 
 
-def changed_by_number(change):
-    """``change(out, number of the call of its shape, memory of its shape)``."""
+def changed_by_call_number(change):
+    """A kernel that returns ``change(out, number of the call with this shape, buffer kept for this
+    shape)``."""
     numbers, memory = {}, {}
 
     def attention(query, key, value):
@@ -86,7 +87,8 @@ def changed_by_number(change):
 
 
 def stale_tail():
-    """Keys are in a buffer as large as the largest call; its last tile is read in full."""
+    """A kernel that copies its keys to a buffer as large as the largest call, and reads the last
+    tile of it in full: a shorter call reads keys of a longer one."""
     kept = {}
 
     def attention(query, key, value):
@@ -103,33 +105,33 @@ def stale_tail():
 
 
 FAULTS = {
-    "by address": (lambda: kept_by(address), "calls-alike", "call 2, after other numbers"),
-    "by address, heads inside": (lambda: heads_inside(address), "calls-alike", KEPT),
-    "by identity": (lambda: kept_by(identity), "calls-alike", KEPT),
-    "by identity, heads inside": (lambda: heads_inside(identity), "calls-alike", KEPT),
-    "by the tensor": (kept_by_tensor, "calls-alike", KEPT),
+    "by address": (lambda: cached_by(address), "calls-alike", "call 2, after other numbers"),
+    "by address, heads inside": (lambda: cached_by_heads_inside(address), "calls-alike", STALE),
+    "by identity": (lambda: cached_by(identity), "calls-alike", STALE),
+    "by identity, heads inside": (lambda: cached_by_heads_inside(identity), "calls-alike", STALE),
+    "by the tensor": (cached_by_tensor, "calls-alike", STALE),
     "by shape": (
-        lambda: kept_by(lambda *tensors: tuple(each.shape for each in tensors)),
+        lambda: cached_by(lambda *tensors: tuple(each.shape for each in tensors)),
         "calls-alike",
-        f"{KEPT} on the same tensors: out[",
+        f"{STALE} on the same tensors: out[",
     ),
     "scratch adds up": (
-        lambda: changed_by_number(lambda out, _, own: own.add_(out).clone()),
+        lambda: changed_by_call_number(lambda out, _, own: own.add_(out).clone()),
         "calls-alike",
         "call 3, after other numbers of the same shapes, is call 1 again: out[",
     ),
     "counter not set back": (
-        lambda: changed_by_number(lambda out, number, own: own.clone() if number % 2 else out),
+        lambda: changed_by_call_number(lambda out, number, own: own.clone() if number % 2 else out),
         "calls-alike",
         "call 2, after other numbers of the same shapes, is not exact",
     ),
     "right in its first call": (
-        lambda: changed_by_number(lambda out, number, _: out if number == 0 else 1.5 * out),
+        lambda: changed_by_call_number(lambda out, number, _: out if number == 0 else 1.5 * out),
         "calls-alike",
         "call 3, after other numbers",
     ),
     "one output buffer": (
-        lambda: changed_by_number(lambda out, _, own: own.copy_(out)),
+        lambda: changed_by_call_number(lambda out, _, own: own.copy_(out)),
         "calls-alike",
         "call 2 of 3: writes over what call 1 had returned: out[0, 0, 0, 0] is ",
     ),
@@ -147,28 +149,29 @@ def first_failure(kernel):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_left_from_call_to_call_is_found(fault):
-    plant, question, said = FAULTS[fault]
+def test_state_kept_between_calls_fails(fault):
+    plant, question, reason = FAULTS[fault]
     record = first_failure(plant())
     assert record is not None
     assert (record.status, record.variant) == ("fail", question), record.reason
-    assert said in record.judgement.reason
+    assert reason in record.judgement.reason
 
 
-def test_a_kernel_that_keeps_nothing_passes():
-    assert first_failure(right) is None
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        right,
+        cached_by(lambda *tensors: tuple(each.float().sum().item() for each in tensors)),
+        lambda query, key, value: 1.5 * right(query, key, value),
+    ],
+    ids=["stateless", "cached by contents", "wrong in every call"],
+)
+def test_kernel_whose_result_does_not_depend_on_earlier_calls_passes(kernel):
+    """Even a wrong kernel passes: these questions judge the order of calls alone."""
+    assert first_failure(kernel) is None
 
 
-def test_what_is_kept_by_what_the_inputs_hold_passes():
-    whole = kept_by(lambda *tensors: tuple(each.float().sum().item() for each in tensors))
-    assert first_failure(whole) is None
-
-
-def test_a_kernel_that_is_wrong_in_every_call_is_not_blamed_for_their_order():
-    assert first_failure(lambda query, key, value: 1.5 * right(query, key, value)) is None
-
-
-def test_memory_that_nobody_wrote_is_other_in_the_last_call():
+def test_unwritten_output_differs_when_the_first_call_is_repeated():
     def unwritten(query, key, value):
         out = torch.empty_like(query)
         out[:, :, 1:] = right(query, key, value)[:, :, 1:]
@@ -179,7 +182,7 @@ def test_memory_that_nobody_wrote_is_other_in_the_last_call():
     assert "is call 1 again: out[0, 0, 0, 0]" in record.judgement.reason
 
 
-def test_a_kernel_of_whole_tiles_is_asked_two_lengths_of_them():
+def test_kernel_that_takes_multiples_of_128_is_called_with_256_and_128():
     def takes(problem):
         return problem.query == problem.kv and problem.query % 128 == 0
 
@@ -190,12 +193,12 @@ def test_a_kernel_of_whole_tiles_is_asked_two_lengths_of_them():
     assert lengths == [256, 128, 256]
 
 
-def test_a_kernel_of_one_length_is_asked_nothing_of_shorter_calls():
+def test_kernel_that_takes_one_length_gets_no_question_of_shorter_calls():
     names = [one.name for one in call_cases("bf16", takes=lambda problem: problem.query == 64)]
     assert names == ["state", "guards", "calls-alike"]
 
 
-def test_mask_order_is_asked_in_turn_too():
+def test_relations_that_call_in_sequence():
     assert [name for name, each in RELATIONS.items() if each.in_turn] == [
         "call_order",
         "mask_order",
@@ -204,14 +207,16 @@ def test_mask_order_is_asked_in_turn_too():
 
 @pytest.mark.parametrize("question", ["call_order", "guards"])
 @pytest.mark.parametrize("score", ["bias", "alibi", "relative_bias"])
-def test_a_mod_that_is_traced_meanwhile_is_what_it_is(score, question):
-    ready("triton-flash2")
+def test_triton_kernel_with_score_mod_passes_call_checks(score, question):
+    """The checks watch memory and calls while the kernel traces its score mod: tracing under them
+    must not change the mod."""
+    require_interpreter("triton-flash2")
     numbers = {
         "bias": {"seed": 0, "per_batch": 1, "per_head": 1},
         "relative_bias": {"distance": 4, "seed": 0},
     }.get(score, {})
     problem = SMALL.replace(score=Spec.of(score, **numbers), dtype="fp16")
-    chosen = {"between": 0} if question == "call_order" else {}
-    case = Case(problem=problem, question=question, parameters=chosen)
+    parameters = {"between": 0} if question == "call_order" else {}
+    case = Case(problem=problem, question=question, parameters=parameters)
     record = run_case(load_subject("triton-flash2"), case, device="cpu")
     assert record.status == "pass", (record.reason, record.judgement)

@@ -1,4 +1,4 @@
-"""A check asked of a kernel on a small Problem, as tests of memory and of bits ask it."""
+"""Runs one call check on a small Problem, for the tests of memory and determinism checks."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from attncheck.verify.run_case import run_case
 SMALL = Problem(
     batch=2, heads=4, kv_heads=2, query=5, kv=7, head_dim=6, value_dim=3, mask=Spec.of("causal")
 )
-RIGHT = [
+CORRECT_KERNELS = [
     "ideal",
     "sdpa-math",
     "sdpa-flash",
@@ -24,8 +24,8 @@ RIGHT = [
 ]
 
 
-def ready(kernel):
-    """Skip where Triton was imported in this process to compile for a GPU."""
+def require_interpreter(kernel):
+    """Skip if this process imported Triton to compile for a GPU: it cannot interpret any more."""
     if kernel.startswith("triton-"):
         try:
             interpreter.enable()
@@ -33,8 +33,9 @@ def ready(kernel):
             pytest.skip("this process compiles for its GPU")
 
 
-def ask(kernel, question, problem=SMALL, **numbers):
+def run_check(kernel, question, problem=SMALL, device="cpu", **parameters):
+    """The Record of a call check; a parameter that is not passed has its smallest value."""
     subject = load_subject(kernel) if isinstance(kernel, str) else kernel
     smallest = {name: of[0] for name, of in CHECKS[question].allowed(problem).items()}
-    case = Case(problem=problem, question=question, parameters=smallest | numbers)
-    return run_case(subject, case, device="cpu")
+    case = Case(problem=problem, question=question, parameters=smallest | parameters)
+    return run_case(subject, case, device=device)
