@@ -24,8 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Run by ``pytest -m quick``: the fast tests that cover the most in each room, as whole files or, where
-# a file's other tests take longer, single tests.
+# Run by ``pytest -m quick``: the fast tests that cover the most in each room. Whole files, or
+# single tests of a file whose others take longer.
 _QUICK = (
     "test_draws.py",
     "test_formats.py",
@@ -262,7 +262,7 @@ def shared_evidence():
 
 @pytest.fixture(scope="session")
 def warm_python():
-    """Servers whose ``run("attncheck", …, cwd=…)`` uses a process that has already imported torch."""
+    """Servers whose ``run("attncheck", …, cwd=…)`` need not import torch again."""
     servers = Servers()
     yield servers
     servers.stop()

@@ -1,8 +1,8 @@
 """A cache of the exact results that kernels are compared with, one for each Case.
 
-In pytest's process the fixture ``shared_evidence`` installs it. In a server of ``warm_python.py`` its
-forks inherit it: most of them first find out which problems a function takes, always with the same
-tiny Problems.
+In pytest's process, the fixture ``shared_evidence`` installs it. In a server of ``warm_python.py``,
+the forks inherit it: most of them first find out which problems a function takes, always with the
+same tiny Problems.
 """
 
 import importlib
@@ -66,7 +66,7 @@ class EvidenceCache:
 
 
 def fill_cache_for_forks() -> EvidenceCache:
-    """Install a cache with the evidence of claim trials, of the plainest question and its diagnosis."""
+    """Install a cache of evidence: claim trials, question ``plain`` and its diagnosis."""
     import torch
 
     from attncheck.cases.check_cases import check_cases

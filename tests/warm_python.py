@@ -2,9 +2,9 @@
 
 Importing torch is most of the time that a small command takes; finding out which problems a plain
 function takes is most of the rest (``evidence_cache.py``). ``Servers.run`` runs a command as
-``subprocess.run`` does: with its own process, folder, environment and descriptors, and with Python's
-exit codes. Only its first imports may be done already, so a test of imports, descriptors or signals
-starts a real Python, and so does at least one test of each verb.
+``subprocess.run`` does: with its own process, folder, environment and descriptors, and with the
+exit code of Python. Only its first imports may be done already, so a test of imports, descriptors or
+signals starts a real Python, and so does at least one test of each verb.
 
 ``python warm_python.py ADDRESS MODULE…`` is the server. It ends when its standard input is closed.
 """
@@ -120,7 +120,7 @@ class Servers:
         return subprocess.CompletedProcess(words, code, *texts)
 
     def start(self, module: str, env: Mapping[str, str]) -> Path:
-        """Return the socket of the server for ``module`` and ``env``; start the server if needed."""
+        """Return the socket of the server for ``module`` and ``env``, started if needed."""
         kind = module if module in _OWN else "attncheck"
         early = {k: v for k, v in env.items() if k.startswith(_READ_EARLY) and k not in _READ_LATE}
         key = hashlib.sha256(json.dumps([kind, early], sort_keys=True).encode()).hexdigest()[:12]
