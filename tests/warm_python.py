@@ -3,7 +3,7 @@
 Importing torch is most of the time that a small command takes; finding out which problems a plain
 function takes is most of the rest (``evidence_cache.py``). ``Servers.run`` runs a command as
 ``subprocess.run`` does: with its own process, folder, environment and descriptors, and with the
-exit code of Python. Only its first imports may be done already, so a test of imports, descriptors or
+exit code of Python. Only its first imports may be done already: a test of imports, descriptors or
 signals starts a real Python, and so does at least one test of each verb.
 
 ``python warm_python.py ADDRESS MODULE…`` is the server. It ends when its standard input is closed.
