@@ -38,7 +38,7 @@ def test_all_dtypes_distributions_masks_and_score_mods_are_drawn(drawn):
     assert {p.distribution for p in problems} == set(DISTRIBUTIONS) - {"small_terms"}
     attention = [p for p in problems if p.operation == "attention"]
     assert 0 < len(problems) - len(attention) < len(problems) / 6
-    # Like small_terms, these are newer than the measurements, whose numbers must keep their Problems.
+    # Like small_terms, these are newer than the measurements, whose numbers keep their Problems.
     newer = {"expression", "documents", "bias", "offset", "alibi_by_sequence"}
     newer |= {name for name in MASKS if name.startswith("neighborhood")}
     assert {part.name for p in problems for part in p.mask.walk()} == set(MASKS) - newer
