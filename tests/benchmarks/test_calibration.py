@@ -47,10 +47,10 @@ def test_tasks_have_one_structure_each_and_leave_out_finished_problems(options):
 def test_every_kernel_gets_a_fifth_of_a_gpus_problems_and_flex_those_of_one_shape(options):
     (task,) = calibration.tasks(options(device="cuda", problems=(0, 60)), set())
     for name in calibration.KERNELS["cuda"]:
-        turns = [n for n in task.numbers if calibration.due(name, n, task)]
+        turns = [n for n in task.numbers if calibration.is_due(name, n, task)]
         assert len(turns) >= len(task.numbers) / 5, name
     later = [n + calibration.PER_STRUCTURE["cuda"] for n in task.numbers]
-    assert not any(calibration.due("flex", n, task) for n in later)
+    assert not any(calibration.is_due("flex", n, task) for n in later)
 
 
 @pytest.mark.parametrize("device", calibration.BACKWARD)
@@ -59,9 +59,9 @@ def test_every_kernel_with_gradients_gets_problems(options, device):
     (task,) = calibration.tasks(backward, set())
     assert task.kernels == calibration.BACKWARD[device]
     for name in task.kernels:
-        assert any(calibration.due(name, n, task) for n in task.numbers), name
-        assert calibration.made(name, 0).name == name
-        assert calibration.made(name, 0).backward, name
+        assert any(calibration.is_due(name, n, task) for n in task.numbers), name
+        assert calibration.make_kernel(name, 0).name == name
+        assert calibration.make_kernel(name, 0).backward, name
 
 
 def test_gradients_are_judged_beside_the_forward(options):
@@ -89,7 +89,7 @@ class Unscaled(Ideal):
 
 
 def test_wrong_gradient_is_an_alarm(options, monkeypatch):
-    monkeypatch.setattr(calibration, "made", lambda name, number: Unscaled())
+    monkeypatch.setattr(calibration, "make_kernel", lambda name, number: Unscaled())
     runs = calibration.measure(options(backward=True, problems=(0, 1)))["runs"]
     (row,) = runs[0]["rows"]
     assert (row["status"], row["rule"]) == ("fail", "bound")
@@ -110,7 +110,7 @@ def test_summary_has_the_warning_of_elements_that_were_not_judged():
 @pytest.mark.parametrize(("backward", "stem"), [(False, "cal"), (True, "gradients-cal")])
 def test_default_file_names_differ_for_gradients(tmp_path, backward, stem):
     files = argparse.Namespace(backward=backward, json=tmp_path / "a.json", summary=None, md=None)
-    calibration.named(files)
+    calibration.set_default_paths(files)
     assert files.json == tmp_path / "a.json"
     assert files.md.name == f"{stem}ibration.md"
 
@@ -121,7 +121,7 @@ class HalfAsLarge(Ideal):
 
 
 def test_failing_kernel_is_listed_with_its_case(options, monkeypatch):
-    monkeypatch.setattr(calibration, "made", lambda name, number: HalfAsLarge())
+    monkeypatch.setattr(calibration, "make_kernel", lambda name, number: HalfAsLarge())
     runs = calibration.measure(options(problems=(26, 27)))["runs"]
     (row,) = runs[0]["rows"]
     assert (row["status"], row["rule"]) == ("fail", "bound")
