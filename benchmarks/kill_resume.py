@@ -103,30 +103,30 @@ def run_undisturbed(task: Task) -> dict[str, str]:
 
 def run_with_kills(task: Task) -> RunResult:
     """Run, kill and resume the plan until it is finished."""
-    draw, found = random.Random(task.seed), RunResult()  # noqa: S311  # moments, no secrets
+    draw, run = random.Random(task.seed), RunResult()  # noqa: S311  # moments, no secrets
     path = Path(task.folder) / f"{task.journal}-{task.seed}.jsonl"
     results = run_undisturbed(replace(task, journal="right"))
     acknowledged: list[tuple[str, str]] = []
     planned_kills = 1 if draw.randrange(8) else 2
     for _ in range(_MOST_SESSIONS):
-        found.sessions += 1
+        run.sessions += 1
         with _session(path, task) as running:
-            if found.kills < planned_kills:
-                _kill(running, draw, len(results), found)
+            if run.kills < planned_kills:
+                _kill(running, draw, len(results), run)
             running.read_to_end()
         whole = (line for line in running.lines if line.endswith("\n"))
         acknowledged += [(unit, token) for unit, token in map(str.split, whole)]
         if running.code == -signal.SIGKILL:
-            found.kills += 1
-            found.at.append(_share_done(path, len(results)))
+            run.kills += 1
+            run.at.append(_share_done(path, len(results)))
         elif running.code == 0:
             break
     try:
-        _compare(task.number, path, acknowledged, results, found)
+        _compare(task.number, path, acknowledged, results, run)
     except Exception as error:  # noqa: BLE001  # a planted fault may raise anything
-        found.broken = str(error) or type(error).__name__
-    found.orphans = _orphans()
-    return found
+        run.broken = str(error) or type(error).__name__
+    run.orphans = _orphans()
+    return run
 
 
 def _compare(
@@ -134,23 +134,23 @@ def _compare(
     path: Path,
     acknowledged: list[tuple[str, str]],
     expected: dict[str, str],
-    found: RunResult,
+    run: RunResult,
 ) -> None:
-    """Fill in ``found`` from the journal and the acknowledged results."""
+    """Fill in ``run`` from the journal and the acknowledged results."""
     content = read_journal(path)
     results = _summaries(content.results)
     given_up = {id_ for id_ in content.quarantined if expected.get(id_) != "given up"}
     # A unit that two kills hit looks like one that takes the machine down.
-    excused = given_up if found.kills + found.lane_kills > 1 else set()
+    excused = given_up if run.kills + run.lane_kills > 1 else set()
     tokens = {id_: done.facts.get("token", "-") for id_, done in content.results.items()}
-    found.results, found.acknowledged = len(results), len(acknowledged)
-    found.lost = sum(id_ not in results for id_, _ in acknowledged)
+    run.results, run.acknowledged = len(results), len(acknowledged)
+    run.lost = sum(id_ not in results for id_, _ in acknowledged)
     repeated = sum(id_ in tokens and tokens[id_] != token for id_, token in acknowledged)
-    found.doubled = repeated + len(acknowledged) - len({id_ for id_, _ in acknowledged})
-    found.hit_twice = len(excused)
+    run.doubled = repeated + len(acknowledged) - len({id_ for id_, _ in acknowledged})
+    run.hit_twice = len(excused)
     known = Plan(number).known(excused) - excused
-    found.different = sum(results.get(id_) != expected.get(id_) for id_ in known)
-    found.different += len(results.keys() - known - excused)
+    run.different = sum(results.get(id_) != expected.get(id_) for id_ in known)
+    run.different += len(results.keys() - known - excused)
 
 
 def _summaries(results: Any) -> dict[str, str]:
@@ -202,7 +202,7 @@ def _session(path: Path, task: Task) -> Iterator[_Running]:
             running.read_to_end()
 
 
-def _kill(running: _Running, draw: random.Random, results: int, found: RunResult) -> None:
+def _kill(running: _Running, draw: random.Random, results: int, run: RunResult) -> None:
     """Kill a session after some of its results; in every third case first one of its children."""
     after = draw.randrange(results)
     if not draw.randrange(10):  # during its start
@@ -215,7 +215,7 @@ def _kill(running: _Running, draw: random.Random, results: int, found: RunResult
         if number == child_after and (children := _children(running.pid)):
             with suppress(ProcessLookupError):
                 os.kill(draw.choice(children), signal.SIGKILL)
-                found.lane_kills += 1
+                run.lane_kills += 1
         if number == after:
             break
     time.sleep(draw.uniform(0.0, _LONGEST_PAUSE))

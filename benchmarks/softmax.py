@@ -163,7 +163,7 @@ def sweep(cell: Cell, kinds: list[str], device: str, repeats: int) -> list[dict[
     """Time every candidate of a cell; return the lines by kind, fastest first."""
     from attncheck.kernels.softmax_forward import softmax
 
-    x, found = cell.x(device), []
+    x, rows = cell.x(device), []
     for kind in kinds:
         tried = candidates(kind, cell.columns)
         calls: dict[str, Callable[[], object]] = {
@@ -181,8 +181,8 @@ def sweep(cell: Cell, kinds: list[str], device: str, repeats: int) -> list[dict[
             | {"over_copy": taken["copy"] / taken[str(i)]}
             for i, launch in enumerate(tried)
         ]
-        found += sorted(lines, key=lambda line: -line["over_torch"])
-    return found
+        rows += sorted(lines, key=lambda line: -line["over_torch"])
+    return rows
 
 
 def show(row: dict[str, Any]) -> None:
@@ -255,7 +255,7 @@ def main() -> None:
     ]
     around = environment(options.device)
     print(json.dumps(around))
-    found = []
+    rows = []
     if options.sweep:
         if options.device == "cuda":
             compile_all(cells, options.kind, options.jobs)
@@ -263,16 +263,16 @@ def main() -> None:
         for cell in cells:
             lines = sweep(cell, options.kind, options.device, options.repeats)
             show_sweep(lines, options.kind)
-            found += lines
+            rows += lines
     else:
         print("dtype columns   rows call         GB/s  /copy /torch  error  tile")
         for cell in cells:
-            found.append(measure(cell, options.kind, options.device, options.repeats))
-            show(found[-1])
-        least = min(ratio for row in found for ratio in row["over_torch"].values())
+            rows.append(measure(cell, options.kind, options.device, options.repeats))
+            show(rows[-1])
+        least = min(ratio for row in rows for ratio in row["over_torch"].values())
         print(f"least ratio to torch.softmax: {least:.3f}")
     if options.json:
-        options.json.write_text(json.dumps({"environment": around, "rows": found}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"environment": around, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
