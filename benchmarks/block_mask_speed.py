@@ -1,17 +1,17 @@
-"""Time saved by the tiles that our FlashAttention-2 does not visit, beside its own dense kernel.
+"""Time that our FlashAttention-2 saves by skipping hidden tiles, compared with its dense kernel.
 
     python benchmarks/block_mask_speed.py [--length N] [--dims D ...] [--heads H] [--repeats R]
         [--device cuda|cpu] [--alone] [--json PATH] [--md PATH]
 
-For each head dim and mask: median milliseconds of the kernel without a mask, of the same kernel
-over the tiles of the mask's block mask, and the quotient of the two beside the ideal one, which is
-all tiles ÷ visited tiles. Partial tiles cost the mask besides; who starts the long rows first has
-less of an end where few programs run. On a GPU compiled ``flex_attention`` stands beside, with and
+For each head dim and mask: median milliseconds of the kernel without a mask, and of the same kernel
+over the tiles of the mask's block mask; their quotient, and the ideal quotient, which is all tiles
+÷ visited tiles. Partial tiles also cost the mask's evaluation. Starting long rows first shortens
+the end, where few programs run. On a GPU, compiled ``flex_attention`` is timed too, with and
 without the same mask, unless ``--alone``. All calls are timed in turn in one process, each in a
-CUDA graph where it can be captured. What is skipped must not show: out and LSE are compared
-with the same kernel's that visits every tile.
+CUDA graph where it can be captured. Skipping must not change results: out and LSE are compared with
+those of the same kernel visiting every tile.
 
-On a CPU kernels are interpreted: the run shows that it works, and its times say nothing.
+On a CPU, kernels are interpreted: a run shows that the benchmark works; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _READING = (
 
 
 def masks(length: int) -> dict[str, Spec]:
-    """Those that are timed, by the name that the table has."""
+    """Return the masks that are timed, by their names in the table."""
     even = [length // _DOCUMENTS] * (_DOCUMENTS - 1)
     return {
         "causal": Spec.of("causal"),
@@ -54,7 +54,7 @@ def masks(length: int) -> dict[str, Spec]:
 
 
 def drawn(problem: Problem, device: str) -> Inputs:
-    """Standard normal tensors: what they are made of changes no time."""
+    """Return standard normal tensors, since their values do not change the time."""
     torch.manual_seed(0)
     dtype = problem.formats.storage.torch_dtype
     q_shape = (problem.batch, problem.heads, problem.query, problem.head_dim)
@@ -64,39 +64,41 @@ def drawn(problem: Problem, device: str) -> Inputs:
 
 
 def measured(problem: Problem, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each mask at the sizes of ``problem``."""
-    device, named = options.device, masks(problem.kv)
-    inputs = drawn(problem, device)
-    of = {name: inputs.replace(problem=problem.replace(mask=mask)) for name, mask in named.items()}
+    """Return a row for each mask at the sizes of ``problem``."""
+    device, inputs = options.device, drawn(problem, options.device)
+    masked_inputs = {
+        name: inputs.replace(problem=problem.replace(mask=mask))
+        for name, mask in masks(problem.kv).items()
+    }
     kernels: dict[str, Subject] = {"ours": Flash2()}
     if device == "cuda" and not options.alone:
         kernels["flex"] = Flex()
     calls = {
-        (kernel, name): subject.prepare(asked)
+        (kernel, name): subject.prepare(each)
         for kernel, subject in kernels.items()
-        for name, asked in {"dense": inputs, **of}.items()
+        for name, each in {"dense": inputs, **masked_inputs}.items()
     }
-    for asked in of.values():  # what a graph is to hold has to be compiled before
-        Flash2().run(asked.replace(v=torch.full_like(asked.v, torch.nan)))
+    for each in masked_inputs.values():  # kernels must be compiled before a graph is captured
+        Flash2().run(each.replace(v=torch.full_like(each.v, torch.nan)))
     named_calls = {"/".join(key): call for key, call in calls.items()}
     seconds = medians(named_calls, device, options.repeats, graph=True)
-    taken = {name: 1e3 * each for name, each in seconds.items()}
+    milliseconds = {name: 1e3 * each for name, each in seconds.items()}
     rows = []
-    for name, asked in of.items():
-        every, visited = tiles(asked.problem, device)
+    for name, each in masked_inputs.items():
+        every, visited = tiles(each.problem, device)
         row: dict[str, Any] = {"head_dim": problem.head_dim, "mask": name}
         row |= {"tiles": every, "visited": visited, "ideal": every / visited}
         for kernel in kernels:
-            dense, masked = taken[f"{kernel}/dense"], taken[f"{kernel}/{name}"]
+            dense, masked = milliseconds[f"{kernel}/dense"], milliseconds[f"{kernel}/{name}"]
             row[kernel] = {"dense_ms": dense, "masked_ms": masked, "speed_up": dense / masked}
         row["share_of_ideal"] = row["ours"]["speed_up"] / row["ideal"]
-        row["same_bits"] = same_bits(calls["ours", name](), Flash2(dense=True).run(asked))
+        row["same_bits"] = same_bits(calls["ours", name](), Flash2(dense=True).run(each))
         rows.append(row)
     return rows
 
 
 def tiles(problem: Problem, device: str) -> tuple[int, int]:
-    """How many tiles there are, and how many of them our kernel visits."""
+    """Return the number of tiles, and how many of them our kernel visits."""
     subject, where = Flash2(), torch.device(device)
     launch = subject.launch(problem, device)
     visits = subject.visited(problem, where)["tiles"]
@@ -105,13 +107,13 @@ def tiles(problem: Problem, device: str) -> tuple[int, int]:
 
 
 def same_bits(got: Any, expected: Any) -> bool:
-    """Whether out and LSE are the same, bit for bit."""
+    """Return whether out and LSE have the same bits."""
     return torch.equal(got.out, expected.out) and torch.equal(got.lse, expected.lse)
 
 
-def page(found: dict[str, Any]) -> str:
-    """Markdown: a line for each head dim and mask."""
-    env, rows = found["environment"], found["rows"]
+def page(result: dict[str, Any]) -> str:
+    """Return a page with a line for each head dim and mask, as Markdown."""
+    env, rows = result["environment"], result["rows"]
     heads = ["head dim", "mask", "dense ms", "masked ms", "speed-up", "ideal", "share of ideal"]
     heads += ["same bits"]
     flex = all("flex" in row for row in rows)
@@ -119,7 +121,7 @@ def page(found: dict[str, Any]) -> str:
     lines = [
         "# Block masks: the time of tiles that are not visited",
         "",
-        f"{env['device']}; torch {env['torch']}, triton {env['triton'] or '–'}. {found['shape']}.",
+        f"{env['device']}; torch {env['torch']}, triton {env['triton'] or '–'}. {result['shape']}.",
         _READING,
         "",
         f"| {' | '.join(heads)} |",
@@ -142,7 +144,7 @@ def _cells(row: dict[str, Any], *, flex: bool) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default=default_device())
     parser.add_argument("--length", type=int, default=16384)
@@ -166,7 +168,7 @@ def main() -> None:
     options = arguments()
     prepare(options.device)
     sizes = {"batch": options.batch, "heads": options.heads, "query": options.length}
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "environment": json.loads(msgspec.json.encode(environment(options.device))),
         "shape": f"{options.dtype}, batch {options.batch}, {options.heads} heads, "
         f"{options.length:,} rows and keys",
@@ -174,10 +176,10 @@ def main() -> None:
     }
     for dim in options.dims:
         problem = Problem(**sizes, head_dim=dim, dtype=options.dtype, mask=FULL)
-        found["rows"] += measured(problem, options)
-        write_json(options.json, found)
-    options.md.write_text(page(found))
-    print(page(found), end="")
+        result["rows"] += measured(problem, options)
+        write_json(options.json, result)
+    options.md.write_text(page(result))
+    print(page(result), end="")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@
     python benchmarks/calibration.py --merge A.json B.json [--summary PATH] [--md PATH]
 
 Problem n is ``random_problems.problem(n)``, with ``--backward`` ``gradient_problem(n)``: gradients
-are judged beside out and LSE. The ideal kernel has a random tiling each time. A JSON
-file that is there already is gone on with: its problems are not run again. ``flex`` on a GPU is
-compiled for every shape, so it is asked about structures of one shape only. The JSON file has every
-judgement, many megabytes of them; the summary and the page are what is worth keeping.
+are judged beside out and LSE. The ideal kernel has a random tiling each time. A run resumes from an
+existing JSON file: its problems are not run again. ``flex`` on a GPU is compiled for every shape,
+so it only gets structures of one shape. The JSON file has every judgement, which takes many
+megabytes; keep the summary and the page.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.subjects.capabilities.subject import Subject
 
-# Without the naive one, which overflows where it says it does.
+# Without the naive softmax, whose overflows are known.
 SOFTMAX: tuple[str, ...] = (
     "triton-softmax-safe",
     "triton-softmax-online",
@@ -61,7 +61,7 @@ KERNELS = {
         *SOFTMAX,
     ),
 }
-ATOMIC = "triton-flash2-atomic"  # a Subject, and no name for --kernel
+ATOMIC = "triton-flash2-atomic"  # a Subject without a name for --kernel
 BACKWARD = {
     "cpu": ("ideal", "triton-flash2", ATOMIC, "sdpa-math", "sdpa-flash", "flex"),
     "cuda": (
@@ -71,11 +71,11 @@ BACKWARD = {
 }
 LONGEST = {"cpu": 512, "cuda": 4096}
 MOST_SCORES = {"cpu": 2**17, "cuda": 2**24}
-MOST_SCORES_BACKWARD = {"cpu": 2**16, "cuda": 2**22}  # a bound of gradients is many passes
-PER_STRUCTURE = {"cpu": 10, "cuda": 100}  # a GPU's kernels are compiled, for seconds each
+MOST_SCORES_BACKWARD = {"cpu": 2**16, "cuda": 2**22}  # bounds of gradients take many passes
+PER_STRUCTURE = {"cpu": 10, "cuda": 100}  # on a GPU, compiling takes seconds for each structure
 SAVE_EVERY = 15.0  # seconds
 ENDS = {"json": ".json", "summary": "-summary.json", "md": ".md"}
-# Kernels that differ little from another one: one problem in so many on a GPU.
+# Kernels that differ little from another one get every n-th problem on a GPU.
 ONE_IN = {"triton-flash2-vt": 5, "triton-flash1": 3, "triton-flash2-fastacc": 2, "sdpa-math": 2}
 ONE_IN[ATOMIC] = 2
 ONE_IN_INTERPRETED = {ATOMIC: 5}
@@ -96,52 +96,49 @@ class Task:
 
 
 class Untimed(InProcess):
-    """Calls a kernel once."""
+    """Calls a kernel once, untimed."""
 
-    def run(self, subject: Subject, inputs: Inputs, **asked: Any) -> Execution | Failure:
-        """As ``InProcess``, and never timed."""
-        del asked
+    def run(self, subject: Subject, inputs: Inputs, **options: Any) -> Execution | Failure:
+        """Run ``subject`` without the options of timing."""
+        del options
         return super().run(subject, inputs)
 
 
 def work(task: Task) -> list[dict[str, Any]]:
-    """A row for each problem and kernel; none for problems that time did not suffice for."""
+    """Return a row for each kernel and problem that was reached in time."""
     prepare(task.device)
     rows: list[dict[str, Any]] = []
     for number in task.numbers:
         if time.time() > task.until:
             break
         limits = {"longest": task.longest, "most_scores": task.most_scores}
-        drawn = gradient_problem if task.backward else problem
-        asked = drawn(number, **limits, per_structure=task.per_structure)
-        rows += judged(number, asked, task)
+        draw = gradient_problem if task.backward else problem
+        drawn = draw(number, **limits, per_structure=task.per_structure)
+        rows += judge_kernels(number, drawn, task)
     return rows
 
 
-def judged(number: int, asked: Problem, task: Task) -> list[dict[str, Any]]:
-    """Every kernel that takes the problem."""
-    evidence, rows, begun = (
-        EvidenceBuilder(Case(problem=asked), task.device),
-        [],
-        time.perf_counter(),
-    )
+def judge_kernels(number: int, drawn: Problem, task: Task) -> list[dict[str, Any]]:
+    """Return a row for every kernel that takes the problem."""
+    evidence = EvidenceBuilder(Case(problem=drawn), task.device)
+    rows, begun = [], time.perf_counter()
     for name in task.kernels:
-        subject = made(name, number)
-        if not due(name, number, task) or not InProcess().concerns(subject, asked):
+        subject = make_kernel(name, number)
+        if not is_due(name, number, task) or not InProcess().concerns(subject, drawn):
             continue
         try:
             record = judged_record(subject, evidence, Untimed(), brief=task.backward)
         except Exception as error:  # noqa: BLE001  # one problem must not end a run of thousands
-            rows.append(crash(number, name, asked, error))
+            rows.append(crash(number, name, drawn, error))
             continue
-        rows.append(row(number, name, asked, record))
+        rows.append(row(number, name, drawn, record))
     if rows:
         rows[0]["seconds"] = round(time.perf_counter() - begun, 4)
     return rows
 
 
-def due(name: str, number: int, task: Task) -> bool:
-    """Whether a kernel's turn is at this problem; on a CPU it nearly always is."""
+def is_due(name: str, number: int, task: Task) -> bool:
+    """Return whether a kernel gets this problem; on a CPU nearly every kernel does."""
     if task.device == "cpu":
         return number % ONE_IN_INTERPRETED.get(name, 1) == 0
     if name == "flex":
@@ -149,8 +146,8 @@ def due(name: str, number: int, task: Task) -> bool:
     return number % ONE_IN.get(name, 1) == 0
 
 
-def made(name: str, number: int) -> Subject:
-    """A kernel; the ideal one with the tiling of this problem, in tf32 rounding either way."""
+def make_kernel(name: str, number: int) -> Subject:
+    """Return a kernel; the ideal one with the problem's tiling, and either rounding of tf32."""
     if name == ATOMIC:
         return Flash2Atomic()
     if name != "ideal":
@@ -158,55 +155,54 @@ def made(name: str, number: int) -> Subject:
     return Ideal(tiling(number), tf32="truncate" if number % 2 else "nearest")
 
 
-def tasks(asked: argparse.Namespace, done: set[int]) -> list[Task]:
-    """Structures in order, without the problems that are done; a structure stays in one process."""
-    until, found = time.time() + asked.seconds, []
-    by_default = BACKWARD if asked.backward else KERNELS
-    most = MOST_SCORES_BACKWARD if asked.backward else MOST_SCORES
-    first, end = asked.problems
-    each = PER_STRUCTURE[asked.device]
+def tasks(options: argparse.Namespace, done: set[int]) -> list[Task]:
+    """Return a task for each structure in order, without the problems that are done."""
+    until, result = time.time() + options.seconds, []
+    default_kernels = BACKWARD if options.backward else KERNELS
+    most = MOST_SCORES_BACKWARD if options.backward else MOST_SCORES
+    first, end = options.problems
+    each = PER_STRUCTURE[options.device]
     for start in range(first - first % each, end, each):
         numbers = (n for n in range(start, start + each) if first <= n < end)
         left = tuple(n for n in numbers if n not in done)
         if left:
-            kernels = tuple(asked.kernels or by_default[asked.device])
-            longest = asked.longest or LONGEST[asked.device]
-            limits = longest, most[asked.device], each
-            found.append(Task(asked.device, left, kernels, *limits, until, asked.backward))
-    return found
+            kernels = tuple(options.kernels or default_kernels[options.device])
+            longest = options.longest or LONGEST[options.device]
+            limits = longest, most[options.device], each
+            result.append(Task(options.device, left, kernels, *limits, until, options.backward))
+    return result
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    """All the problems asked for, the JSON file written every twenty seconds."""
-    prepare(asked.device)
-    found = json.loads(asked.json.read_text()) if asked.json.exists() else {"runs": []}
-    env = json.loads(msgspec.json.encode(environment(asked.device)))
-    run: dict[str, Any] = {"environment": env, "rows": []}
-    before = [one for one in found["runs"] if one["environment"] == env]
-    run["rows"] = [row for one in before for row in one["rows"]]
-    others = [one for one in found["runs"] if one["environment"] != env]
-    merged_runs = {"runs": [*others, run]}
-    todo = tasks(asked, {row["n"] for row in run["rows"]})
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run all problems of the options, and write the JSON file every fifteen seconds."""
+    prepare(options.device)
+    previous = json.loads(options.json.read_text())["runs"] if options.json.exists() else []
+    env = json.loads(msgspec.json.encode(environment(options.device)))
+    same = [one for one in previous if one["environment"] == env]
+    others = [one for one in previous if one["environment"] != env]
+    run = {"environment": env, "rows": [row for one in same for row in one["rows"]]}
+    runs = {"runs": [*others, run]}
+    todo = tasks(options, {row["n"] for row in run["rows"]})
     saved = time.monotonic()
-    parts = finished(work, todo, processes=asked.processes, seconds=asked.seconds)
+    parts = finished(work, todo, processes=options.processes, seconds=options.seconds)
     for done, part in enumerate(parts, 1):
         run["rows"] += part
         if time.monotonic() - saved > SAVE_EVERY or done == len(todo):
             alarms = sum(row["status"] in ("fail", "error") for row in run["rows"])
             problems = len({row["n"] for row in run["rows"]})
-            said = f"{done}/{len(todo)} structures, {problems} problems, {alarms} alarms"
-            print(said, file=sys.stderr, flush=True)
-            write_json(asked.json, merged_runs)
+            line = f"{done}/{len(todo)} structures, {problems} problems, {alarms} alarms"
+            print(line, file=sys.stderr, flush=True)
+            write_json(options.json, runs)
             saved = time.monotonic()
-    return merged_runs
+    return runs
 
 
-def named(asked: argparse.Namespace) -> None:
-    """Names of the files where none are given: of gradients others than of the forward."""
-    stem = "reports/gradients-calibration" if asked.backward else "reports/calibration"
+def set_default_paths(options: argparse.Namespace) -> None:
+    """Name the files that have no path; those of gradients get other names."""
+    stem = "reports/gradients-calibration" if options.backward else "reports/calibration"
     for name, end in ENDS.items():
-        if getattr(asked, name) is None:
-            setattr(asked, name, Path(stem + end))
+        if getattr(options, name) is None:
+            setattr(options, name, Path(stem + end))
 
 
 def main() -> None:
@@ -223,19 +219,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after this")
     parser.add_argument("--merge", type=Path, nargs="*", help="JSON files, of which to make one")
     for name, end in ENDS.items():
-        said = f"default: reports/[gradients-]calibration{end}"
-        parser.add_argument(f"--{name}", type=Path, help=said)
-    asked = parser.parse_args()
-    named(asked)
-    if asked.merge:
-        files = [json.loads(path.read_text()) for path in asked.merge]
-        found = {"runs": [run for file in files for run in file["runs"]]}
+        default = f"default: reports/[gradients-]calibration{end}"
+        parser.add_argument(f"--{name}", type=Path, help=default)
+    options = parser.parse_args()
+    set_default_paths(options)
+    if options.merge:
+        files = [json.loads(path.read_text()) for path in options.merge]
+        result = {"runs": [run for file in files for run in file["runs"]]}
     else:
-        found = measure(asked)
-        write_json(asked.json, found)
-    told = [summary(run) for run in merged(found["runs"])]
-    write_json(asked.summary, told)
-    asked.md.write_text(page(told))
+        result = measure(options)
+        write_json(options.json, result)
+    summaries = [summary(run) for run in merged(result["runs"])]
+    write_json(options.summary, summaries)
+    options.md.write_text(page(summaries))
 
 
 if __name__ == "__main__":

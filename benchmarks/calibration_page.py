@@ -1,4 +1,4 @@
-"""The page of ``calibration.py``: how near right kernels come to each bound."""
+"""The page of ``calibration.py``: how close right kernels come to each bound."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ inputs; structured ones may exceed it). z, spread and residual: `docs/explanatio
 
 
 def page(summaries: list[dict[str, Any]]) -> str:
-    """Markdown of one or several runs' summaries."""
+    """Return the page for the summaries of one or more runs, as Markdown."""
     parts = ["# Calibration: right kernels on random problems", _ABOUT]
     for one in summaries:
         parts += [
@@ -81,13 +81,13 @@ def _ratios(groups: list[dict[str, Any]], names: tuple[str, ...]) -> str:
 
 
 def _gradients(groups: list[dict[str, Any]]) -> list[str]:
-    """The same of gradients, where a run had any."""
+    """Return the section on gradients if the run had any."""
     some = [one for one in groups if one["ratios"].get("dq_over_bound")]
     return ["### Gradients, likewise", _ratios(some, GRADIENT_RATIOS)] if some else []
 
 
 def _refused(counted: list[list[Any]]) -> list[str]:
-    """Problems that a kernel does not take, with its reason."""
+    """Return the section on problems that kernels do not take, with their reasons."""
     return ["### Not taken", _table(["what", "problems"], counted)] if counted else []
 
 

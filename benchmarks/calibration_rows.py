@@ -1,4 +1,4 @@
-"""What a calibration keeps of one judgement: a row, small enough to be kept by the ten thousand."""
+"""The row that a calibration keeps of each judgement, small since there are ten thousands."""
 
 from __future__ import annotations
 
@@ -21,57 +21,60 @@ NUMBERS = (
 OF_PRECISION = ("z", "spread", "residual")
 
 
-def crash(number: int, kernel: str, asked: Problem, error: Exception) -> dict[str, Any]:
-    """The judge itself raised."""
+def crash(number: int, kernel: str, problem: Problem, error: Exception) -> dict[str, Any]:
+    """Return the row of a problem on which the judge itself raised an error."""
     reason = f"the judge raised {type(error).__name__}: {error}".splitlines()[0]
-    facts = {"status": "error", "reason": reason, "case": Case(problem=asked).to_json()}
-    return _facts(number, kernel, asked) | facts
+    facts = {"status": "error", "reason": reason, "case": Case(problem=problem).to_json()}
+    return _facts(number, kernel, problem) | facts
 
 
-def row(number: int, kernel: str, asked: Problem, record: Record) -> dict[str, Any]:
-    """What the page needs; the whole Case of what is not a pass, of a refusal the reason alone."""
-    kept = _facts(number, kernel, asked) | {"status": record.status}
+def row(number: int, kernel: str, problem: Problem, record: Record) -> dict[str, Any]:
+    """Return the row of ``record``: the page's numbers, and the Case unless the status is a pass.
+
+    A row of an unsupported problem has only the reason.
+    """
+    facts = _facts(number, kernel, problem) | {"status": record.status}
     if record.status == "unsupported":
-        return kept | {"reason": record.reason}
+        return facts | {"reason": record.reason}
     if record.status != "pass":
-        kept |= {"case": record.case, "reason": record.reason}
-    said = record.judgement
-    if said is None:
-        return kept
-    kept |= {name: _short(getattr(said, name)) for name in NUMBERS}
-    kept |= _of_gradients(said)
-    if said.precision is not None:
-        kept |= {name: _short(getattr(said.precision, name)) for name in OF_PRECISION}
-    if record.status != "pass" or said.warnings:
-        kept |= {"rule": said.rule, "reason": said.reason, "warnings": list(said.warnings)}
-        kept["tiling"] = record.tiling
-    return kept
-
-
-def _facts(number: int, kernel: str, asked: Problem) -> dict[str, Any]:
-    """What a row says of its problem."""
-    softmax = asked.operation == "softmax"
-    facts = {
-        "n": number,
-        "kernel": kernel,
-        "dtype": asked.dtype,
-        "distribution": asked.distribution,
-        "score": asked.score.name,
-        "mask": "(softmax)" if softmax else asked.mask.name,
-    }
-    if asked.backward:
-        facts["loss"] = ", ".join(["out", *["LSE"] * asked.dlse, *["a sink"] * asked.sink])
+        facts |= {"case": record.case, "reason": record.reason}
+    judgement = record.judgement
+    if judgement is None:
+        return facts
+    facts |= {name: _short(getattr(judgement, name)) for name in NUMBERS}
+    facts |= _gradient_shares(judgement)
+    if judgement.precision is not None:
+        facts |= {name: _short(getattr(judgement.precision, name)) for name in OF_PRECISION}
+    if record.status != "pass" or judgement.warnings:
+        facts |= {"rule": judgement.rule, "reason": judgement.reason}
+        facts |= {"warnings": list(judgement.warnings), "tiling": record.tiling}
     return facts
 
 
-def _of_gradients(said: Judgement) -> dict[str, float | None]:
-    """Shares by the names of columns; none of a forward."""
-    if not isinstance(said.gradients_over_bound, dict):
+def _facts(number: int, kernel: str, problem: Problem) -> dict[str, Any]:
+    """Return a row's facts about its problem."""
+    softmax = problem.operation == "softmax"
+    facts = {
+        "n": number,
+        "kernel": kernel,
+        "dtype": problem.dtype,
+        "distribution": problem.distribution,
+        "score": problem.score.name,
+        "mask": "(softmax)" if softmax else problem.mask.name,
+    }
+    if problem.backward:
+        facts["loss"] = ", ".join(["out", *["LSE"] * problem.dlse, *["a sink"] * problem.sink])
+    return facts
+
+
+def _gradient_shares(judgement: Judgement) -> dict[str, float | None]:
+    """Return the gradients' shares of their bounds by column; empty for a forward."""
+    shares = judgement.gradients_over_bound
+    if not isinstance(shares, dict):
         return {}
-    shares = said.gradients_over_bound
     return {f"{name}_over_bound": _short(shares[name]) for name in GRADIENTS if name in shares}
 
 
 def _short(value: float | None) -> float | None:
-    """Four digits are plenty, and a tenth of the file."""
+    """Round to four digits, which are enough and make the file a tenth as large."""
     return value if value is None or isinstance(value, int) else float(f"{value:.4g}")

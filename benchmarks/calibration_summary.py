@@ -1,4 +1,4 @@
-"""What there is to say of a calibration's judgements, in a file small enough to be kept."""
+"""The summary of a calibration's judgements, small enough to be kept."""
 
 from __future__ import annotations
 
@@ -23,28 +23,30 @@ _MOST_LISTED = 60
 
 
 def merged(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs of one environment as one; a judgement that is in several of them is taken once."""
-    found: dict[str, dict[str, Any]] = {}
+    """Merge the runs of each environment, with every judgement once."""
+    by_environment: dict[str, dict[str, Any]] = {}
     for run in runs:
-        rows = found.setdefault(repr(run["environment"]), {**run, "rows": {}})["rows"]
+        rows = by_environment.setdefault(repr(run["environment"]), {**run, "rows": {}})["rows"]
         rows |= {(row["n"], row["kernel"]): row for row in run["rows"]}
-    return [{**run, "rows": list(run["rows"].values())} for run in found.values()]
+    return [{**run, "rows": list(run["rows"].values())} for run in by_environment.values()]
 
 
 def summary(run: dict[str, Any]) -> dict[str, Any]:
-    """Counts and ratios of one run; whole Cases of what failed."""
+    """Return counts and ratios of one run, and the Cases of failures."""
     refusals = [row for row in run["rows"] if row["status"] == "unsupported"]
-    refused = Counter(f"{row['kernel']}: {_worded(row['reason'])}" for row in refusals)
+    refused = Counter(f"{row['kernel']}: {_without_numbers(row['reason'])}" for row in refusals)
     rows: list[Row] = [row for row in run["rows"] if row["status"] != "unsupported"]
-    taken = sorted(row["seconds"] for row in run["rows"] if "seconds" in row)
+    seconds = sorted(row["seconds"] for row in run["rows"] if "seconds" in row)
     alarms = [row for row in rows if row["status"] in ("fail", "error")]
-    odd = [row for row in rows if row["status"] in ("warn", "inconclusive") or _silent(row)]
-    quiet = Counter(_words(row) for row in odd)
+    doubtful = [
+        row for row in rows if row["status"] in ("warn", "inconclusive") or _has_warnings(row)
+    ]
+    quiet = Counter(_sentence(row) for row in doubtful)
     return {
         "environment": run["environment"],
         "problems": len({row["n"] for row in rows}),
         "judgements": len(rows),
-        "seconds": [sum(taken) / len(taken), _at(taken, 0.5)] if taken else None,
+        "seconds": [sum(seconds) / len(seconds), _at(seconds, 0.5)] if seconds else None,
         "groups": [_group(*group) for group in _groups(rows)],
         "kinds": _kinds(rows),
         "alarms": len(alarms),
@@ -54,19 +56,19 @@ def summary(run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _silent(row: Row) -> bool:
-    """A pass that has something to say all the same: that not all of it was judged."""
+def _has_warnings(row: Row) -> bool:
+    """Return whether a pass has warnings, for example that not all elements were judged."""
     return bool(row["status"] == "pass" and row.get("warnings"))
 
 
 def _groups(rows: list[Row]) -> list[tuple[str, str, list[Row]]]:
-    """Rows of each dtype and kernel, in the order in which they are shown."""
-    found: dict[tuple[str, str], list[Row]] = {}
+    """Return the rows of each dtype and kernel, in the order in which they are shown."""
+    groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        found.setdefault((row["dtype"], row["kernel"]), []).append(row)
+        groups.setdefault((row["dtype"], row["kernel"]), []).append(row)
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
-    order = sorted(found, key=lambda key: (DTYPES.index(key[0]), kernels.index(key[1])))
-    return [(*key, found[key]) for key in order]
+    order = sorted(groups, key=lambda key: (DTYPES.index(key[0]), kernels.index(key[1])))
+    return [(*key, groups[key]) for key in order]
 
 
 def _group(dtype: str, kernel: str, rows: list[Row]) -> dict[str, Any]:
@@ -87,7 +89,7 @@ _COUNTED = ("rows", "rows_unbounded", "jumps")
 
 
 def _three(values: Iterable[float | None]) -> list[float] | None:
-    """Largest, 99th percentile and median."""
+    """Return the largest value, the 99th percentile and the median."""
     known = sorted(value for value in values if value is not None)
     return [known[-1], _at(known, 0.99), _at(known, 0.5)] if known else None
 
@@ -97,8 +99,8 @@ def _at(ordered: list[float], share: float) -> float:
 
 
 def _kinds(rows: list[Row]) -> list[list[Any]]:
-    """Problems of each distribution, mask, score mod and loss, and the largest shares of bounds."""
-    found = []
+    """Count problems by distribution, mask, score mod and loss, with their largest ratios."""
+    kinds = []
     gradients = any("dq_over_bound" in row for row in rows)
     columns = (*RATIOS[:2], *(GRADIENT_RATIOS if gradients else ()))
     for what in ("distribution", "mask", "score", "loss"):
@@ -106,15 +108,15 @@ def _kinds(rows: list[Row]) -> list[list[Any]]:
             some = [row for row in rows if row.get(what) == value]
             worst = [_three(row.get(name) for row in some) for name in columns]
             problems = len({row["n"] for row in some})
-            found.append([what, value, problems, *(three[0] if three else None for three in worst)])
-    return found
+            kinds.append([what, value, problems, *(three[0] if three else None for three in worst)])
+    return kinds
 
 
-def _words(row: Row) -> str:
-    """Kernel, dtype and the sentence without its numbers: like ones are counted together."""
+def _sentence(row: Row) -> str:
+    """Return kernel, dtype, status and reason without numbers, to count equal ones."""
     text = row.get("reason") or "; ".join(row.get("warnings", ())) or row["status"]
-    return f"{row['kernel']} {row['dtype']} {row['status']}: {_worded(text)}"
+    return f"{row['kernel']} {row['dtype']} {row['status']}: {_without_numbers(text)}"
 
 
-def _worded(text: str) -> str:
+def _without_numbers(text: str) -> str:
     return " ".join("…" if any(c.isdigit() for c in word) else word for word in text.split())

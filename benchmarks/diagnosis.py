@@ -1,17 +1,17 @@
 """Does a diagnosis name the planted fault? ``python benchmarks/diagnosis.py [--host H] [ID …]``.
 
-Each discrete fault of the catalogue that says what names it is planted, and driven through the gate
-until the first wrong answer, which is made smaller. Prints a line for each, and how many were
-named, had their family named, were said to be unknown, or got a wrong name.
+Plants each discrete fault of the catalogue that has an expected name, runs the gate until the first
+wrong answer, and shrinks it. Prints a line for each fault, and how many got their name, their
+family, "unknown" or a wrong name.
 
-In the ideal kernel, faults that are planted by the very steps of a fault model are left out: there
-planting and naming are one. In Triton's hosts every fault is a change to a source. ``--host
-strangers`` plants the faults of ``stranger_faults.toml`` in the examples, which are tiled and
-written otherwise than our kernels; what is to be named stood there before.
+In the ideal kernel, faults are left out that a fault model's own code plants: they would be named
+by what planted them. In Triton's hosts every fault is a change of a source. ``--host strangers``
+plants the faults of ``stranger_faults.toml`` in the examples, which have other tiles and another
+style than our kernels; their expected names were written down before the first run.
 
-``--leave-out`` hides the models of the planted fault: nothing that is named is right then, and its
-family at most is known. ``--report STEM`` writes STEM.json and STEM.md, with a table of which
-family was planted and what was said; parts of one command add to one report.
+``--leave-out`` hides the models of the planted fault: then no name is right, and at best the family
+is. ``--report STEM`` writes STEM.json and STEM.md, with a table of planted families and answers;
+parts of one command add to one report.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SCORES = (
 )
 
 LONGEST = 60.0
-"""Seconds until a fault counts as not caught: how soon it is, is another benchmark's matter."""
+"""Seconds until a fault counts as not caught; the time itself is for another benchmark."""
 
 
 STRANGERS = Path(__file__).with_name("stranger_faults.toml")
@@ -62,12 +62,12 @@ class StrangerFault:
     """A change to the text of an example.
 
     Attributes:
-        id: ``HOST.FAULT``; ``HOST`` alone has no fault.
-        named: Fault models, or signs, that a diagnosis is right to name.
-        dtype: In which it is looked for.
-        file: Of the example, from the root of the repository.
+        id: ``HOST.FAULT``, or ``HOST`` for the kernel without a fault.
+        named: Fault models or signs that are right answers.
+        dtype: The dtype of the questions.
+        file: The example's path from the root of the repository.
         table: What the kernel supports, as in ``[kernels.NAME]``.
-        patches: What mends the example, and what plants the fault.
+        patches: The patch that repairs the example, and the one that plants the fault.
     """
 
     id: str
@@ -78,7 +78,7 @@ class StrangerFault:
     patches: tuple[str, ...]
 
     def plant(self, folder: Path) -> str:
-        """Return the name of the changed kernel, which ``folder``'s attncheck.toml then knows."""
+        """Write the changed kernel and its attncheck.toml to ``folder``; return its name."""
         name = self.id.replace(".", "-")
         text = (Path(__file__).parents[1] / self.file).read_text()
         (folder / f"{name}.py").write_text(apply_patches({name: text}, self.patches)[name])
@@ -88,12 +88,12 @@ class StrangerFault:
 
 
 def stranger_faults() -> dict[str, StrangerFault]:
-    """Return the faults of strangers' kernels by id, each host without a fault before its own."""
+    """Return the faults of ``stranger_faults.toml`` by id; hosts without a fault come first."""
     entries = tomllib.loads(STRANGERS.read_text())
     faults = {}
     for host, about in entries.pop("hosts").items():
-        none = {"": {"named": [], "patch": ""}}
-        for name, entry in (none | entries[host]).items():
+        no_fault = {"": {"named": [], "patch": ""}}
+        for name, entry in (no_fault | entries[host]).items():
             fault = StrangerFault(
                 id=f"{host}.{name}".rstrip("."),
                 named=tuple(entry["named"]),
@@ -107,7 +107,7 @@ def stranger_faults() -> dict[str, StrangerFault]:
 
 
 def main():
-    """Print a line a fault, then the counts."""
+    """Print a line for each fault, then the counts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ids", nargs="*")
     parser.add_argument("--host", default="triton", choices=("ideal", "triton", "strangers"))
@@ -116,16 +116,16 @@ def main():
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--part", default="1/1", help="n/m: each m-th fault from the n-th on")
     parser.add_argument("--alone", action="store_true", help="make no failure smaller")
-    typed = parser.parse_args()
-    part, parts = map(int, typed.part.split("/"))
-    faults = every_fault(typed)
-    chosen = [faults[name] for name in typed.ids] or list(faults.values())
+    options = parser.parse_args()
+    part, parts = map(int, options.part.split("/"))
+    faults = every_fault(options)
+    chosen = [faults[name] for name in options.ids] or list(faults.values())
     rows = []
     for fault in chosen[part - 1 :: parts]:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-            kernel, dtype = planted(fault, typed.host, Path(folder))
-            with hidden(fault.named if typed.leave_out else ()):
-                failure = first_failure(fault, kernel, dtype, typed)
+            kernel, dtype = plant_in(fault, options.host, Path(folder))
+            with hidden(fault.named if options.leave_out else ()):
+                failure = first_failure(fault, kernel, dtype, options)
         if not fault.named:
             if failure:
                 print(f"{fault.id}: wrong without a fault: {failure.reason}", flush=True)
@@ -133,10 +133,10 @@ def main():
         rows.append(scored(fault, failure))
         print("{score} {id} {named}: {level} {said} [{question}]".format(**rows[-1]), flush=True)
     print(counts_of(rows))
-    if typed.report:
-        command = f"python benchmarks/diagnosis.py --host {typed.host}"
-        command += " --leave-out" if typed.leave_out else ""
-        path, every = typed.report.with_suffix(".json"), {row["id"]: row for row in rows}
+    if options.report:
+        command = f"python benchmarks/diagnosis.py --host {options.host}"
+        command += " --leave-out" if options.leave_out else ""
+        path, every = options.report.with_suffix(".json"), {row["id"]: row for row in rows}
         if path.exists():  # of other parts, of the same command
             before = json.loads(path.read_text())
             kept = before["faults"] if before["command"] == command else ()
@@ -144,26 +144,26 @@ def main():
         rows = [every[name] for name in faults if name in every]
         document = {"command": command, "counts": counts_of(rows), "faults": rows}
         path.write_text(json.dumps(document, indent=1) + "\n")
-        typed.report.with_suffix(".md").write_text(page_of(document))
+        options.report.with_suffix(".md").write_text(page_of(document))
 
 
-def every_fault(typed):
-    """What may be planted, by id."""
-    if typed.host == "strangers":
+def every_fault(options):
+    """Return the faults that may be planted, by id."""
+    if options.host == "strangers":
         return stranger_faults()
     faults = {}
     for fault in FAULTS.values():
-        host = fault.hosts.get(typed.host)
+        host = fault.hosts.get(options.host)
         if host is None or host.equivalent or not (fault.discrete and fault.named):
             continue
-        # By a model's own steps planting and naming are one, but where it is hidden.
-        if typed.leave_out or not host.model:
+        # A fault that a model's own code plants is of use only where the model is hidden.
+        if options.leave_out or not host.model:
             faults[fault.id] = fault
     return faults
 
 
-def planted(fault, host, folder):
-    """The name of the kernel with the fault, and the dtype in which it is looked for."""
+def plant_in(fault, host, folder):
+    """Plant the fault; return the name of the kernel and the dtype of the questions."""
     if host == "strangers":
         return fault.plant(folder), fault.dtype
     return plant(fault, host, folder), fault.hosts[host].dtypes[0]
@@ -171,7 +171,7 @@ def planted(fault, host, folder):
 
 @contextlib.contextmanager
 def hidden(names):
-    """Within, a diagnosis tries none of these fault models."""
+    """Exclude these fault models from diagnosis within the context."""
 
     def explain_by_others(*values, among=FAULT_MODELS, **named):
         return explain(*values, among=[name for name in among if name not in names], **named)
@@ -184,27 +184,27 @@ def hidden(names):
 
 
 def scored(fault, record):
-    """What was said of a fault, and how right that is."""
-    level, said = ("not caught", "") if record is None else answer_of(record)
+    """Return the row of a fault: the answer, and its score."""
+    level, answer = ("not caught", "") if record is None else answer_of(record)
     models = [FAULT_MODELS[name] for name in fault.named if name in FAULT_MODELS]
     families = {model.family for model in models}
-    # These two say what is wrong, and no more: gradients alone, or NaN that no input has.
+    # Two families only tell what is wrong: the gradients alone, or NaN that no input has.
     families |= {"gradient" for model in models if model.of == "backward"}
     families |= {"overflow" for model in models if "nan" in model.id.split("-")}
     families = sorted(families)
-    family = FAULT_MODELS[said].family if said in FAULT_MODELS else said
+    family = FAULT_MODELS[answer].family if answer in FAULT_MODELS else answer
     score = level
     if level == "named":
         near = "neighbour" if family in families else "wrong name"
-        score = "named" if said in fault.named else near
+        score = "named" if answer in fault.named else near
     elif level == "family":
-        score = "family" if said in families else "wrong family"
+        score = "family" if answer in families else "wrong family"
     return {
         "id": fault.id,
         "named": list(fault.named),
         "families": families,
         "level": level,
-        "said": said,
+        "said": answer,
         "family": family,
         "score": score,
         "question": "" if record is None else record.case["question"],
@@ -213,31 +213,32 @@ def scored(fault, record):
 
 
 def answer_of(record):
-    """How sure a diagnosis is, and which model, sign or family it tells."""
-    found = record.diagnosis
-    if not isinstance(found, Diagnosis):
+    """Return a diagnosis's level, and the model, sign or family that it names."""
+    diagnosis = record.diagnosis
+    if not isinstance(diagnosis, Diagnosis):
         return "unknown", ""
-    if found.ranked and not found.tried:  # told by asking again, and true whatever was planted
-        return "proven", found.ranked[0].model
-    if found.level == "named" and found.ranked:
-        return "named", found.ranked[0].model
-    return found.level, next((key for key, text in FAMILIES.items() if text == found.family), "")
+    if diagnosis.ranked and not diagnosis.tried:  # proven by further runs, whatever was planted
+        return "proven", diagnosis.ranked[0].model
+    if diagnosis.level == "named" and diagnosis.ranked:
+        return "named", diagnosis.ranked[0].model
+    families = (key for key, text in FAMILIES.items() if text == diagnosis.family)
+    return diagnosis.level, next(families, "")
 
 
 def facts_of(record):
-    """What was seen of a failure."""
-    found = record.diagnosis
-    return list(found.facts) if isinstance(found, Diagnosis) else []
+    """Return the facts that a diagnosis saw."""
+    diagnosis = record.diagnosis
+    return list(diagnosis.facts) if isinstance(diagnosis, Diagnosis) else []
 
 
 def counts_of(rows):
-    """In one line, how many were named how."""
+    """Return the numbers of faults by score, in one line."""
     count = Counter(row["score"] for row in rows)
     return f"{len(rows)} faults: " + ", ".join(f"{count[score]} {score}" for score in SCORES)
 
 
 def page_of(document):
-    """Those rows as Markdown, after a table of which family was planted and what was said."""
+    """Return a table of planted families and answers, and the rows, as Markdown."""
     rows = document["faults"]
     answers = sorted({answer_text(row) for row in rows})
     planted_families = sorted({family_text(row) for row in rows})
@@ -272,25 +273,25 @@ def page_of(document):
 
 
 def family_text(row):
-    """The families that were planted; of what a sign alone tells that."""
+    """Return the planted families, or ``sign`` if only a sign is a right answer."""
     return " or ".join(row["families"]) or "sign"
 
 
 def answer_text(row):
-    """What was said, as a column of the table."""
+    """Return the answer as a column of the table."""
     if row["level"] in {"named", "family"}:
         return f"{row['family']}, {row['level']}"
     return row["level"]
 
 
-def first_failure(fault, kernel, dtype, typed):
-    """The Record of the first wrong answer, or of the smallest one alike; None of none."""
+def first_failure(fault, kernel, dtype, options):
+    """Return the Record of the first wrong answer, shrunk if possible; None if there is none."""
     start = time.perf_counter()
     unit = Unit(
         kind="fault",
         stage="contract",
         kernel=fault.id,
-        device=typed.device,
+        device=options.device,
         tier="smoke",
         dtype=dtype,
     )
@@ -298,7 +299,7 @@ def first_failure(fault, kernel, dtype, typed):
     try:
         for answer, shrinking in run.answers():
             if answer.record.status in FAILED_STATUSES:
-                smallest, _ = run.shrink(() if typed.alone else shrinking)
+                smallest, _ = run.shrink(() if options.alone else shrinking)
                 return (smallest or answer).record
             if time.perf_counter() > start + LONGEST:
                 break

@@ -1,6 +1,6 @@
-"""Work in several processes that may be killed at any time: what is done is on disk soon after.
+"""Run tasks in several processes, each on a GPU of its own, and write results safely.
 
-Process i sees GPU i modulo their number alone, so that ``cuda`` is another one in each.
+Process i sees only GPU i modulo their number, so that ``cuda`` means another GPU in each.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 
 __all__ = ["finished", "write_json"]
 
-_AHEAD = 2  # tasks a process, one running and one waiting
+_AHEAD = 2  # tasks per process: one is running and one is waiting
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def write_json(path: str | Path, data: object) -> None:
-    """Replace the file as a whole: whoever is killed meanwhile leaves the old one."""
+    """Replace the file as a whole, so that a killed process leaves the old one intact."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(data, separators=(",", ":"), allow_nan=True) + "\n")
-    os.replace(new, path)  # noqa: PTH105  # Path.replace says the same
+    os.replace(new, path)  # noqa: PTH105  # as Path.replace
 
 
 def finished(
     work: Callable[[Any], Any], tasks: Sequence[Any], *, processes: int, seconds: float
 ) -> Iterator[Any]:
-    """What ``work`` gives for each task, as it is done, in no order.
+    """Yield the result of ``work`` for each task as soon as it is done, in any order.
 
     Args:
-        work: A function of a module; every process imports it anew.
+        work: A module's function; every process imports it anew.
         tasks: Its arguments, in the order in which they are begun.
-        processes: How many; with one, this very process works.
-        seconds: No task is begun after that long.
+        processes: Number of processes; with 1, the work is done in this process.
+        seconds: No task is begun after this time.
     """
     begun, waiting = time.monotonic(), iter(tasks)
     if processes <= 1:
@@ -52,7 +52,7 @@ def finished(
                 return
             yield work(task)
         return
-    # A process for each core, which starts no threads and no others: what it inherits says so.
+    # Processes inherit these: each uses one core, without further threads or compile processes.
     os.environ.update(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1")
     context = multiprocessing.get_context("spawn")
     gpus = _gpus()
@@ -77,7 +77,7 @@ def finished(
 
 
 def _gpus() -> list[str]:
-    """GPUs that this process sees, by the names that CUDA takes."""
+    """Return the GPUs that this process sees, by the names that CUDA takes."""
     import torch
 
     visible = [name for name in os.environ.get(_VISIBLE, "").split(",") if name]
@@ -85,7 +85,7 @@ def _gpus() -> list[str]:
 
 
 def _choose_gpu(begun: Synchronized[int], gpus: list[str]) -> None:
-    """In a process that has not used CUDA yet: it reads the variable when it is first used."""
+    """Choose the GPU of a new process; CUDA reads the variable at its first use."""
     with begun.get_lock():
         number, begun.value = begun.value, begun.value + 1
     if len(gpus) > 1:

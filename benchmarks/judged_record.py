@@ -1,4 +1,4 @@
-"""The Record of a kernel on evidence that several kernels share."""
+"""Judge a kernel on evidence that several kernels share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["judged_record"]
 def judged_record(
     subject: Subject, evidence: EvidenceBuilder, executor: Executor, *, brief: bool = False
 ) -> Record:
-    """Run ``subject`` on the inputs of ``evidence`` and judge it."""
+    """Run ``subject`` on the inputs of ``evidence``, and return the judged Record."""
     record = new_record(
         subject, evidence.case, device=str(evidence.device), variant="", environment=""
     )

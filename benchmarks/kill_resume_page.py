@@ -36,7 +36,7 @@ the processes are copies of one that has imported everything; a run is otherwise
 
 
 def summary(journal: str, runs: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """What all runs with one journal have shown."""
+    """Return the sums of all runs with one journal."""
     moments = [part for one in runs for part in one["at"]]
     return {
         "journal": journal,
@@ -57,15 +57,15 @@ def summary(journal: str, runs: list[dict[str, Any]], seconds: float) -> dict[st
     }
 
 
-def page(told: list[dict[str, Any]]) -> str:
-    """Markdown of all journals."""
-    env = told[0]["environment"]
-    head = ["", *(_TITLES[one["journal"]] for one in told)]
-    rows = [["runs", *(one["runs"] for one in told)]]
-    rows += [[title, *(one[name] for one in told)] for name, title in _COUNTED.items()]
-    rows.append(["journals that cannot be read", *(one["broken"] for one in told)])
-    lines = [head, ["---", *("---:" for _ in told)], *rows]
-    right = told[0]
+def page(summaries: list[dict[str, Any]]) -> str:
+    """Return a page with a column for each journal, as Markdown."""
+    env = summaries[0]["environment"]
+    head = ["", *(_TITLES[one["journal"]] for one in summaries)]
+    rows = [["runs", *(one["runs"] for one in summaries)]]
+    rows += [[title, *(one[name] for one in summaries)] for name, title in _COUNTED.items()]
+    rows.append(["journals that cannot be read", *(one["broken"] for one in summaries)])
+    lines = [head, ["---", *("---:" for _ in summaries)], *rows]
+    right = summaries[0]
     where = f"Python {env['python']}, {env['machine']}, {env['cores']} cores; {right['seconds']} s."
     when = (
         f"The kills of the right journal: {right['killed_before_any']} before its first result, "

@@ -1,7 +1,4 @@
-"""What ``kill_resume.py`` kills: one session of a run, whose Work has no kernel.
-
-python benchmarks/kill_resume_session.py JOURNAL PLAN right
-"""
+"""The session of a run that ``kill_resume.py`` kills; its Work has no kernel."""
 
 from __future__ import annotations
 
@@ -30,12 +27,12 @@ _LONGEST_UNIT = 0.01  # seconds
 
 @dataclass(frozen=True)
 class Plan:
-    """Units whose number says all of them."""
+    """Units that are determined by the plan's number."""
 
     number: int
 
     def units(self) -> list[Unit]:
-        """Those that are known from the outset; every fourth plan has one that kills its lane."""
+        """Return the first units; every fourth plan has one that kills its lane."""
         draw = random.Random(self.number)  # noqa: S311  # plans, no secrets
         units = [self._unit(draw, f"{n}", 2) for n in range(draw.randint(6, 14))]
         if self.number % 4 == 0:
@@ -43,14 +40,14 @@ class Plan:
         return units
 
     def known(self, without: set[str]) -> set[str]:
-        """Ids of all its units, but those that follow from ``without``."""
-        found, todo = set(), self.units()
+        """Return the ids of all units except those that follow from ``without``."""
+        ids, todo = set(), self.units()
         while todo:
             unit = todo.pop()
-            found.add(unit.id)
+            ids.add(unit.id)
             if unit.id not in without:
                 todo += [_unit(**case) for case in unit.case.get("follow", ())]
-        return found
+        return ids
 
     def _unit(self, draw: random.Random, name: str, depth: int) -> Unit:
         follow = range(draw.choice((0, 0, 1, 3)) if depth else 0)
@@ -68,10 +65,10 @@ def _unit(name: str, **case: Any) -> Unit:
 
 
 class Stub:
-    """A Work that does what a unit's case says; each doing has a token of its own."""
+    """A Work that does what a unit's case says; each execution has a new token."""
 
     def do(self, unit: Unit) -> Done:
-        """Sleeps, dies, or gives further units."""
+        """Sleep, die, or return further units."""
         case = unit.case
         if case.get("die"):
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -83,36 +80,36 @@ class Stub:
         )
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: nothing was started."""
 
 
 def work() -> Stub:
-    """The factory of a lane's Work."""
+    """Return a lane's Work."""
     return Stub()
 
 
 class Hasty(Journal):
-    """The planted fault: a result is acknowledged one result before it is written."""
+    """A planted fault: a result is acknowledged one result before it is written."""
 
     _held: Done | None = None
 
     def done(self, done: Done, *, quarantined: bool = False) -> None:
-        """Writes the one before."""
+        """Write the previous result."""
         held, self._held = self._held, done
         if held is not None:
             super().done(held, quarantined=quarantined)
 
 
 class Forgetful(Journal):
-    """The planted fault: what it resumes is forgotten."""
+    """A planted fault: results of earlier sessions are ignored and overwritten."""
 
     @property
     def results(self) -> dict[str, Done]:
-        """Nothing."""
+        """No results."""
         return {}
 
     def done(self, done: Done, *, quarantined: bool = False) -> None:
-        """Whatever there is already."""
+        """Write a result, and drop an earlier one of the same unit."""
         self.content.results.pop(done.unit, None)
         super().done(done, quarantined=quarantined)
 
@@ -121,10 +118,7 @@ JOURNALS = {"right": Journal, "hasty": Hasty, "forgetful": Forgetful}
 
 
 class _Forked:
-    """In place of ``subprocess.Popen``: a worker that is a copy of this process.
-
-    It has imported everything: what is tried here is not how long that takes.
-    """
+    """Replaces ``subprocess.Popen`` for workers: a fork, which need not import everything again."""
 
     def __init__(
         self, command: list[str], *, env: dict[str, str], pass_fds: tuple[int, ...], **_: Any
@@ -147,7 +141,7 @@ class _Forked:
         os.setsid()
         os.dup2(out, 1)
         os.dup2(err, 2)
-        # As a new process: whoever waits for the end of a pipe would wait for this copy too.
+        # As in a new process; otherwise a reader of a pipe would also wait for this fork's end.
         low = 3
         for descriptor in (*sorted(kept), os.sysconf("SC_OPEN_MAX")):
             os.closerange(low, descriptor)
@@ -159,7 +153,7 @@ class _Forked:
         worker_main.main()
 
     def wait(self, timeout: float = 60.0) -> int:
-        """Its exit status; raises TimeoutExpired."""
+        """Return the exit status; raise TimeoutExpired after ``timeout`` seconds."""
         until = time.monotonic() + timeout
         while self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -172,31 +166,31 @@ class _Forked:
         return self.returncode
 
 
-def _guard_or_fork(command: list[str], **how: Any) -> Any:
-    return _Forked(command, **how) if how.get("pass_fds") else _POPEN(command, **how)
+def _guard_or_fork(command: list[str], **options: Any) -> Any:
+    return _Forked(command, **options) if options.get("pass_fds") else _POPEN(command, **options)
 
 
 _POPEN = subprocess.Popen
 
 
-def session(path: str, number: int, journal: str, told_to: int, *, cold: bool) -> None:
-    """One session of a run; writes each result that it is told of to a descriptor.
+def session(path: str, number: int, journal: str, descriptor: int, *, cold: bool) -> None:
+    """Do one session of a run; write each acknowledged result to ``descriptor``.
 
     Args:
-        path: Of the journal.
-        number: Of the plan.
-        journal: Which, of ``JOURNALS``.
-        told_to: The descriptor.
-        cold: Whether workers are new processes, as they are for users, or copies of this one.
+        path: Path of the journal.
+        number: Number of the plan.
+        journal: A name of ``JOURNALS``.
+        descriptor: A line with a unit and a token is written there for each result.
+        cold: Whether workers are new processes, as for users, or forks of this one.
     """
 
-    def told(event: RunEvent) -> None:
+    def acknowledge(event: RunEvent) -> None:
         if event.kind == "done" and event.done is not None:
             token = event.done.facts.get("token", "-")
-            os.write(told_to, f"{event.done.unit} {token}\n".encode())
+            os.write(descriptor, f"{event.done.unit} {token}\n".encode())
 
     if not cold:
-        subprocess.Popen = _guard_or_fork  # type: ignore[assignment,misc]  # of this process alone
+        subprocess.Popen = _guard_or_fork  # type: ignore[assignment,misc]  # in this process only
     with JOURNALS[journal].open(path, {"command": f"plan {number}"}, resume=True) as opened:
         run_units(
             Plan(number).units(),
@@ -204,5 +198,5 @@ def session(path: str, number: int, journal: str, told_to: int, *, cold: bool) -
             options={},
             journal=opened,
             workers=[WorkerPlace()] * (1 + number % 2),
-            on_event=told,
+            on_event=acknowledge,
         )

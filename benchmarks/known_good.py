@@ -1,12 +1,12 @@
-"""Right kernels asked what a gate asks, with other numbers each time: how many false alarms?
+"""Count the false alarms of a gate on right kernels, with other numbers each time.
 
     python benchmarks/known_good.py --seconds 500 --processes 16 --device cuda --out reports/h200
 
 Each task is the plan of ``attncheck gate`` for one kernel with one seed, in random order, until the
-time is over: what the plan draws is drawn by that seed, and each question is asked ``--each`` times
-with other numbers, by the seed of its Problem. Kernels run in processes of their own, as in a gate.
-The files that are there already are gone on with, by the next seeds. An answer that fails a gate is
-a false alarm; what ``properties/known_failures.toml`` knows of a library is counted apart.
+time is over. The seed determines what the plan draws, and each question is asked ``--each`` times
+with other numbers, by the seed of its Problem. Kernels run in their own processes, as in a gate. A
+run resumes from existing files with the next seeds. An answer that fails a gate is a false alarm;
+known failures of libraries, from ``properties/known_failures.toml``, are counted separately.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _FUSED = tuple(
     )
 )
 _STRANGERS = _HERE.parents[1] / "examples" / "strangers"
-# Somebody else's, in every convention.
+# Kernels in other styles, of every convention.
 OTHERS = (
     *_FUSED,
     *(f"{_HERE}::{name}" for name in ("eager", "flex_attention")),
@@ -67,7 +67,7 @@ KERNELS = {
         *("triton-flash1", "triton-paged", "sdpa-math", "sdpa-cudnn", *IDEALS, "flex"),
     ),
 }
-# Interpreted, or compiled for every shape: a plan of one seed in so many.
+# Slow kernels, interpreted or compiled for every shape, get every n-th seed.
 ONE_IN = {"cpu": {"triton-flash2": 4}, "cuda": {"flex": 4}}
 _SEEDS = 10_000
 _SAVE_EVERY = 15.0  # seconds
@@ -75,7 +75,7 @@ _SAVE_EVERY = 15.0  # seconds
 
 @dataclass(frozen=True)
 class Task:
-    """One kernel's plan with one seed, until a time is over."""
+    """One kernel's plan with one seed, until a time limit."""
 
     kernel: str
     seed: int
@@ -88,121 +88,121 @@ class Task:
 
 
 def work(task: Task) -> dict[str, Any]:
-    """A row for each answer: what was asked, and what became of it; failures whole."""
+    """Return the results of a task: a row for each answer, and the whole answer of alarms."""
     gate = GateWorker(
         Choices(tier=TIERS[task.tier], seed=task.seed, stages=task.stages, isolated=task.isolated)
     )
-    found: dict[str, Any] = {"kernel": task.kernel, "seed": task.seed, "rows": [], "alarms": []}
-    found["harness"] = []
+    result: dict[str, Any] = {"kernel": task.kernel, "seed": task.seed, "rows": [], "alarms": []}
+    result["harness"] = []
     try:
-        for unit, answer in _answers(gate, task, found):
-            found["rows"].append(row := _row(unit, answer))
+        for unit, answer in _answers(gate, task, result):
+            result["rows"].append(row := _row(unit, answer))
             if row[-1] in ALARMS:
-                kept = {"unit": msgspec.to_builtins(unit), "answer": msgspec.to_builtins(answer)}
-                found["alarms"].append(kept)
+                alarm = {"unit": msgspec.to_builtins(unit), "answer": msgspec.to_builtins(answer)}
+                result["alarms"].append(alarm)
     finally:
         gate.close()
-    return found
+    return result
 
 
-def _answers(gate: GateWorker, task: Task, found: dict[str, Any]) -> Iterator[tuple[Unit, Answer]]:
-    """Every question's answer, as it comes; what the plan leaves out is no question."""
-    chance = random.Random(task.seed)  # noqa: S311  # an order
+def _answers(gate: GateWorker, task: Task, result: dict[str, Any]) -> Iterator[tuple[Unit, Answer]]:
+    """Yield every question's answer; add absent kernels and harness errors to ``result``."""
+    order = random.Random(task.seed)  # noqa: S311  # an order
     (unit,) = describe_units([task.kernel], device=task.device, tier=task.tier, convention="")
     queue, seen = [unit], {unit.id}
     while queue and time.time() < task.until:
         unit = queue.pop()
         done = gate.do(unit)
         if done.facts.get("absent"):
-            found["absent"] = done.facts["absent"]
+            result["absent"] = done.facts["absent"]
         if done.harness:
-            found["harness"].append(done.harness)
+            result["harness"].append(done.harness)
         if unit.kind == "ask":
             yield from ((unit, answer) for answer in done.answers)
-        new = [again for each in done.units for again in _again(each, task) if again.id not in seen]
+        new = [copy for each in done.units for copy in _copies(each, task) if copy.id not in seen]
         seen.update(each.id for each in new)
         queue += new
-        chance.shuffle(queue)
+        order.shuffle(queue)
 
 
-def _again(unit: Unit, task: Task) -> list[Unit]:
-    """The same question with other numbers, as often as it is asked; nothing is made smaller."""
+def _copies(unit: Unit, task: Task) -> list[Unit]:
+    """Return a question's unit ``task.each`` times with other numbers; no unit that shrinks."""
     if unit.kind == "shrink":
         return []
     if unit.kind != "ask":
         return [unit]
-    case, found = Case.from_json(unit.case), []
+    case, copies = Case.from_json(unit.case), []
     for number in range(task.each):
         try:
             problem = case.problem.replace(seed=task.seed * task.each + number)
         except ProblemError:
             return [unit]
         other = Case(problem=problem, question=case.question, parameters=case.parameters)
-        found.append(replace(unit, case=other.to_json()))
-    return found
+        copies.append(replace(unit, case=other.to_json()))
+    return copies
 
 
 def _row(unit: Unit, answer: Answer) -> list[str]:
-    """What is kept of every answer: the unit, stage, question and status."""
+    """Return the unit, stage, question and status of an answer."""
     record = answer.record
     question = str(record.case.get("question", ""))
-    # Torch's fused kernels add the mask to scores, under whatever name they are called.
-    of_torch = unit.kernel in _FUSED and question.endswith("_huge") and record.status in ALARMS
-    known = of_torch or record.reason.startswith(KNOWN)
-    return [unit.id, unit.stage, question, "known" if known else record.status]
+    # Torch's fused kernels add the mask to scores, whatever they are called here.
+    is_torchs = unit.kernel in _FUSED and question.endswith("_huge") and record.status in ALARMS
+    is_known = is_torchs or record.reason.startswith(KNOWN)
+    return [unit.id, unit.stage, question, "known" if is_known else record.status]
 
 
-def tasks(asked: argparse.Namespace, begun: dict[str, int]) -> list[Task]:
-    """Each kernel in turn with its next seed; ``begun``: how many each has had."""
-    kernels = tuple(asked.kernels or KERNELS[asked.device])
-    one_in = {} if asked.kernels else ONE_IN[asked.device]
-    until = time.time() + asked.seconds
+def tasks(options: argparse.Namespace, begun: dict[str, int]) -> list[Task]:
+    """Return tasks of all kernels round robin; ``begun`` has the next seed of each."""
+    kernels = tuple(options.kernels or KERNELS[options.device])
+    one_in = {} if options.kernels else ONE_IN[options.device]
+    until = time.time() + options.seconds
     every = [
         Task(
             kernel=kernel,
             seed=turn // one_in.get(kernel, 1) + begun.get(kernel, 0),
-            device=asked.device,
-            tier=asked.tier,
-            stages=parse_stages(asked.stages or ()),
-            isolated=not asked.in_process,
-            each=asked.each,
+            device=options.device,
+            tier=options.tier,
+            stages=parse_stages(options.stages or ()),
+            isolated=not options.in_process,
+            each=options.each,
             until=until,
         )
         for turn in range(_SEEDS)
         for kernel in kernels
         if turn % one_in.get(kernel, 1) == 0
     ]
-    return sorted(every, key=lambda task: task.seed)  # those that have had fewest go on first
+    return sorted(every, key=lambda task: task.seed)  # kernels with the fewest seeds first
 
 
-def measure(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """What every task found, the earlier ones too, on the disk every fifteen seconds."""
-    path = asked.out / "known_good-rows.json"
-    found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the results of all tasks, also earlier ones; write them every fifteen seconds."""
+    path = options.out / "known_good-rows.json"
+    results: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     begun: dict[str, int] = {}
-    for one in found:
+    for one in results:
         begun[one["kernel"]] = max(begun.get(one["kernel"], 0), one["seed"] + 1)
-    where = msgspec.to_builtins(environment(asked.device))
+    where = msgspec.to_builtins(environment(options.device))
     started = saved = time.monotonic()
-    todo = tasks(asked, begun)
-    for one in finished(work, todo, processes=asked.processes, seconds=asked.seconds):
+    todo = tasks(options, begun)
+    for one in finished(work, todo, processes=options.processes, seconds=options.seconds):
         if not any(one.get(name) for name in ("rows", "absent", "harness")):
-            continue  # its time was over before it began
-        one["environment"], one["tier"] = where, asked.tier
-        found.append(one)
+            continue  # the time was over before it began
+        one["environment"], one["tier"] = where, options.tier
+        results.append(one)
         if time.monotonic() - saved > _SAVE_EVERY:
             saved = time.monotonic()
-            write_json(path, found)
-            answers = sum(len(each["rows"]) for each in found)
-            alarms = sum(len(each["alarms"]) for each in found)
+            write_json(path, results)
+            answers = sum(len(each["rows"]) for each in results)
+            alarms = sum(len(each["alarms"]) for each in results)
             spent = saved - started
             print(f"{spent:.0f} s: {answers} answers, {alarms} alarms", file=sys.stderr, flush=True)
-    write_json(path, found)
-    return found
+    write_json(path, results)
+    return results
 
 
 def main() -> None:
-    """Ask, count, write."""
+    """Run all tasks, and write the summary and the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
     parser.add_argument("--seconds", type=float, default=60.0, help="ask nothing after this")
@@ -215,10 +215,10 @@ def main() -> None:
         "--in-process", action="store_true", help="call kernels where they are judged"
     )
     parser.add_argument("--out", type=Path, default=Path("reports"))
-    asked = parser.parse_args()
-    told = summary(measure(asked))
-    write_json(asked.out / "known_good.json", told)
-    (asked.out / "known_good.md").write_text(page(told))
+    options = parser.parse_args()
+    totals = summary(measure(options))
+    write_json(options.out / "known_good.json", totals)
+    (options.out / "known_good.md").write_text(page(totals))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Right kernels that attncheck has no names for.
+"""Right kernels without a name in attncheck.
 
-The ideal one at several tilings, and torch's attention as people call it: one function of each
-calling convention, with gradients wherever torch has them.
+The ideal kernel at further tilings, and torch's attention by one function of each calling
+convention, with gradients wherever torch has them.
 """
 
 # ruff: noqa: ARG001, FBT002, PLR0913, PLR0917  (signatures are those of the conventions)
@@ -21,7 +21,7 @@ __all__ = ["Lazy", "Reversed", "Tall", "Tiny", "flex_attention"]
 
 
 class Tiny(Ideal):
-    """Tiles of a warp's product."""
+    """Small tiles, of a warp's product."""
 
     name, summary = "ideal 16×16", "the ideal kernel, small tiles"
 
@@ -30,7 +30,7 @@ class Tiny(Ideal):
 
 
 class Tall(Ideal):
-    """More rows than keys."""
+    """Tiles with more rows than keys."""
 
     name, summary = "ideal 128×32", "the ideal kernel, tall tiles"
 
@@ -39,7 +39,7 @@ class Tall(Ideal):
 
 
 class Reversed(Ideal):
-    """From the last key to the first."""
+    """Visits keys from the last to the first."""
 
     name, summary = "ideal 64×64 reversed", "the ideal kernel, the last key first"
 
@@ -48,7 +48,7 @@ class Reversed(Ideal):
 
 
 class Lazy(Ideal):
-    """A maximum that may lag by what FlashAttention-4 lets it."""
+    """Rescales seldom: the maximum may lag as much as in FlashAttention-4."""
 
     name, summary = "ideal 32×16 lazy", "the ideal kernel, rescaled seldom"
 
@@ -57,7 +57,7 @@ class Lazy(Ideal):
 
 
 def of_torch(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
-    """Whatever torch chooses; causal by a mask: its flag gives NaN where the scale is negative."""
+    """Call torch; causal by a mask, since its flag gives NaN where the scale is negative."""
     if is_causal:
         attn_mask = _seen(query.shape[2], key.shape[2], query.device)
     return scaled_dot_product_attention(
@@ -66,7 +66,7 @@ def of_torch(query, key, value, attn_mask=None, is_causal=False, scale=None, ena
 
 
 def eager(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
-    """Three lines of torch in fp32, as in models that have no kernel; LSE beside it."""
+    """Compute attention in plain torch in fp32, as in models without a kernel; with LSE."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.float().repeat_interleave(group, 1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -82,7 +82,7 @@ def eager(query, key, value, attn_mask=None, is_causal=False, scale=None, enable
 
 
 def _seen(rows, keys, device, left=-1, right=0, at=0):
-    """What row i sees, from key i + at - left to i + at + right; -1 is no limit."""
+    """Return a mask: row i sees keys i + at - left to i + at + right; -1 means no limit."""
     distance = torch.arange(keys, device=device) - torch.arange(rows, device=device)[:, None] - at
     seen = torch.ones(rows, keys, dtype=torch.bool, device=device)
     seen &= (distance >= -left) if left >= 0 else True
@@ -90,7 +90,7 @@ def _seen(rows, keys, device, left=-1, right=0, at=0):
 
 
 def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1)):
-    """``(batch, length, heads, dim)``; causal and windows are aligned bottom-right."""
+    """Take ``(batch, length, heads, dim)``; causal and windows are aligned bottom-right."""
     rows, keys = q.shape[1], k.shape[1]
     left, right = window_size
     seen = _seen(rows, keys, q.device, left, 0 if causal else right, keys - rows)
@@ -108,7 +108,7 @@ def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     softmax_scale=None, causal=False, window_size=(-1, -1),
 ):  # fmt: skip
-    """Sequence by sequence; one without keys gives 0."""
+    """Compute sequence by sequence; a sequence without keys gives 0."""
     ends = (itertools.pairwise(each.tolist()) for each in (cu_seqlens_q, cu_seqlens_k))
     parts = [
         flash_attn_func(
@@ -124,7 +124,7 @@ def flash_attn_varlen_func(
 def flash_attn_with_kvcache(
     q, k_cache, v_cache, cache_seqlens, block_table, softmax_scale=None, causal=False
 ):
-    """Keys and values gathered from their pages first."""
+    """Gather keys and values from their pages first."""
     outs = []
     for one, row, length in zip(q, block_table, cache_seqlens.tolist(), strict=True):
         k, v = (cache[row.long()].flatten(0, 1)[None, :length] for cache in (k_cache, v_cache))

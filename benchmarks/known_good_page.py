@@ -1,4 +1,4 @@
-"""The page of ``known_good.py``: how many questions, and every false alarm."""
+"""The page of ``known_good.py``: counts of cases, and every false alarm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["ALARMS", "page", "summary"]
 
 ALARMS = frozenset({*FAILED_STATUSES, "flaky", "oracle disagrees"})
-"""What fails a gate, or does not let it pass."""
+"""Statuses with which a gate does not pass."""
 
 _STATUSES = ("pass", "warn", "inconclusive", "known", "alarm")
 _MOST_LISTED = 50
@@ -26,15 +26,15 @@ answer that would not let a gate pass: a failure, an error, a lost process, a fl
 
 
 def summary(tasks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all tasks have shown: counts by kernel, question and status, and every alarm."""
+    """Return counts by kernel, stage, question and status, and every alarm of all tasks."""
     cases: dict[tuple[str, str], tuple[str, str, str]] = {}
     for one in tasks:
         for unit, stage, question, status in one["rows"]:
-            said = "alarm" if status in ALARMS else status
+            shown = "alarm" if status in ALARMS else status
             before = cases.get((one["kernel"], unit))
-            if before is None or said == "alarm":
-                cases[one["kernel"], unit] = stage, question, said
-    counted = Counter((_short(kernel), *found) for (kernel, _), found in cases.items())
+            if before is None or shown == "alarm":
+                cases[one["kernel"], unit] = stage, question, shown
+    counted = Counter((_short(kernel), *case) for (kernel, _), case in cases.items())
     return {
         "environments": _once(one["environment"] for one in tasks),
         "tiers": sorted({one["tier"] for one in tasks}),
@@ -43,69 +43,69 @@ def summary(tasks: list[dict[str, Any]]) -> dict[str, Any]:
         "cases": sum(n for (*_, status), n in counted.items() if status != "unsupported"),
         "counts": [[*key, n] for key, n in sorted(counted.items())],
         "absent": {_short(one["kernel"]): one["absent"] for one in tasks if one.get("absent")},
-        "harness": _once(said for one in tasks for said in one["harness"]),
-        "alarms": [kept for one in tasks for kept in one["alarms"]],
+        "harness": _once(error for one in tasks for error in one["harness"]),
+        "alarms": [alarm for one in tasks for alarm in one["alarms"]],
     }
 
 
-def page(told: dict[str, Any]) -> str:
-    """Markdown."""
+def page(totals: dict[str, Any]) -> str:
+    """Return the page of a summary, as Markdown."""
     parts = ["# Known-good kernels: false alarms of the gate", _ABOUT]
-    parts += [f"{env['device']}; torch {env['torch']}." for env in told["environments"]]
-    alarms = len(told["alarms"])
+    parts += [f"{env['device']}; torch {env['torch']}." for env in totals["environments"]]
+    alarms = len(totals["alarms"])
     parts.append(
-        f"**{told['cases']:,} cases, {alarms} alarm{'' if alarms == 1 else 's'}.** "
-        f"Tier {', '.join(told['tiers'])}.{_bound(told)}"
+        f"**{totals['cases']:,} cases, {alarms} alarm{'' if alarms == 1 else 's'}.** "
+        f"Tier {', '.join(totals['tiers'])}.{_bound(totals)}"
     )
-    parts += ["## Kernels", _table("kernel", told["counts"], 0, told["seeds"])]
-    parts += ["## Stages", _table("stage", told["counts"], 1)]
-    parts += ["## Questions", _table("question", told["counts"], 2)]
-    parts += ["## Alarms", "\n".join(_listed(told["alarms"])) or "None."]
-    if told["harness"]:
-        parts += ["## Of the gate itself", "\n".join(f"* {said}" for said in told["harness"])]
-    if told["absent"]:
-        lines = [f"* {kernel}: {said}" for kernel, said in told["absent"].items()]
+    parts += ["## Kernels", _table("kernel", totals["counts"], 0, totals["seeds"])]
+    parts += ["## Stages", _table("stage", totals["counts"], 1)]
+    parts += ["## Questions", _table("question", totals["counts"], 2)]
+    parts += ["## Alarms", "\n".join(_listed(totals["alarms"])) or "None."]
+    if totals["harness"]:
+        parts += ["## Of the gate itself", "\n".join(f"* {error}" for error in totals["harness"])]
+    if totals["absent"]:
+        lines = [f"* {kernel}: {reason}" for kernel, reason in totals["absent"].items()]
         parts += ["## Not here", "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
 
 
-def _bound(told: dict[str, Any]) -> str:
-    """What so many cases without an alarm show: the rule of three."""
-    if told["alarms"] or not told["cases"]:
+def _bound(totals: dict[str, Any]) -> str:
+    """Return a bound of the rate of false alarms where there was none, by the rule of three."""
+    if totals["alarms"] or not totals["cases"]:
         return ""
-    return f" So fewer than one in {told['cases'] // 3:,} is a false alarm (95 %)."
+    return f" So fewer than one in {totals['cases'] // 3:,} is a false alarm (95 %)."
 
 
 def _table(
     title: str, counts: list[list[Any]], column: int, seeds: dict[str, int] | None = None
 ) -> str:
-    """Cases by one column of the counts, and by status."""
-    found: dict[str, Counter[str]] = {}
+    """Return a table of cases by one column of the counts, and by status."""
+    statuses: dict[str, Counter[str]] = {}
     for line in counts:
-        found.setdefault(line[column], Counter())[line[3]] += line[4]
+        statuses.setdefault(line[column], Counter())[line[3]] += line[4]
     head = [title, *(["plans"] if seeds else []), "cases", *_STATUSES]
     lines = [head, ["---", *["--:"] * (len(head) - 1)]]
-    for name, by_status in sorted(found.items()):
-        asked = sum(by_status[status] for status in _STATUSES)
-        own = [str(seeds.get(name, 0))] if seeds else []
-        lines.append([name, *own, *map(str, (asked, *(by_status[s] for s in _STATUSES)))])
+    for name, by_status in sorted(statuses.items()):
+        total = sum(by_status[status] for status in _STATUSES)
+        plans = [str(seeds.get(name, 0))] if seeds else []
+        lines.append([name, *plans, *map(str, (total, *(by_status[s] for s in _STATUSES)))])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _listed(alarms: list[dict[str, Any]]) -> Iterator[str]:
-    for kept in alarms[:_MOST_LISTED]:
-        record = kept["answer"]["record"]
+    for alarm in alarms[:_MOST_LISTED]:
+        record = alarm["answer"]["record"]
         judgement = record.get("judgement") or {}
-        said = judgement.get("reason") or record.get("reason", "")
+        reason = judgement.get("reason") or record.get("reason", "")
         rule = judgement.get("rule") or record["status"]
         case = json.dumps(record["case"], separators=(",", ":"))
-        yield f"* {_short(kept['unit']['kernel'])} ({rule}): {said} `{case}`"
+        yield f"* {_short(alarm['unit']['kernel'])} ({rule}): {reason} `{case}`"
     if len(alarms) > _MOST_LISTED:
         yield f"* … and {len(alarms) - _MOST_LISTED} more: the JSON file has all"
 
 
 def _short(kernel: str) -> str:
-    """Without the folder, which differs from machine to machine."""
+    """Return a kernel's name without its folder, which differs between machines."""
     file, _, name = kernel.replace("\\", "/").rpartition("/")[2].partition("::")
     if file != "known_good_kernels.py":
         return f"{file}::{name}" if name else file
@@ -113,8 +113,8 @@ def _short(kernel: str) -> str:
 
 
 def _once(values: Iterable[Any]) -> list[Any]:
-    found: list[Any] = []
+    distinct: list[Any] = []
     for value in values:
-        if value not in found:
-            found.append(value)
-    return found
+        if value not in distinct:
+            distinct.append(value)
+    return distinct

@@ -1,15 +1,15 @@
-"""FLOP rate of the streaming oracle over float64 torch.matmul's, in one run, and its memory.
+"""FLOP rate of the streaming oracle relative to float64 torch.matmul, and its memory.
 
     python benchmarks/oracle.py [--backward] [--device cpu|cuda] [--length N ...] [--sweep]
         [--seconds N] [--json FILE]
 
-FLOPs are those of the products of visible pairs of a row and a key, 2·head_dim for each pair: two
-in a forward (QKᵀ, PV), five in a backward (QKᵀ, dO Vᵀ, Pᵀ dO, dSᵀ Q, dS K), 2.5 × as many. With
-``--backward`` a call makes both passes, seven products: *ratio* is of the backward alone, five
-products over the time of both less that of the forward in the same repeats, *both* of the whole
-call. Every repeat times matmul, torch's math SDPA in float64 (where its scores fit; with its
-autograd) and the oracle in turn; medians. ``--sweep`` times block sizes instead, for
-``attncheck/oracles/tiles.py``. The JSON file is written anew after each size.
+FLOPs count products of visible pairs of a row and a key, 2·head_dim for each pair: two products in
+a forward (QKᵀ, PV), five in a backward (QKᵀ, dO Vᵀ, Pᵀ dO, dSᵀ Q, dS K), 2.5 × as many. With
+``--backward`` a call makes both passes, seven products: *ratio* is for the backward alone, five
+products over the time of both passes minus that of the forward in the same repeats; *both* is for
+the whole call. Every repeat times matmul, torch's math SDPA in float64 (where its scores fit; with
+its autograd) and the oracle in turn; times are medians. ``--sweep`` times block sizes instead, for
+``attncheck/oracles/tiles.py``. The JSON file is rewritten after each size.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MASKS = ("full", "causal")
 
 
 def measure(cell: Cell, device: str, repeats: int) -> Row:
-    """One row of the table."""
+    """Return one row of the table."""
     inputs = cell.inputs(device)
     oracle = streamed(inputs)
     peak = peak_bytes(oracle, device)
@@ -77,7 +77,7 @@ def measure(cell: Cell, device: str, repeats: int) -> Row:
 
 
 def table(cells: list[Cell], device: str, repeats: int) -> Iterator[list[Row]]:
-    """All rows so far, after every one."""
+    """Yield all rows so far after each new one."""
     rows: list[Row] = []
     for cell in cells:
         rows.append(measure(cell, device, repeats))
@@ -85,14 +85,14 @@ def table(cells: list[Cell], device: str, repeats: int) -> Iterator[list[Row]]:
 
 
 def _backward_rate(cell: Cell, taken: dict[str, float], name: str) -> float:
-    """FLOPs a second of the second pass; of a forward those of all."""
+    """Return FLOPs per second of the backward pass, or of the call without a backward."""
     if not cell.backward:
         return cell.flops / taken[name]
     return BACKWARD_PRODUCTS * cell.product / (taken[name] - taken["forward"])
 
 
 def candidates(device: str) -> list[Blocks]:
-    """Block sizes that a sweep tries."""
+    """Return the block sizes that a sweep tries."""
     rows: tuple[int, ...]
     kv: tuple[int, ...]
     if device == "cuda":
@@ -106,7 +106,7 @@ def candidates(device: str) -> list[Blocks]:
 
 
 def sweep(cells: list[Cell], device: str, repeats: int) -> Iterator[list[Row]]:
-    """Ratio of each candidate on each cell so far, best geometric mean first; after every cell."""
+    """Yield after each cell the candidates' ratios so far, best geometric mean first."""
     tried = candidates(device)
     ratios: list[list[float]] = [[] for _ in tried]
     for cell in cells:
@@ -126,14 +126,14 @@ def sweep(cells: list[Cell], device: str, repeats: int) -> Iterator[list[Row]]:
 def _ranked(tried: list[Blocks], ratios: list[list[float]]) -> list[Row]:
     rows = []
     for blocks, values in zip(tried, ratios, strict=True):
-        # A backward is what is left without the forward: of a tiny one that may be less than 0.
+        # A backward's time is a difference, which for a tiny problem may be negative.
         mean = math.prod(max(0.0, value) for value in values) ** (1 / len(values))
         rows.append({"blocks": asdict(blocks), "ratios": values, "mean": mean})
     return sorted(rows, key=lambda row: -row["mean"])
 
 
 def show(rows: list[Row]) -> None:
-    """The table."""
+    """Print the table."""
     print(
         f"{'D':>4} {'mask':>7} {'B·H':>5} {'N':>6} {'ms':>9} {'GFLOP/s':>9} {'matmul':>9} "
         f"{'ratio':>6} {'both':>6} {'sdpa':>6} {'peak MB':>8}"
@@ -151,13 +151,13 @@ def show(rows: list[Row]) -> None:
 
 
 def show_sweep(rows: list[Row]) -> None:
-    """The best and the worst block sizes."""
+    """Print the best and the worst block sizes."""
     for row in [*rows[:10], rows[-1]]:
         print(f"{row['mean']:.3f}  {' '.join(f'{r:.2f}' for r in row['ratios'])}  {row['blocks']}")
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backward", action="store_true", help="gradients, behind the forward")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -174,7 +174,7 @@ def arguments() -> argparse.Namespace:
 
 
 def environment(device: str, *, backward: bool) -> dict[str, Any]:
-    """What the numbers depend on besides the code."""
+    """Return what the numbers depend on besides the code."""
     blocks_of = backward_blocks_for if backward else blocks_for
     where = torch.device(device)
     return {
@@ -186,8 +186,8 @@ def environment(device: str, *, backward: bool) -> dict[str, Any]:
     }
 
 
-def asked_cells(options: argparse.Namespace) -> list[Cell]:
-    """The sizes that the options name, those of one length together."""
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    """Return the sizes of the options, ordered by length."""
     cuda = options.device == "cuda"
     lengths = options.length or ([4096, 16384] if cuda else [1024, 4096])
     heads = options.heads or (16 if cuda else 4)
@@ -202,7 +202,7 @@ def main() -> None:
     options = arguments()
     if options.threads:
         torch.set_num_threads(options.threads)
-    begun, cells = time.monotonic(), asked_cells(options)
+    begun, cells = time.monotonic(), cells_of(options)
     around = environment(options.device, backward=options.backward)
     print(json.dumps(around))
 

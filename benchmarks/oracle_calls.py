@@ -1,4 +1,4 @@
-"""What ``oracle.py`` times: the streaming oracle, matmul and torch's math SDPA, and their FLOPs."""
+"""The calls that ``oracle.py`` times: the streaming oracle, matmul and torch's math SDPA."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cell", "forward_alone", "matmul", "peak_bytes", "sdpa", "streamed"]
 
-# Score matrices that math SDPA holds at once, with room to spare: of both passes their gradients.
+# Score matrices that math SDPA holds at once, rounded up; a backward also holds their gradients.
 SDPA_COPIES = {False: 4, True: 8}
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 
@@ -41,7 +41,7 @@ class Cell:
     backward: bool = False
 
     def inputs(self, device: str) -> Inputs:
-        """Normal bf16 inputs; the values do not matter here, so torch draws them."""
+        """Return normal bf16 inputs drawn by torch, since their values do not matter."""
         problem = Problem(
             batch=self.batch,
             heads=self.heads,
@@ -63,17 +63,17 @@ class Cell:
 
     @property
     def products(self) -> int:
-        """How many a call makes."""
+        """Number of products in a call."""
         return FORWARD_PRODUCTS + (BACKWARD_PRODUCTS if self.backward else 0)
 
     @property
     def flops(self) -> float:
-        """Of all of them."""
+        """FLOPs of all products of a call."""
         return self.products * self.product
 
 
 class LivePeak(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own gap
-    """Most bytes of storages that were alive at once, of those made inside."""
+    """Counts the bytes of storages made inside, and their peak of those alive at once."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own gap
@@ -102,7 +102,7 @@ class LivePeak(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
 
 def peak_bytes(call: Callable[[], object], device: str) -> int:
-    """Memory of one call beyond what there is already."""
+    """Return the peak memory of a call beyond what was allocated before."""
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -116,26 +116,26 @@ def peak_bytes(call: Callable[[], object], device: str) -> int:
 
 
 def matmul(device: str) -> tuple[Callable[[], object], float]:
-    """A square float64 product that fills the device, and its FLOPs."""
+    """Return a square float64 product that fills the device, and its FLOPs."""
     size = 8192 if device == "cuda" else 2048
     left, right = (torch.randn(size, size, dtype=torch.float64, device=device) for _ in range(2))
     return lambda: torch.matmul(left, right), 2.0 * size**3
 
 
 def streamed(inputs: Inputs, blocks: Blocks | None = None) -> Callable[[], object]:
-    """The oracle: of a backward both passes, of which ``blocks`` are the second one's."""
+    """Return a call of the oracle; with a backward both passes, ``blocks`` being the second's."""
     oracle = streaming_backward if inputs.problem.backward else streaming
     return lambda: oracle(inputs, blocks=blocks)
 
 
 def forward_alone(inputs: Inputs) -> Callable[[], object]:
-    """The first pass of a backward, whose time counts for the forward."""
+    """Return a call of a backward's first pass, whose time is the forward's."""
     forward = inputs.forward()
     return lambda: streaming(forward)
 
 
 def sdpa(cell: Cell, inputs: Inputs) -> Callable[[], object] | None:
-    """Torch's math SDPA in float64 and its autograd, or None where its scores do not fit."""
+    """Return a call of torch's math SDPA in float64 with autograd; None if scores do not fit."""
     scores = cell.batch * cell.heads * cell.length**2 * 8
     free = torch.cuda.mem_get_info()[0] if inputs.q.is_cuda else 4 << 30
     if SDPA_COPIES[cell.backward] * scores > free:

@@ -1,12 +1,12 @@
-"""The rules by which other projects accept an attention kernel: more than the package's.
+"""The rules by which other projects accept an attention kernel: the package's, and three more.
 
 =================  ===============================================================================
 torch              torch.testing.assert_close's defaults by dtype
 gpucheck           Akasxh/gpucheck, src/gpucheck/assertions/tolerances.py, _DEFAULT_TOLERANCES
-3×                 that of flash-attention's tests with softcap
-ε·Σp|v|            uxlfoundation/oneDNN, tests/benchdnn/sdpa/sdpa.cpp, setup_cmp: the floor of an
-                   element alone (ε the output's; e4m3's where all inputs are fp8)
-oneDNN             the same or a relative error of 8 (1 + n) ε, as the file has it
+3×                 flash-attention's tests with softcap
+ε·Σp|v|            uxlfoundation/oneDNN, tests/benchdnn/sdpa/sdpa.cpp, setup_cmp: only the floor of
+                   an element (ε is the output's; e4m3's where all inputs are fp8)
+oneDNN             that floor or a relative error of 8 (1 + n) ε, as in the file
 =================  ===============================================================================
 """
 
@@ -58,4 +58,4 @@ PEERS: dict[str, Callable[[Outputs, PeerReference], bool]] = {
     "ε·Σp|v|": _condition,
     "oneDNN": _onednn,
 }
-"""Of out, and of LSE where a rule compares it."""
+"""Whether each rule accepts out, and LSE if the rule compares it."""

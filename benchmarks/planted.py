@@ -1,6 +1,6 @@
-"""Faults planted on the ideal kernel, as real kernels had them; each a subclass, with no switches.
+"""Faults of real kernels, planted in the ideal kernel; each is a subclass without switches.
 
-A fault that rounds differs from a legitimate design only in that the kernel does not declare it.
+A fault that only rounds would be a legitimate design if the kernel declared it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["DTYPES", "FAULTS", "MASKS", "TILING", "Fault", "Planted"]
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
 FP8 = ("e4m3", "e5m2")
-MASKS = {  # by the name a fault asks for; a window needs equal lengths, as it is aligned top-left
+MASKS = {  # a window is aligned top-left, so it needs equal lengths
     "full": lambda _: Spec.of("full"),
     "causal": lambda _: Spec.of("causal_bottom_right"),
     "window": lambda kv: Spec.of("sliding_window", window=max(2, kv // 4)),
@@ -26,14 +26,14 @@ MASKS = {  # by the name a fault asks for; a window needs equal lengths, as it i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A fault and the problems that concern it.
+    """A fault and the problems on which it shows.
 
     Attributes:
         name: Row of the table.
-        kernel: The planted kernel.
+        kernel: The kernel with the fault.
         mask: A name of ``MASKS``.
-        dtypes: Where it is a fault.
-        heads: Query and key heads.
+        dtypes: The dtypes in which it is a fault.
+        heads: Numbers of query and key heads.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Fault:
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """The kernel's docstring as one line."""
         return (self.kernel.__doc__ or "").rstrip(".")
 
 

@@ -1,12 +1,12 @@
-"""Real kernels against several arithmetic profiles: which bound they satisfy, and how tightly.
+"""Which bounds real kernels satisfy, and how tightly, for several arithmetic profiles.
 
     python benchmarks/profiles.py [--dtypes NAME ...] [--lengths N ...] [--processes N]
         [--json PATH] [--md PATH]
 
-For each kernel and profile the largest error ÷ bound over all problems: fp8 with the 13-bit
+Prints the largest error ÷ bound over all problems for each kernel and profile: fp8 with the 13-bit
 accumulator of Hopper's and Ada's tensor cores and with fp32 sums, tf32 truncated and rounded to
-nearest, and every kernel's own profile in every dtype. On a CPU sums are fp32, and interpreted
-kernels alone truncate.
+nearest, and every kernel's own profile in every dtype. On a CPU, sums are fp32 and only interpreted
+kernels truncate.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ NUMBERS = ("out_over_bound", "out_over_probable", "lse_over_bound", "lse_over_pr
 
 @dataclass(frozen=True)
 class Task:
-    """One problem of each distribution."""
+    """A problem of each distribution."""
 
     device: str
     dtype: str
@@ -70,7 +70,7 @@ class Task:
 
 
 def work(task: Task) -> list[dict[str, Any]]:
-    """A row for each problem, kernel and profile."""
+    """Return a row for each problem, kernel and profile."""
     prepare(task.device)
     rows = []
     for seed, distribution in enumerate(DISTRIBUTIONS):
@@ -91,10 +91,9 @@ def work(task: Task) -> list[dict[str, Any]]:
 
 
 def judged(name: str, evidence: EvidenceBuilder) -> list[dict[str, Any]]:
-    """One kernel by every profile of its dtype."""
+    """Judge one kernel by every profile of its dtype; return a row for each."""
     problem = evidence.case.problem
-    own = subject_named(name)
-    if not InProcess().concerns(own, problem):
+    if not InProcess().concerns(subject_named(name), problem):
         return []
     rows = []
     for profile, changes in {"its own": {}, **CHANGES.get(problem.dtype, {})}.items():
@@ -111,7 +110,7 @@ def judged(name: str, evidence: EvidenceBuilder) -> list[dict[str, Any]]:
 
 
 def declaring(subject: Subject, changes: dict[str, Any]) -> Subject:
-    """The kernel, said to have another arithmetic."""
+    """Return the kernel with ``changes`` of the arithmetic that it declares."""
     declared = subject.arithmetic
 
     def arithmetic(problem: Problem, device: str) -> Arithmetic:
@@ -121,10 +120,10 @@ def declaring(subject: Subject, changes: dict[str, Any]) -> Subject:
     return subject
 
 
-def page(found: dict[str, Any]) -> str:
-    """Markdown: a line for each kernel, dtype and profile."""
-    rows = found["rows"]
-    env = found["environment"]
+def page(result: dict[str, Any]) -> str:
+    """Return a page with a line for each kernel, dtype and profile, as Markdown."""
+    rows = result["rows"]
+    env = result["environment"]
     heads = ("dtype", "kernel", "profile", "problems", "beyond a bound", "failed")
     names = [name.replace("_over_", " ÷ ") for name in NUMBERS]
     lines = [
@@ -160,7 +159,7 @@ def _largest(values: Any) -> str:
 
 
 def main() -> None:
-    """Run what is asked."""
+    """Judge all kernels, and write the JSON file and the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
     parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=DTYPES)
@@ -170,28 +169,27 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--json", type=Path, default=Path("reports/profiles.json"))
     parser.add_argument("--md", type=Path, default=Path("reports/profiles.md"))
-    asked = parser.parse_args()
-    prepare(asked.device)
+    options = parser.parse_args()
+    prepare(options.device)
     todo = [
-        Task(asked.device, dtype, length, dim, mask)
-        for length in asked.lengths or LENGTHS[asked.device]
-        for dim in asked.dims
+        Task(options.device, dtype, length, dim, mask)
+        for length in options.lengths or LENGTHS[options.device]
+        for dim in options.dims
         for mask in ("full", "causal")
-        for dtype in asked.dtypes
+        for dtype in options.dtypes
     ]
-    found: dict[str, Any] = {
-        "environment": json.loads(msgspec.json.encode(environment(asked.device)))
-    }
-    found["rows"] = []
-    parts = finished(work, todo, processes=asked.processes, seconds=asked.seconds)
+    env = json.loads(msgspec.json.encode(environment(options.device)))
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"environment": env, "rows": rows}
+    parts = finished(work, todo, processes=options.processes, seconds=options.seconds)
     for done, part in enumerate(parts, 1):
-        found["rows"] += part
+        rows += part
         if done % 10 == 0:
             print(f"{done}/{len(todo)}", file=sys.stderr, flush=True)
-            write_json(asked.json, found)
-    write_json(asked.json, found)
-    asked.md.write_text(page(found))
-    print(json.dumps({"rows": len(found["rows"])}))
+            write_json(options.json, result)
+    write_json(options.json, result)
+    options.md.write_text(page(result))
+    print(json.dumps({"rows": len(rows)}))
 
 
 if __name__ == "__main__":

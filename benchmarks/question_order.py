@@ -1,16 +1,16 @@
-"""The order in which `attncheck check` asks: what separates most faults at least cost comes first.
+"""The order of questions in `attncheck check`: first what separates most faults at least cost.
 
     python benchmarks/question_order.py [--json PATH]
 
-For each question and each form of each fault model of a forward: does what the model predicts leave
-the judge's bound of an ideal kernel in bf16? Out counts; LSE, which many kernels do not give, only
-where out is exact. Then, question by question, the one is taken that brings most for its cost: the
-share of all models (each form of one an equal part) that no question before it caught, and the
-share of all pairs of models of different tables that answered all questions before it alike.
+A question catches a form of a forward's fault model if the predicted out is outside the judge's
+bound of an ideal kernel in bf16. LSE, which many kernels do not give, counts only where out is
+exact. Repeatedly the question with the largest gain for its cost comes next. The gain is the share
+of all models (the forms of a model in equal parts) that it is the first to catch, plus the share of
+all pairs of models of different tables that it is the first to tell apart.
 
 The cost follows from sizes: 30 ms for the exact result and its bounds, and 3 ms for each 64 rows
-and 64 keys of a head, as Triton's interpreter takes them. Nothing is measured: the table is the
-same on every machine, and ``cases.check_cases`` has the order.
+and 64 keys of a head, as in Triton's interpreter. Nothing is measured: the table is the same on
+every machine, and ``cases.check_cases`` has the order.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def expected_cost(problem: Problem) -> float:
 
 
 def caught_forms(case: Case, models: Collection[str]) -> dict[str, bool]:
-    """Return for each form of ``models`` that the question's problem has whether it is caught."""
+    """Return whether the question catches each form of ``models`` that its problem can have."""
     evidence = EvidenceBuilder(case, "cpu")
     evidence.establish(reference_errors=False)
     bound = evidence.allowance(Ideal().arithmetic(case.problem, "cpu"))
@@ -65,7 +65,7 @@ def caught_forms(case: Case, models: Collection[str]) -> dict[str, bool]:
     for name in models:
         model = FAULT_MODELS[name]
         if model.of == "forward" and model.applies(case.problem):
-            # A form may not be there of a problem; those that are keep their numbers.
+            # A problem may not have the later forms; the others keep their numbers.
             with suppress(AttncheckError, RuntimeError, IndexError, ValueError), torch.no_grad():
                 for number, one in enumerate(model.predictions(call)):
                     caught[f"{name}#{number}"] = _leaves(one, evidence, bound)
@@ -84,7 +84,7 @@ def _leaves(one: Prediction, evidence: EvidenceBuilder, bound: Allowance) -> boo
 
 
 def plan(forms: Forms, costs: Mapping[str, float]) -> list[str]:
-    """Return the questions in the order of asking."""
+    """Return the questions in the order in which to ask them."""
     names = sorted({form for of_one in forms.values() for form in of_one})
     count = {m: sum(n.startswith(f"{m}#") for n in names) for m in {_model(n) for n in names}}
     weight = torch.tensor([1.0 / count[_model(name)] for name in names], dtype=torch.float64)
@@ -94,7 +94,7 @@ def plan(forms: Forms, costs: Mapping[str, float]) -> list[str]:
         for question, of_one in forms.items()
     }
     seen = torch.zeros(len(names), dtype=torch.bool)
-    alike = torch.zeros(len(names), dtype=torch.int64)  # equal where all was answered alike
+    alike = torch.zeros(len(names), dtype=torch.int64)  # equal if all answers so far are equal
     first_pairs, order, left = _unlike(alike, family, weight), [], list(forms)
 
     def gain(question: str) -> tuple[float, float]:
@@ -102,7 +102,7 @@ def plan(forms: Forms, costs: Mapping[str, float]) -> list[str]:
         refined = alike * 2 + answers[question]
         pairs = _unlike(alike, family, weight) - _unlike(refined, family, weight)
         share = float(weight[new].sum() / weight.sum()) + pairs / (first_pairs or 1.0)
-        # Where nothing is new, what catches most: a fault in another form may be new to it.
+        # Without a gain, prefer what catches most: it may catch a fault in another form.
         every = float(weight[answers[question]].sum() / weight.sum())
         return share / costs[question], every / costs[question]
 
@@ -116,7 +116,7 @@ def plan(forms: Forms, costs: Mapping[str, float]) -> list[str]:
 
 
 def _unlike(alike: torch.Tensor, family: torch.Tensor, weight: torch.Tensor) -> float:
-    """Weight of all pairs of different tables that are still alike."""
+    """Return the weight of all pairs from different tables that are still alike."""
     classes = torch.zeros(int(alike.max()) + 1, len(_TABLES) + 1, dtype=torch.float64)
     classes.index_put_((alike, family), weight, accumulate=True)
     return float((classes.sum(1).square() - classes.square().sum(1)).sum() / 2)
@@ -131,7 +131,7 @@ def _family(model: str) -> int:
 
 
 def table(order: Sequence[str], forms: Forms, costs: Mapping[str, float]) -> str:
-    """Return a question a line: its cost, and of each model which forms (1) it catches."""
+    """Return a line for each question: its cost, and which forms (1) of each model it catches."""
     lines = []
     for question in order:
         models: dict[str, str] = {}

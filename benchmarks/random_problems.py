@@ -1,13 +1,13 @@
-"""Random Problems by number: the same ones on every machine, whichever are asked for.
+"""Random Problems by number: a number gives the same Problem on every machine, in any order.
 
-Problem n belongs to structure n // 25 (or another number: compiling takes seconds): its dtype,
-heads, head dims, the shapes of its mask and score mod and whether its lengths are multiples of 16,
-which are what a kernel is compiled for. Lengths, the mods' numbers and the inputs are drawn for
-each problem; in one structure of five they are one draw (only the inputs differ), for kernels that
-are compiled for every shape. One structure of twelve is a softmax of given scores.
+Problem n belongs to structure n // 25 (or another number, as compiling takes seconds). A structure
+is what a kernel is compiled for: dtype, heads, head dims, the kinds of mask and score mod, and
+whether lengths are multiples of 16. Lengths, the mods' numbers and the inputs are drawn for each
+problem; in one structure of five only the inputs differ, for kernels that are compiled for every
+shape. One structure of twelve is a softmax of given scores.
 
-``gradient_problem`` n is of the same sizes, mods and seed in a dtype that has gradients; LSE takes
-part in the loss of one structure of three, and one of eight has a sink.
+``gradient_problem`` n has the same sizes, mods and seed in a dtype with gradients; in one structure
+of three the loss depends on LSE, and one structure of eight has a sink.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ Value = TypeVar("Value")
 
 @dataclass
 class _Die:
-    """One random number after another, each of a stream of its own."""
+    """Gives one random number after another, each from its own stream."""
 
     draws: Draws
     thrown: int = 0
 
     def below(self, bound: int) -> int:
-        """A whole number from 0 to ``bound`` − 1."""
+        """Return a whole number from 0 to ``bound`` − 1."""
         self.thrown += 1
         return int(self.draws.integers(f"throw {self.thrown}", (1,), bound)[0])
 
     def one_of(self, values: Sequence[Value]) -> Value:
-        """One of them, each as likely."""
+        """Return one of ``values``, all equally likely."""
         return values[self.below(len(values))]
 
     def chance(self, times: int, of: int) -> bool:
-        """True ``times`` in ``of``."""
+        """Return True ``times`` in ``of``."""
         return self.below(of) < times
 
     def length(self, longest: int) -> int:
-        """Half of them at the edge of a tile, the others evenly by their logarithm."""
+        """Return a length: half of them at the edge of a tile, the others log-uniform."""
         if self.chance(1, 2):
             return self.one_of([n for n in _EDGES if n <= longest])
         bits = self.below(longest.bit_length())
@@ -153,7 +153,7 @@ def _none(_: _Die) -> Spec:
     return Spec.of("none")
 
 
-# A number stands for the Problem that it stood for when it was measured: before these.
+# A newer distribution would change the Problems of numbers that are measured already.
 _DISTRIBUTIONS = tuple(name for name in DISTRIBUTIONS if name != "small_terms")
 
 _SCORES: tuple[Callable[[_Die], Spec], ...] = (
@@ -168,7 +168,7 @@ _SCORES: tuple[Callable[[_Die], Spec], ...] = (
 
 
 def shaped(number: int, per_structure: int = PER_STRUCTURE) -> bool:
-    """Whether the problems of this one's structure differ in their inputs only."""
+    """Return whether the problems of this number's structure differ only in their inputs."""
     return number // per_structure % SHAPED_EVERY == 0
 
 
@@ -179,13 +179,13 @@ def problem(
     most_scores: int = 2**24,
     per_structure: int = PER_STRUCTURE,
 ) -> Problem:
-    """Problem ``number``.
+    """Return problem ``number``.
 
     Args:
-        number: From 0 on.
+        number: 0 or more.
         longest: Largest query and kv length.
-        most_scores: Most scores of all heads together.
-        per_structure: Problems of one structure; with another number they are others.
+        most_scores: Largest number of scores of all heads together.
+        per_structure: Problems in a structure; another value gives other problems.
     """
     return _problem(number, longest, most_scores, per_structure, backward=False)
 
@@ -197,11 +197,12 @@ def gradient_problem(
     most_scores: int = 2**22,
     per_structure: int = PER_STRUCTURE,
 ) -> Problem:
-    """Problem ``number`` with a backward: ``problem``'s, but for the dtype, and no softmax."""
-    asked = _problem(number, longest, most_scores, per_structure, backward=True)
+    """Return ``problem(number)`` with a backward: perhaps in another dtype, and never a softmax."""
+    forward = _problem(number, longest, most_scores, per_structure, backward=True)
     loss = _Die(Draws(2**43 + number // per_structure))
     dlse, sink = loss.chance(1, 3), loss.chance(1, 8)
-    return asked.replace(backward=True, dlse=dlse, sink=sink and not shaped(number, per_structure))
+    sink = sink and not shaped(number, per_structure)
+    return forward.replace(backward=True, dlse=dlse, sink=sink)
 
 
 def _problem(
@@ -238,8 +239,8 @@ def _problem(
 
 
 def _softmax(die: _Die, sizes: _Sizes, heads: int) -> Problem:
-    """A softmax of scores: no mask, no score mod."""
-    able = [name for name, d in DISTRIBUTIONS.items() if d.scores is not None]
+    """Return a softmax of scores, without mask and score mod."""
+    with_scores = [name for name, d in DISTRIBUTIONS.items() if d.scores is not None]
     return Problem(
         operation="softmax",
         batch=sizes.batch,
@@ -247,7 +248,7 @@ def _softmax(die: _Die, sizes: _Sizes, heads: int) -> Problem:
         query=sizes.query,
         kv=sizes.kv,
         dtype=die.one_of([name for name in SOFTMAX_DTYPES if DTYPES[name].measured]),
-        distribution=die.one_of(able),
+        distribution=die.one_of(with_scores),
         seed=die.below(2**31),
     )
 
@@ -257,7 +258,7 @@ def _dim(die: _Die) -> int:
 
 
 def _sizes(die: _Die, longest: int, most_scores: int, aligned: tuple[bool, bool]) -> _Sizes:
-    """Lengths, of which the kv length and then the query length may have to be multiples of 16."""
+    """Draw lengths; ``aligned`` says whether the kv and query lengths are multiples of 16."""
     kv = _aligned(die.length(longest), longest, multiple=aligned[0])
     room = min(longest, most_scores // kv)
     wanted = kv if die.chance(1, 3) else die.length(longest)
@@ -267,7 +268,7 @@ def _sizes(die: _Die, longest: int, most_scores: int, aligned: tuple[bool, bool]
 
 
 def _aligned(length: int, longest: int, *, multiple: bool) -> int:
-    """The length, or one beside it, that is a multiple of 16 or is none: compilers ask that."""
+    """Return the length or a near one that is, or is not, a multiple of 16, as compilers check."""
     if not multiple:
         return length - 1 if length % 16 == 0 else length
     up = -(-length // 16) * 16
@@ -275,7 +276,7 @@ def _aligned(length: int, longest: int, *, multiple: bool) -> int:
 
 
 def tiling(number: int) -> Tiling:
-    """A tiling for the ideal kernel, as random as the rest."""
+    """Return a random tiling for the ideal kernel."""
     die = _Die(Draws(2**42 + number))
     rows, keys = die.one_of((16, 32, 64, 128)), die.one_of((16, 32, 64, 128))
     if die.chance(1, 5):

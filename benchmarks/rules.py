@@ -1,14 +1,14 @@
-"""How many planted faults each rule catches, and how many right kernels it refuses: one run.
+"""How many planted faults each rule catches, and how many right kernels it rejects.
 
     python benchmarks/rules.py [--device cuda] [--lengths N ...] [--dtypes NAME ...] [--seeds N]
         [--processes N] [--seconds N] [--only inputs|probes] [--json PATH] [--md PATH]
     python benchmarks/rules.py --merge A.json B.json [--json PATH] [--md PATH]
 
-Every fault of ``planted.py`` on random inputs, judged by attncheck and by the rules of
-``peers.py``; then the same kernels on attncheck's exact probes. A fault whose outputs are the right
-kernel's own, bit by bit, is no fault there and does not count. One whose difference from its right
-twin is less than what right kernels differ by among themselves is *hidden*: what refuses it by an
-element or a norm refuses right kernels.
+Every fault of ``planted.py`` is judged on random inputs by attncheck and by the rules of
+``peers.py``; then the same kernels on attncheck's exact probes. A fault whose outputs have the bits
+of the right kernel's is no fault there and does not count. A fault is *hidden* if it differs less
+from the right kernel than right kernels differ from each other: a rule about elements or norms that
+rejects it also rejects right kernels.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
 
 LENGTHS = {"cpu": (250, 1000), "cuda": (4096,)}
-# The ordinary case twice, at scales that are and are not powers of two; then what else is drawn.
+# Normal inputs with a scale that is a power of two and with another one; then other distributions.
 DRAWS = (
     ("normal", 64),
     ("normal", 80),
@@ -71,14 +71,14 @@ OTHERS = {
 }
 INTERPRETED_LONGEST = 128
 LONGEST_PROBED = {"cpu": 300, "cuda": 1024}
-MOST_ROUNDS = 2  # of one probe with other parameters
+MOST_ROUNDS = 2  # parameters of one probe
 SAVE_EVERY = 10.0  # seconds
-CHUNK = 128  # query rows: the hardest for a fault of one key, whose share of a long row is small
+CHUNK = 128  # query rows, at the end: a fault of one key is a small share of a long row
 
 
 @dataclass(frozen=True)
 class Task:
-    """One problem with every kernel that it concerns; with ``probes``, its probes instead."""
+    """One problem for all its kernels; with ``probes``, its probes instead."""
 
     device: str
     dtype: str
@@ -90,7 +90,7 @@ class Task:
 
     @property
     def problem(self) -> Problem:
-        """Rows at the end of a sequence; a window, which is aligned top-left, has all of them."""
+        """The last rows of a sequence; all rows with a window, which is aligned top-left."""
         distribution, dim = DRAWS[self.seed % len(DRAWS)]
         rows = self.length if self.mask == "window" else max(1, min(CHUNK, self.length // 2))
         return Problem(
@@ -107,38 +107,38 @@ class Task:
 
     @property
     def faults(self) -> list[Fault]:
-        """Those that this problem concerns."""
+        """The faults that this problem is for."""
         kind = self.mask, self.heads
         return [f for f in FAULTS if (f.mask, f.heads) == kind and self.dtype in f.dtypes]
 
 
 class Keeping(InProcess):
-    """Keeps what a kernel gave, for the peers' rules."""
+    """Keeps a kernel's last outputs for the peers' rules."""
 
     last: Execution | Failure | None = None
 
-    def run(self, subject: Subject, inputs: Inputs, **asked: Any) -> Execution | Failure:
-        """As ``InProcess``, and never timed."""
-        del asked
+    def run(self, subject: Subject, inputs: Inputs, **options: Any) -> Execution | Failure:
+        """Run ``subject`` without the options of timing, and keep the result."""
+        del options
         self.last = super().run(subject, inputs)
         return self.last
 
 
 def right_kernels(problem: Problem, device: str) -> dict[str, Subject]:
-    """Kernels that are right, by the names that the page gives them."""
-    found: dict[str, Subject] = {name: Ideal(tiling) for name, tiling in TILINGS.items()}
-    if problem.dtype == "tf32":  # as right as rounding to nearest, and what tensor cores do
-        found["ideal truncating"] = Ideal(TILING, tf32="truncate")
+    """Return the right kernels by their names on the page."""
+    kernels: dict[str, Subject] = {name: Ideal(tiling) for name, tiling in TILINGS.items()}
+    if problem.dtype == "tf32":  # tensor cores truncate, which is as right as rounding to nearest
+        kernels["ideal truncating"] = Ideal(TILING, tf32="truncate")
     for name in OTHERS[device]:
         subject = subject_named(name)
         slow = subject.triton and device == "cpu" and problem.kv > INTERPRETED_LONGEST
         if not slow and not InProcess().refusal(subject, problem, device):
-            found[name] = subject
-    return found
+            kernels[name] = subject
+    return kernels
 
 
 def work(task: Task) -> list[dict[str, Any]]:
-    """Rows of one task."""
+    """Return the rows of one task."""
     prepare(task.device)
     try:
         return probed(task) if task.probes else compared(task)
@@ -149,7 +149,7 @@ def work(task: Task) -> list[dict[str, Any]]:
 
 
 def compared(task: Task) -> list[dict[str, Any]]:
-    """Every rule on every kernel, right ones first."""
+    """Apply every rule to every kernel, the right kernels first; return a row for each kernel."""
     evidence, executor = EvidenceBuilder(Case(problem=task.problem), task.device), Keeping()
     reference = PeerReference(evidence.inputs, evidence.truth)
     rows, right = [], {}
@@ -177,15 +177,15 @@ def _peers(executor: Keeping, reference: PeerReference) -> dict[str, Any]:
 def _row(task: Task, kind: str, name: str, record: Record) -> dict[str, Any]:
     row = {"kind": kind, "name": name, **asdict(task), "status": record.status}
     row["distribution"] = task.problem.distribution
-    said = record.judgement
-    row["rule"] = said.rule if said else ""
+    judgement = record.judgement
+    row["rule"] = judgement.rule if judgement else ""
     if record.status == "error" or (kind == "right" and record.status == "fail"):
-        row |= {"case": record.case, "reason": said.reason if said else record.reason}
+        row |= {"case": record.case, "reason": judgement.reason if judgement else record.reason}
     return row
 
 
 def probed(task: Task) -> list[dict[str, Any]]:
-    """Every probe, with all its parameters, on every kernel."""
+    """Run every probe with its parameters on every kernel; return a row for each run."""
     problem = task.problem.replace(distribution="normal")
     fit = [name for name in PROBES if PROBES[name].unfit(problem) is None]
     rows = []
@@ -213,64 +213,65 @@ def _probed(task: Task, case: Case) -> list[dict[str, Any]]:
     return rows
 
 
-def _twin(fault: Fault) -> str:  # the right kernel that a planted one is but for its fault
+def _twin(fault: Fault) -> str:
+    """Return the right kernel that differs from the fault's only by the fault."""
     return "ideal lazy" if fault.kernel.lazy else "ideal 64×64"
 
 
-def tasks(asked: argparse.Namespace) -> list[Task]:
-    """The first draw's problems, the probes at the shortest and the longest length, the rest."""
+def tasks(options: argparse.Namespace) -> list[Task]:
+    """Return problems of the first draw, then probes at two lengths, then the other draws."""
     kinds = sorted({(fault.mask, fault.heads) for fault in FAULTS})
-    lengths = sorted(asked.lengths or LENGTHS[asked.device])
+    lengths = sorted(options.lengths or LENGTHS[options.device])
     plain = [
-        Task(asked.device, dtype, length, seed, mask, heads, probes=False)
-        for seed in range(asked.seeds)
+        Task(options.device, dtype, length, seed, mask, heads, probes=False)
+        for seed in range(options.seeds)
         for length in lengths
-        for dtype in asked.dtypes
+        for dtype in options.dtypes
         for mask, heads in kinds
     ]
-    # With head dims of both kinds.
-    probed_lengths = [n for n in lengths if n <= LONGEST_PROBED[asked.device]] or lengths[:1]
+    # Two seeds, whose draws have head dims with and without a scale that is a power of two.
+    probed_lengths = [n for n in lengths if n <= LONGEST_PROBED[options.device]] or lengths[:1]
     probes = [
-        Task(asked.device, dtype, length, seed, mask, heads, probes=True)
+        Task(options.device, dtype, length, seed, mask, heads, probes=True)
         for seed, length in enumerate((lengths[0], max(probed_lengths)))
-        for dtype in asked.dtypes
+        for dtype in options.dtypes
         for mask, heads in kinds
     ]
-    if asked.only:
-        return plain if asked.only == "inputs" else probes
-    of_one_draw = len(plain) // asked.seeds
+    if options.only:
+        return plain if options.only == "inputs" else probes
+    of_one_draw = len(plain) // options.seeds
     return [*plain[:of_one_draw], *probes, *plain[of_one_draw:]]
 
 
-def measure(asked: argparse.Namespace, todo: list[Task]) -> dict[str, Any]:
-    """Rows of all the tasks; the JSON file is written every ten seconds."""
+def measure(options: argparse.Namespace, todo: list[Task]) -> dict[str, Any]:
+    """Return the rows of all tasks, and write the JSON file every ten seconds."""
     saved = time.monotonic()
-    prepare(asked.device)
-    env = json.loads(msgspec.json.encode(environment(asked.device)))
+    prepare(options.device)
+    env = json.loads(msgspec.json.encode(environment(options.device)))
     complete: dict[str, Any] = {"environments": [env], "done": 0, "of": len(todo), "rows": []}
     rows = complete["rows"]
-    parts = finished(work, todo, processes=asked.processes, seconds=asked.seconds)
+    parts = finished(work, todo, processes=options.processes, seconds=options.seconds)
     for done, part in enumerate(parts, 1):
         rows += part
         complete["done"] = done
         if time.monotonic() - saved > SAVE_EVERY or done == len(todo):
             print(f"{done}/{len(todo)} problems, {len(rows)} rows", file=sys.stderr, flush=True)
-            write_json(asked.json, complete)
+            write_json(options.json, complete)
             saved = time.monotonic()
     return complete
 
 
 def merged(paths: list[Path]) -> dict[str, Any]:
-    """Several files as one; a row that is in two of them is taken once."""
+    """Merge several files, with every row once."""
     files = [json.loads(path.read_text()) for path in paths]
     rows = {json.dumps(row, sort_keys=True): row for file in files for row in file["rows"]}
-    found = {json.dumps(env): env for file in files for env in file["environments"]}
+    environments = {json.dumps(env): env for file in files for env in file["environments"]}
     counts = {name: sum(file[name] for file in files) for name in ("done", "of")}
-    return {"environments": list(found.values()), **counts, "rows": list(rows.values())}
+    return {"environments": list(environments.values()), **counts, "rows": list(rows.values())}
 
 
 def main() -> None:
-    """Run what is asked, writing the JSON file and the page over and over as rows come in."""
+    """Measure or merge, and write the JSON file and the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
     parser.add_argument("--lengths", type=int, nargs="*")
@@ -282,10 +283,10 @@ def main() -> None:
     parser.add_argument("--md", type=Path, default=Path("reports/rules.md"))
     parser.add_argument("--merge", type=Path, nargs="*", help="only the page, of these files")
     parser.add_argument("--only", choices=("inputs", "probes"))
-    asked = parser.parse_args()
-    found = merged(asked.merge) if asked.merge else measure(asked, tasks(asked))
-    write_json(asked.json, found)
-    asked.md.write_text(page(found))
+    options = parser.parse_args()
+    result = merged(options.merge) if options.merge else measure(options, tasks(options))
+    write_json(options.json, result)
+    options.md.write_text(page(result))
 
 
 if __name__ == "__main__":

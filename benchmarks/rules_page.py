@@ -1,4 +1,4 @@
-"""The page of ``rules.py``: shares caught and false alarms, a table each."""
+"""The page of ``rules.py``: the share of faults that each rule catches, and its false alarms."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ RULES = ("attncheck", *PEERS)
 _MOST_LISTED = 40
 
 
-def page(found: dict[str, Any]) -> str:
-    """Markdown of what ``rules.py`` found."""
-    rows: list[Row] = found["rows"]
+def page(result: dict[str, Any]) -> str:
+    """Return the page for the rows of ``rules.py``, as Markdown."""
+    rows: list[Row] = result["rows"]
     on_inputs = [row for row in rows if "probe" not in row]
     on_probes = [row for row in rows if "probe" in row]
     parts = [
         "# Planted faults: what each rule catches",
-        _measured(found),
+        _measured(result),
         _ABOUT,
         "## In sum",
         _summary(on_inputs),
@@ -64,7 +64,7 @@ def _judged(rows: Iterable[Row]) -> list[Row]:
 
 
 def _real(rows: Iterable[Row]) -> list[Row]:
-    """Faults that changed a bit."""
+    """Return the judged rows of faults that changed the outputs."""
     return [row for row in _judged(rows) if row["kind"] == "fault" and row.get("effect") != 0]
 
 
@@ -77,7 +77,7 @@ def _share(rows: list[Row], test: Callable[[Row], bool]) -> float | None:
 
 
 def _by_rule(rows: list[Row]) -> dict[str, float | None]:
-    return {rule: _share(rows, lambda row, rule=rule: _refused(row, rule)) for rule in RULES}
+    return {rule: _share(rows, lambda row, rule=rule: _rejects(row, rule)) for rule in RULES}
 
 
 def _summary(rows: list[Row]) -> str:
@@ -99,7 +99,7 @@ def _false_alarms(rows: list[Row]) -> str:
     for dtype in DTYPES:
         some = _right(row for row in rows if row["dtype"] == dtype)
         if some:
-            counts = [str(sum(_refused(row, rule) for row in some)) for rule in RULES]
+            counts = [str(sum(_rejects(row, rule) for row in some)) for rule in RULES]
             lines.append([dtype, str(len(some)), *counts])
     return _table(["dtype", "runs", *RULES], lines)
 
@@ -115,7 +115,7 @@ def _dtypes(rows: list[Row]) -> str:
 
 @dataclass
 class _Standing:
-    """One fault's line."""
+    """How the rules compare on one fault: its line of the table."""
 
     rows: list[Row]
     alarmed: dict[str, set[Problem]]
@@ -126,13 +126,13 @@ class _Standing:
         return _share(self.rows, lambda row: row["effect"] <= 1)
 
     def told(self, rule: str) -> float | None:
-        """Share refused on problems where the rule accepts every right kernel."""
+        """Return the share rejected on problems where the rule accepts every right kernel."""
         alarmed = self.alarmed[rule]
-        return _share(self.rows, lambda row: _refused(row, rule) and _problem(row) not in alarmed)
+        return _share(self.rows, lambda row: _rejects(row, rule) and _problem(row) not in alarmed)
 
     @property
     def probed(self) -> tuple[float | None, str]:
-        """Share of kernels that a probe fails, and the probe that fails most."""
+        """The share of kernels that a probe fails, and the probe that fails most of them."""
         kernels: dict[tuple[Any, ...], bool] = defaultdict(bool)
         best: dict[str, int] = defaultdict(int)
         for row in _real(self.probes):
@@ -142,14 +142,14 @@ class _Standing:
         share = sum(kernels.values()) / len(kernels) if kernels else None
         return share, max(best, key=lambda name: best[name]) if any(best.values()) else ""
 
-    def said(self) -> str:
-        """Ahead, or why not."""
+    def verdict(self) -> str:
+        """Return whether attncheck is ahead of the peers, and what it missed."""
         if not self.rows:
             return "no effect on these inputs"
         ours, best = self.told("attncheck") or 0.0, max(self.told(rule) or 0.0 for rule in PEERS)
         if ours == 1:
             return "all told"
-        missed = [row for row in self.rows if not _refused(row, "attncheck")]
+        missed = [row for row in self.rows if not _rejects(row, "attncheck")]
         visible = sum(row["effect"] > 1 for row in missed)
         why = f"{visible} of {len(missed)} missed are visible" if visible else "missed are hidden"
         share, probe = self.probed
@@ -163,8 +163,8 @@ def _problem(row: Row) -> Problem:
 
 
 def _alarmed(rows: list[Row]) -> dict[str, set[Problem]]:
-    """Problems on which a rule refuses a right kernel."""
-    return {rule: {_problem(row) for row in _right(rows) if _refused(row, rule)} for rule in RULES}
+    """Return the problems on which each rule rejects a right kernel."""
+    return {rule: {_problem(row) for row in _right(rows) if _rejects(row, rule)} for rule in RULES}
 
 
 def _faults(rows: list[Row], probes: list[Row]) -> str:
@@ -179,14 +179,13 @@ def _faults(rows: list[Row], probes: list[Row]) -> str:
         caught = _by_rule(line.rows)
         shares = [f"{_percent(line.told(rule))} ({_percent(caught[rule])})" for rule in RULES]
         probed = f"{_percent(share)} {best}".rstrip()
-        lines.append(
-            [fault.name, str(len(line.rows)), *shares, _percent(line.hidden), probed, line.said()]
-        )
+        facts = [_percent(line.hidden), probed, line.verdict()]
+        lines.append([fault.name, str(len(line.rows)), *shares, *facts])
     return _table(["fault", "runs", *RULES, "hidden", "probes", "standing"], lines)
 
 
 def _probes(rows: list[Row]) -> str:
-    """Share of each fault's kernels that each probe fails; below, of right kernels."""
+    """Return a table of the share of kernels that each probe fails: each fault, right kernels."""
     names = list(dict.fromkeys(row["probe"] for row in rows))
     if not names:
         return "None run."
@@ -201,11 +200,11 @@ def _probes(rows: list[Row]) -> str:
 
 
 def _lists(rows: list[Row], on_inputs: list[Row]) -> list[str]:
-    """What must be empty, and what attncheck missed though it is visible."""
+    """Return sections on false alarms, errors, and visible faults that attncheck missed."""
     alarms = [row for row in _right(rows) if row["status"] == "fail"]
     errors = [row for row in rows if row["status"] == "error"]
     missed = [
-        row for row in _real(on_inputs) if row["effect"] > 1 and not _refused(row, "attncheck")
+        row for row in _real(on_inputs) if row["effect"] > 1 and not _rejects(row, "attncheck")
     ]
     missed.sort(key=lambda row: -row["effect"])
     parts = ["## Right kernels that attncheck fails", _cases(alarms)]
@@ -236,27 +235,27 @@ def _cases(rows: list[Row]) -> str:
     )
 
 
-def _measured(found: dict[str, Any]) -> str:
-    """Where, how much and at which lengths."""
+def _measured(result: dict[str, Any]) -> str:
+    """Return a paragraph on the machine, the number of problems and the lengths."""
     lines = [
         f"{env['device']}: torch {env['torch']}, triton {env['triton'] or '–'}, "
         f"Python {env['python']}."
-        for env in found["environments"]
+        for env in result["environments"]
     ]
-    done = f"{found['done']} of {found['of']} problems, {len(found['rows'])} judgements."
-    lengths = sorted({row["length"] for row in found["rows"]})
+    done = f"{result['done']} of {result['of']} problems, {len(result['rows'])} judgements."
+    lengths = sorted({row["length"] for row in result["rows"]})
     return "\n".join([*lines, done, f"Lengths {', '.join(map(str, lengths))}."])
 
 
-def _refused(row: Row, rule: str) -> bool:
-    """Whether attncheck fails what the row is of, or one of its peers refuses it."""
+def _rejects(row: Row, rule: str) -> bool:
+    """Return whether the rule rejects the row's kernel; attncheck's rule is the status ``fail``."""
     if rule == "attncheck":
         return bool(row["status"] == "fail")
     return not row["peers"][rule]
 
 
 def _percent(share: float | None) -> str:
-    """In whole percent; with a digit more where that would say none or all of what is neither."""
+    """Format as whole percent, with one decimal where that would wrongly read 0 or 100."""
     if share is None:
         return "–"
     text = f"{100 * share:.0f}"
@@ -264,7 +263,7 @@ def _percent(share: float | None) -> str:
 
 
 def _table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """As Markdown: words to the left, figures to the right."""
+    """Return a table in Markdown, its first column left-aligned."""
     head = list(head)
     rule = ["---", *["--:"] * (len(head) - 1)]
     cells = [

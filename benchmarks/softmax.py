@@ -1,13 +1,13 @@
-"""Bandwidth of our four softmaxes beside torch.softmax and a device copy, in one run.
+"""Bandwidth of our four softmaxes, compared with torch.softmax and a device copy.
 
     python benchmarks/softmax.py [--device cuda|cpu] [--columns N ...] [--dtype bf16 ...]
                                  [--kind online ...] [--sweep] [--json FILE]
 
-Bytes are those read once and written once: 2 · rows · columns · size, for every row of the table.
-Medians; every repeat times all calls in turn, each in a CUDA graph, so that the GPU never waits for
-Python. ``--sweep`` times tile sizes and warps
-instead, for ``launch`` in ``attncheck/subjects/softmax.py``, and prints the best, and the best of
-those that walk over a row in several tiles.
+Bytes are counted as read once and written once, 2 · rows · columns · size, in every line of the
+table. Times are medians; every repeat times all calls in turn, each in a CUDA graph, so that the
+GPU never waits for Python. ``--sweep`` times tile sizes and warps instead, for ``launch`` in
+``attncheck/subjects/softmax.py``, and prints the best ones, also of those with several tiles in a
+row.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Cell:
 
     @property
     def rows(self) -> int:
-        """As many as fit."""
+        """Number of rows that fit."""
         return max(1, int(self.megabytes * 1e6) // (self.columns * self.itemsize))
 
     @property
@@ -63,29 +63,29 @@ class Cell:
 
     @property
     def bytes(self) -> int:
-        """Read and written."""
+        """Bytes read and written."""
         return 2 * self.rows * self.columns * self.itemsize
 
     def x(self, device: str) -> torch.Tensor:
-        """The tensor ``(rows, columns)``."""
+        """Draw the tensor ``(rows, columns)``."""
         dtype = FORMATS[self.dtype].torch_dtype
         return torch.randn((self.rows, self.columns), device=device, dtype=dtype)
 
 
 def rms_error(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
-    """Root mean square of what ``call`` is off the float64 softmax, on the first rows."""
+    """Return the RMS error of ``call`` relative to float64 softmax, on the first rows."""
     x = x[:CHECKED_ROWS]
     return float((call(x).double() - torch.softmax(x.double(), -1)).square().mean().sqrt())
 
 
 def references(x: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """What the kernels stand beside."""
+    """Return the calls with which the kernels are compared."""
     target = torch.empty_like(x)
     return {"copy": lambda: target.copy_(x), "torch": lambda: torch.softmax(x, -1)}
 
 
 def measure(cell: Cell, kinds: list[str], device: str, repeats: int) -> dict[str, Any]:
-    """One line for each kind: GB/s, and ratios to torch.softmax and to the copy."""
+    """Return GB/s of each kind, and ratios to torch.softmax and to the copy."""
     from attncheck.kernels.softmax_forward import softmax
     from attncheck.subjects.softmax_kernels import launch_softmax
 
@@ -112,7 +112,7 @@ def measure(cell: Cell, kinds: list[str], device: str, repeats: int) -> dict[str
 
 
 def candidates(kind: str, columns: int) -> list[Launch]:
-    """Launches that a sweep tries: 8 to 64 columns of a tile for each thread."""
+    """Return the launches that a sweep tries: each thread has 8 to 64 columns of a tile."""
     from attncheck.kernels.softmax_forward import Launch
 
     whole = 1 << (columns - 1).bit_length()
@@ -132,7 +132,7 @@ def candidates(kind: str, columns: int) -> list[Launch]:
 
 
 def compile_now(device: str, dtype: str, tasks: list[tuple[str, int, Launch]]) -> None:
-    """Launch each once, so that Triton's cache on disk has it."""
+    """Launch each candidate once, so that it is in Triton's cache on disk."""
     prepare_triton(device)
     from attncheck.kernels.softmax_forward import softmax
 
@@ -142,7 +142,7 @@ def compile_now(device: str, dtype: str, tasks: list[tuple[str, int, Launch]]) -
 
 
 def compile_all(cells: list[Cell], kinds: list[str], jobs: int) -> None:
-    """All candidates of a sweep, in ``jobs`` processes."""
+    """Compile all candidates of a sweep in ``jobs`` processes."""
     tasks: dict[str, list[tuple[str, int, Launch]]] = {}
     for cell, kind in itertools.product(cells, kinds):
         tasks.setdefault(cell.dtype, []).extend(
@@ -160,10 +160,10 @@ def compile_all(cells: list[Cell], kinds: list[str], jobs: int) -> None:
 
 
 def sweep(cell: Cell, kinds: list[str], device: str, repeats: int) -> list[dict[str, Any]]:
-    """Every candidate of a cell, over torch.softmax; fastest first within its kind."""
+    """Time every candidate of a cell; return the lines by kind, fastest first."""
     from attncheck.kernels.softmax_forward import softmax
 
-    x, found = cell.x(device), []
+    x, rows = cell.x(device), []
     for kind in kinds:
         tried = candidates(kind, cell.columns)
         calls: dict[str, Callable[[], object]] = {
@@ -181,12 +181,12 @@ def sweep(cell: Cell, kinds: list[str], device: str, repeats: int) -> list[dict[
             | {"over_copy": taken["copy"] / taken[str(i)]}
             for i, launch in enumerate(tried)
         ]
-        found += sorted(lines, key=lambda line: -line["over_torch"])
-    return found
+        rows += sorted(lines, key=lambda line: -line["over_torch"])
+    return rows
 
 
 def show(row: dict[str, Any]) -> None:
-    """A cell of the table, one line for each call."""
+    """Print a cell of the table, one line for each call."""
     for name, rate in row["gb_per_s"].items():
         line = f"{row['dtype']:<5} {row['columns']:>6} {row['rows']:>7} {name:<8} {rate:>8.1f}"
         line += f" {rate / row['gb_per_s']['copy']:>6.3f}"
@@ -197,14 +197,14 @@ def show(row: dict[str, Any]) -> None:
 
 
 def tile(launch: dict[str, Any], columns: int) -> str:
-    """Rows × columns, warps, stages."""
+    """Return a launch as text: rows × columns, warps, stages."""
     text = f"{launch['block_rows']}×{launch['block_columns']} w{launch['warps']}"
     text += f" s{launch['stages']}" if launch["block_columns"] < columns else ""
     return text if launch["aligned"] else f"{text} unaligned"
 
 
 def show_sweep(lines: list[dict[str, Any]], kinds: list[str]) -> None:
-    """The three best of each kind, and the best that take several tiles."""
+    """Print the three best launches of each kind, and the two best with several tiles."""
     for kind in kinds:
         of_kind = [line for line in lines if line["kind"] == kind]
         columns = of_kind[0]["columns"]
@@ -219,7 +219,7 @@ def show_sweep(lines: list[dict[str, Any]], kinds: list[str]) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--columns", type=int, nargs="+", default=list(COLUMNS))
@@ -234,7 +234,7 @@ def arguments() -> argparse.Namespace:
 
 
 def environment(device: str) -> dict[str, str]:
-    """What the numbers depend on besides the code."""
+    """Return what the numbers depend on besides the code."""
     triton = sys.modules["triton"]
     return {
         "torch": torch.__version__,
@@ -255,7 +255,7 @@ def main() -> None:
     ]
     around = environment(options.device)
     print(json.dumps(around))
-    found = []
+    rows = []
     if options.sweep:
         if options.device == "cuda":
             compile_all(cells, options.kind, options.jobs)
@@ -263,16 +263,16 @@ def main() -> None:
         for cell in cells:
             lines = sweep(cell, options.kind, options.device, options.repeats)
             show_sweep(lines, options.kind)
-            found += lines
+            rows += lines
     else:
         print("dtype columns   rows call         GB/s  /copy /torch  error  tile")
         for cell in cells:
-            found.append(measure(cell, options.kind, options.device, options.repeats))
-            show(found[-1])
-        least = min(ratio for row in found for ratio in row["over_torch"].values())
+            rows.append(measure(cell, options.kind, options.device, options.repeats))
+            show(rows[-1])
+        least = min(ratio for row in rows for ratio in row["over_torch"].values())
         print(f"least ratio to torch.softmax: {least:.3f}")
     if options.json:
-        options.json.write_text(json.dumps({"environment": around, "rows": found}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"environment": around, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,16 +3,17 @@
     python benchmarks/spills.py [--kernel flash2 ...] [--dtype bf16 ...] [--head-dim 128 ...]
 
 One line for each kernel, dtype, head dim and kind of call, at the tiles of
-``subjects/triton_flash.py``, which were chosen by it; flash2-dq and flash2-dkdv are
+``subjects/triton_flash.py``, which were chosen by these figures. flash2-dq and flash2-dkdv are
 FlashAttention-2's backward, varlen-dq and varlen-dkdv that of packed documents. Spilled bytes are
-ptxas's stack a thread, with this triton's ptxas. FlashAttention-2 walks over a list of tiles under
-a mask; there are three more kinds of it, without such a list, with pages, and as it is launched
-again where values are not finite; and in fp8 two
-more: V stored transposed, and the tensor core's own accumulator. dQ is launched again like the
-forward, and dK and dV may be asked to add it up (atomic). The last columns count tensor-core
-instructions (HGMMA of 16-bit operands and tf32, QGMMA of fp8) and fp32 additions, by which fp8
-products get out of the tensor core's accumulator. dQ's launch may be asked to add up the gradients
-of the numbers that a score mod reads, too (dalibi, dbias).
+the stack of a thread, from this triton's ptxas.
+
+Under a mask FlashAttention-2 visits a list of tiles. Its further kinds are: no such list (dense),
+pages (paged), and the second launch where values are not finite (careful); in fp8 also V stored
+transposed (vt) and the tensor core's own accumulator (fastacc). dQ also has a careful launch, and
+can sum up the gradients of numbers that a score mod reads (dalibi, dbias); the launch of dK and dV
+can sum up dQ (atomic). The last columns count tensor-core instructions (HGMMA for 16-bit operands
+and tf32, QGMMA for fp8) and fp32 additions, which take fp8 products out of the tensor core's
+accumulator.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ BACKWARD = {
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One way to call a kernel."""
+    """A way to call a kernel."""
 
     mods: dict[str, Any] = field(default_factory=dict)
     dense: bool = False
@@ -104,7 +105,7 @@ KINDS = {
 
 
 def types_of(mod: TritonMod) -> tuple[str, ...]:
-    """Triton's names for the types of what a mod captures."""
+    """Return Triton's names for the types of the values that a mod captures."""
     return tuple(
         CAPTURED[v.dtype]
         if isinstance(v, torch.Tensor)
@@ -116,23 +117,23 @@ def types_of(mod: TritonMod) -> tuple[str, ...]:
 
 
 def launch_of(name: str, problem: Problem, kind: Kind) -> Any:
-    """How the subject launches it on a GPU."""
+    """Return how the subject launches the kernel on a GPU."""
     if name in BACKWARD:
-        made, which = BACKWARD[name]
-        return made().gradient_launches(problem, "cuda")[which]
+        subject, index = BACKWARD[name]
+        return subject().gradient_launches(problem, "cuda")[index]
     if name == "flash1":
         return Flash1().launch(problem, "cuda")
-    made = Flash2FastAccumulation if kind.fast else Flash2
-    return made(dense=kind.dense).launch(problem, "cuda")
+    subject = Flash2FastAccumulation if kind.fast else Flash2
+    return subject(dense=kind.dense).launch(problem, "cuda")
 
 
 def listed(problem: Problem, kind: Kind) -> bool:
-    """Whether the subject lists the tiles to visit."""
+    """Return whether the subject lists the tiles to visit."""
     return not kind.dense and problem.mask != FULL
 
 
 def source_of(name: str, problem: Problem, kind: Kind) -> tuple[ASTSource, dict[str, int]]:
-    """The kernel as it is launched for contiguous tensors, and its launch options."""
+    """Return the kernel as launched for contiguous tensors, and its launch options."""
     kernel = KERNELS[name]
     chosen = launch_of(name, problem, kind)
     identity = "score" not in kind.mods
@@ -203,21 +204,21 @@ def source_of(name: str, problem: Problem, kind: Kind) -> tuple[ASTSource, dict[
 
 
 def tool(name: str, *arguments: str | Path) -> str:
-    """What one of triton's own CUDA tools prints."""
+    """Run one of triton's CUDA tools, and return what it prints."""
     path = Path(triton.__file__).parent / "backends/nvidia/bin" / name
     return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def usage(name: str, problem: Problem, kind: Kind) -> str:
-    """Tile, registers, spilled bytes, shared memory and instructions, in one line."""
+    """Return tile, registers, spilled bytes, shared memory and instructions in one line."""
     source, options = source_of(name, problem, kind)
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        said = tool("cuobjdump", "-res-usage", file.name)
+        resources = tool("cuobjdump", "-res-usage", file.name)
         sass = tool("cuobjdump", "-sass", file.name)
-    registers, stack = (re.search(rf"{what}:(\d+)", said)[1] for what in ("REG", "STACK"))
+    registers, stack = (re.search(rf"{name}:(\d+)", resources)[1] for name in ("REG", "STACK"))
     counts = [len(re.findall(rf"\b{op}\b", sass)) for op in ("HGMMA", "QGMMA", "FADD")]
     chosen = launch_of(name, problem, kind)
     tile = f"{chosen.block_query}×{chosen.block_kv} w{chosen.warps} s{chosen.stages}"
@@ -232,14 +233,14 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="*", default=list(STORED), choices=list(STORED))
     parser.add_argument("--head-dim", nargs="*", type=int, default=[64, 128, 256])
     parser.add_argument("--kind", nargs="*", default=list(KINDS), choices=list(KINDS))
-    asked = parser.parse_args()
+    options = parser.parse_args()
     print(f"triton {triton.__version__}, sm_90")
     print("kernel      dtype head_dim kind               tile registers  spilled   shared", end="")
     print("  HGMMA  QGMMA   FADD")
-    for name in asked.kernel:
-        for dtype in asked.dtype:
-            kinds = [k for k in asked.kind if concerned(KINDS[k], name, dtype)]
-            for dim in asked.head_dim:
+    for name in options.kernel:
+        for dtype in options.dtype:
+            kinds = [k for k in options.kind if concerned(KINDS[k], name, dtype)]
+            for dim in options.head_dim:
                 for k in kinds:
                     problem = Problem(
                         heads=16, query=4096, head_dim=dim, dtype=dtype, **KINDS[k].mods
@@ -249,8 +250,8 @@ def main() -> None:
 
 
 def concerned(kind: Kind, name: str, dtype: str) -> bool:
-    """Whether there is such a call: five kinds are FlashAttention-2's, two of them in fp8 alone."""
-    if kind.mods.get("score") in (ALIBI, BIAS):  # with and without the gradients of what they read
+    """Return whether the kernel has this kind: five are FlashAttention-2's, two of them fp8."""
+    if kind.mods.get("score") in (ALIBI, BIAS):  # with and without gradients of captured numbers
         return name == "flash2-dq" and not DTYPES[dtype].scaled
     if kind.atomic:
         return name == "flash2-dkdv" and not DTYPES[dtype].scaled

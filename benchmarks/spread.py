@@ -1,4 +1,4 @@
-"""How far right kernels are from each other, and a faulty one from its right twin beside that."""
+"""The spread of right kernels on a problem, and the effect of a fault in units of it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["Spread", "difference"]
 
 
 class Spread:
-    """How far right kernels are from each other on one problem."""
+    """The largest differences between right kernels on one problem."""
 
     def __init__(self, right: list[Outputs]) -> None:
-        """Largest of all pairs: of a head, and of a row of it."""
+        """Compare all pairs of outputs: the worst head, and the worst row."""
         pairs = [(a, b) for i, a in enumerate(right) for b in right[:i]]
         sizes = [difference(a, b) for a, b in pairs]
         self.most = [max(values) for values in zip(*sizes, strict=True)]
 
     def effect(self, outputs: Outputs, twin: Outputs) -> float:
-        """Difference of two kernels in units of that; 0 where they are the same bit by bit."""
+        """Return the difference of two kernels in units of the spread; 0 for equal bits."""
         ratios = [
             0.0 if size == 0 else size / most if most else math.inf
             for size, most in zip(difference(outputs, twin), self.most, strict=True)
@@ -32,9 +32,9 @@ class Spread:
 
 
 def difference(a: Outputs, b: Outputs) -> list[float]:
-    """Rms difference of the worst head and of the worst row: of out and of LSE."""
+    """Return the RMS differences of the worst head and of the worst row, in out and in LSE."""
     sizes = [*_of_rows(a.out, b.out)]
-    if a.lse is None or b.lse is None:  # a kernel without LSE says nothing of its spread
+    if a.lse is None or b.lse is None:  # no difference of LSE is known
         sizes += [0.0, 0.0]
     else:
         sizes += _of_rows(a.lse[..., None], b.lse[..., None])

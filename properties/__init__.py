@@ -1,1 +1,1 @@
-"""What a right kernel has, as pytest runs it: ``pytest properties`` or, installed, ``--pyargs``."""
+"""Properties of right kernels, for pytest: ``pytest properties``, or ``--pyargs`` if installed."""

@@ -1,4 +1,4 @@
-"""The backward: gradients of q, k, v, sinks and tables, beside what the kernel's forward saved."""
+"""The backward: gradients of q, k, v, sinks and tables, from what the kernel's forward saved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EITHER = OUT | {"dlse": None}
 
 
 def grouped(problem: Problem) -> bool:
-    """Several query heads on a kv head."""
+    """Return whether a kv head has several query heads."""
     return problem.group > 1
 
 

@@ -1,4 +1,4 @@
-"""Blocks of keys that a mask hides wholly or shows wholly: kernels leave out work at both."""
+"""Blocks of keys that a mask hides or shows completely: in both, kernels leave out work."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FAMILIES = (
     "composition",
     "expression",
 )
-# Longer than a block of any kernel that is interpreted, which has blocks of 32 there.
+# Longer than one block of any interpreted kernel, which has blocks of 32.
 SEVERAL = {"shortest_query": 34, "shortest_kv": 34}
 EMPTY = 32
 
 
 def has_empty_blocks(problem: Problem) -> bool:
-    """So many rows after another see no key, as far as the mask's numbers tell."""
+    """Return whether ``EMPTY`` consecutive rows see no key, judging by the mask's numbers."""
     if problem.mask.name == "padding":
         return 0 in problem.mask.values["lengths"]
     return problem.query - problem.kv >= EMPTY

@@ -1,4 +1,4 @@
-"""Decoding: a few rows, of several heads on each kv head, behind many keys."""
+"""Decoding: a few rows after many keys, with several query heads on each kv head."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Case, Problem
     from attncheck.suite import UnderTest
 
-# One row, or a few as of speculative decoding; up to 8 heads on a kv head.
+# One row, or a few as in speculative decoding; up to 8 query heads on a kv head.
 MOST_ROWS = 4
 FEW = {"longest_query": MOST_ROWS, "most_heads": 8, "largest_group": 8}
-# What they are the last rows of, as many as a kernel for decoding takes.
+# The prefill whose last rows are decoded: as many rows as a kernel for decoding takes.
 PREFILL = {**FEW, "longest_query": 16, "shortest_query": 2}
 
 
 def few(problem: Problem) -> bool:
-    """As few rows as are decoded at once: a kernel that takes no such problem is not asked."""
+    """Return whether so few rows could be decoded at once."""
     return problem.query <= MOST_ROWS
 
 
 def grouped(problem: Problem) -> bool:
-    """Several query heads on a kv head."""
+    """Return whether a kv head has several query heads."""
     return few(problem) and problem.group > 1
 
 
 def nothing_but_padding(problem: Problem) -> bool:
-    """Some sequence has no key."""
+    """Return whether a sequence has no key."""
     return few(problem) and 0 in problem.mask.values["lengths"]
 
 
 def alibi() -> SearchStrategy[Spec]:
-    """ALiBi alone."""
+    """Return a strategy of ALiBi alone."""
     return st.just(Spec.of("alibi"))
 
 
 def later_alibi() -> SearchStrategy[Spec]:
-    """ALiBi behind some rows, none and more than there are keys among them."""
+    """Return a strategy of ALiBi after earlier rows: none, some, or more than there are keys."""
     rows = st.sampled_from((1, 0, 33, 1000))
     return rows.map(lambda n: Spec.of("offset", Spec.of("alibi"), rows=n))
 

@@ -1,4 +1,4 @@
-"""fp8: stored numbers with descales, and P in fp8, wherever other dtypes go."""
+"""fp8: stored numbers with descales, and P in fp8, under everything that other dtypes have."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SMALL_PAGES = (16, 32, 3)
 
 
 def decoding(problem: Problem) -> bool:
-    """Up to four rows, and as many keys or more."""
+    """Return whether there are up to four rows, and at least as many keys."""
     return problem.query <= 4 and problem.kv >= problem.query
 
 
 def grouped(problem: Problem) -> bool:
-    """Several kv heads with descales of their own, of several query heads each."""
+    """Return whether there are several kv heads, each with its descales and several query heads."""
     return problem.group > 1 and problem.kv_heads > 1
 
 
 def several(problem: Problem) -> bool:
-    """Several sequences with descales of their own."""
+    """Return whether there are several sequences, each with its own descales."""
     return problem.batch > 1
 
 

@@ -1,4 +1,4 @@
-"""Log-sum-exp, in natural logarithms: what a backward pass and a merge live on."""
+"""Log-sum-exp, in natural logarithms, which backward passes and merges of splits need."""
 
 from __future__ import annotations
 

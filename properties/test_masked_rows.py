@@ -1,4 +1,4 @@
-"""Rows that see no key: out 0 and LSE −∞, and no trace in their neighbours."""
+"""Rows that see no key: out is 0 and LSE −∞, and neighbouring rows stay right."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def may_be_empty(problem: Problem) -> bool:
-    """Some row sees no key, as far as the mask's numbers tell."""
+    """Return whether a row sees no key, judging by the mask's numbers."""
     if problem.mask.name == "causal_bottom_right":
         return problem.query > problem.kv
     if problem.mask.name == "padding":

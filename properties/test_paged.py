@@ -16,17 +16,17 @@ SMALL = (16, 32, 3, 64)
 
 
 def decoding(problem: Problem) -> bool:
-    """One row, or a few as of speculative decoding, and more keys."""
+    """Return whether there is one row, or a few as in speculative decoding, and more keys."""
     return problem.query in {1, 2, 3} and problem.kv >= problem.query
 
 
 def grouped(problem: Problem) -> bool:
-    """Several query heads on a kv head."""
+    """Return whether a kv head has several query heads."""
     return problem.group > 1
 
 
 def shares(problem: Problem) -> bool:
-    """Several sequences, and a page that is theirs alike."""
+    """Return whether several sequences share a page."""
     paging = problem.paging
     return problem.batch > 1 and paging is not None and paging.size * paging.shared <= problem.kv
 

@@ -1,4 +1,4 @@
-"""What the mask hides may be anything: a cache that nobody has written to, say."""
+"""Hidden keys and values may be anything, for example an uninitialised cache."""
 
 from __future__ import annotations
 

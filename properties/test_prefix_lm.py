@@ -1,4 +1,4 @@
-"""Prefix-LM: a prefix that every row sees, and causal after it."""
+"""Prefix-LM: every row sees the prefix; after it attention is causal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sinks: a logit of the head's own in the softmax of every row, with no value behind it."""
+"""Sinks: one further logit per head in the softmax of every row, without a value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MASKS = ("full", "causal", "sliding_window", "padding")
 
 
 def sees_nothing_somewhere(problem: Problem) -> bool:
-    """Some row sees no key: its out is 0 and its LSE the sink."""
+    """Return whether a row sees no key: its out is 0 and its LSE the sink."""
     if problem.mask.name == "padding":
         return 0 in problem.mask.values["lengths"]
     return problem.mask.values["window"] == 0 or problem.query > problem.kv

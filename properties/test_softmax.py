@@ -1,4 +1,4 @@
-"""Row softmax, and the laws of softmax that attention inherits."""
+"""Row softmax, and laws of softmax that also hold for attention."""
 
 from __future__ import annotations
 

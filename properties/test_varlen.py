@@ -1,4 +1,4 @@
-"""Packed documents of unlike lengths: what kernels that take ``cu_seqlens`` are for."""
+"""Packed documents of different lengths, as for kernels that take ``cu_seqlens``."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ RAGGED = ("document", "documents", "padding")
 
 
 def lengths(problem: Problem) -> list[tuple[int, int]]:
-    """Rows and keys of each document, or of each sequence of a batch."""
+    """Return the numbers of rows and keys of each document, or of each sequence of a batch."""
     found = pack(problem)
     return found.lengths() if found else []
 
 
 def ragged(problem: Problem) -> bool:
-    """Not all documents are as long as one another, or some keys are padding."""
+    """Return whether documents differ in length, or some keys are padding."""
     whole = {(problem.query, problem.kv)} if problem.mask.name == "padding" else set()
     return len({*lengths(problem), *whole}) > 1
 
 
 def one_sided(problem: Problem) -> bool:
-    """Some document has rows and no keys, or keys and no rows."""
+    """Return whether a document has rows and no keys, or keys and no rows."""
     return any(max(both) > 0 == min(both) for both in lengths(problem))
 
 
 def rows_alone(problem: Problem) -> bool:
-    """Some document has rows and no keys."""
+    """Return whether a document has rows and no keys."""
     return any(rows > 0 == keys for rows, keys in lengths(problem))
 
 
 def alone(problem: Problem) -> bool:
-    """One document has everything."""
+    """Return whether one document has all rows and keys."""
     return (problem.query, problem.kv) in lengths(problem)
 
 

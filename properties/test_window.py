@@ -1,4 +1,4 @@
-"""Sliding windows: the last so many keys up to a row's own."""
+"""Sliding windows: a row sees the last ``window`` keys up to and including its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of several rooms need."""
+"""Fixtures of all tests, and the marks ``quick`` and ``slow``."""
 
 import os
 import subprocess
@@ -12,20 +12,20 @@ from types import SimpleNamespace
 import pytest
 from tests.warm_python import Forked, Servers, sees_gpu
 
-# What is found of a kernel is kept for the next run: of the tests' own, not of a user's.
-if "ATTNCHECK_CACHE_DIR" not in os.environ:  # processes of pytest-xdist share that of the first
-    _FOUND = tempfile.TemporaryDirectory(prefix="attncheck-tests-")
-    os.environ["ATTNCHECK_CACHE_DIR"] = _FOUND.name
+# attncheck caches what it finds out about a kernel. The tests must not read or fill a user's cache.
+if "ATTNCHECK_CACHE_DIR" not in os.environ:  # processes of pytest-xdist inherit the first one's
+    _CACHE = tempfile.TemporaryDirectory(prefix="attncheck-tests-")
+    os.environ["ATTNCHECK_CACHE_DIR"] = _CACHE.name
 
-# Processes of several threads each wait for one another on few cores.
+# With several threads in each process, threads wait for each other on few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Triton decides at its import whether it compiles or interprets; without a GPU it must interpret.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Of ``pytest -m quick``: from each room what is fast and says most. Whole files, or tests of a file
-# whose others take longer. What the list leaves out, the whole suite runs.
+# Run by ``pytest -m quick``: the fast tests that cover the most in each room. Whole files, or
+# single tests of a file whose others take longer.
 _QUICK = (
     "baseline/test_baseline_record.py",
     "benchmarks/test_rules.py",
@@ -76,8 +76,8 @@ _QUICK = (
     "workers/test_shards.py",
 )
 
-# Sweeps of dear tests: of each the README's command runs about one in so many, ``pytest -m slow``
-# the others. A sweep shows one thing of many kernels, faults, rows or pages.
+# Expensive sweeps: one behaviour for many kernels, faults, rows or pages. The README's command runs
+# about one in N tests of a sweep, ``pytest -m slow`` the others.
 _SLOW = {
     "cases/strategies/test_masks.py::test_mask_of_a_failing_problem_shrinks_to_its_cause": 4,
     "cases/test_crossed.py::test_correct_kernel_passes_all_crossed_questions": 3,
@@ -144,10 +144,10 @@ _SLOW = {
     "verify/test_long_sums.py::test_longer_sum_detects_bf16_sums_of_fp8_products": 6,
     "verify/test_settled_rows.py::test_records_equal_those_with_all_bounds": 6,
 }
-# The same of properties/, which are asked of every kernel: of each property the first stays.
+# N of properties/, each of which is a sweep over every kernel.
 _PROPERTIES = "../properties/"
 _SLOW_PROPERTIES = 12
-# The same of any other sweep that is long.
+# N of any other sweep of more than 8 tests.
 _LONG, _SLOW_OTHERS = 8, 6
 
 _FEATURES = """
@@ -160,16 +160,16 @@ on = [name for name in __cpu_dispatch__ if __cpu_features__.get(name)]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Collect nothing else where ``-m quick`` asks for these alone: that would take longer."""
-    # A process of pytest-xdist has the command line, and finds its own way to the default.
-    by_default = config.args_source is not pytest.Config.ArgsSource.ARGS
-    if config.option.markexpr == "quick" and by_default:
+    """With ``-m quick`` collect the quick files only: collecting all files takes longer."""
+    # A process of pytest-xdist gets the same command line, and so does the same.
+    without_arguments = config.args_source is not pytest.Config.ArgsSource.ARGS
+    if config.option.markexpr == "quick" and without_arguments:
         here = Path(__file__).parent
         config.args[:] = [str(here / name) for name in _QUICK]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of ``pytest -m quick`` and of ``pytest -m slow``."""
+    """Add the marks ``quick`` and ``slow``."""
     here = Path(__file__).parent
     names = [f"{os.path.relpath(item.path, here)}::{item.name}" for item in items]
     sizes = Counter(name.partition("[")[0] for name in names)
@@ -178,11 +178,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         file, sweep = name.partition("::")[0], name.partition("[")[0]
         if file in _QUICK or sweep in _QUICK:
             item.add_marker("quick")
-        ours = file.startswith(_PROPERTIES)
-        others = _SLOW_PROPERTIES if ours else _SLOW_OTHERS if sizes[sweep] > _LONG else 1
-        one_in = _SLOW.get(sweep, others)
-        # The first of each (of each family of hostile rows), and by name: each third might be of
-        # one dtype.
+        is_property = file.startswith(_PROPERTIES)
+        default = _SLOW_PROPERTIES if is_property else _SLOW_OTHERS if sizes[sweep] > _LONG else 1
+        one_in = _SLOW.get(sweep, default)
+        # The first test of a sweep (of a family of hostile rows) is never slow. The others are
+        # chosen by a hash of their names: every third one, say, might always be of the same dtype.
         family = name.partition(": ")[0] if file.startswith("hostile/") else sweep
         if family in seen and zlib.crc32(name.encode()) % one_in:
             item.add_marker("slow")
@@ -190,20 +190,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _python(code: str, **environment: str) -> str:
-    """What ``code`` prints in a Python process of its own."""
-    done = subprocess.run(
+    """Run ``code`` in a new Python process and return what it prints."""
+    run = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | environment,
         capture_output=True,
         text=True,
         check=True,
     )
-    return done.stdout.strip()
+    return run.stdout.strip()
 
 
 @pytest.fixture
 def one_thread():
-    """Many small calls: threads of torch would wait for one another."""
+    """Run torch with one thread: in many small calls, threads mostly wait for each other."""
     import torch
 
     before = torch.get_num_threads()
@@ -214,7 +214,10 @@ def one_thread():
 
 @pytest.fixture
 def library_as_before():
-    """Other tests go through all distributions, masks and score mods there are."""
+    """Remove the distributions, masks and score mods that a test registers.
+
+    Other tests go through all that are registered.
+    """
     from attncheck.inputs.distributions import DISTRIBUTIONS
     from attncheck.mods import library, mod_files
 
@@ -222,22 +225,22 @@ def library_as_before():
     before = [dict(registry) for registry in registries]
     yield
     mod_files._import_mod.cache_clear()
-    for registry, known in zip(registries, before, strict=True):
+    for registry, entries in zip(registries, before, strict=True):
         registry.clear()
-        registry.update(known)
+        registry.update(entries)
 
 
 @pytest.fixture(scope="module")
 def forked_workers():
-    """Workers that a file starts are forks of this process: each would import torch anew."""
+    """Start a file's workers as forks of this process, so that they need not import torch again."""
     import torch
 
     from attncheck.workers import process
 
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # a fork has none of its threads
+    torch.set_num_threads(1)  # a fork inherits no threads
     with pytest.MonkeyPatch.context() as patch:
-        if not sees_gpu(os.environ):  # which no fork can use
+        if not sees_gpu(os.environ):  # no fork can use a GPU
             names = vars(subprocess) | {"Popen": Forked}
             patch.setattr(process, "subprocess", SimpleNamespace(**names))
         yield
@@ -246,20 +249,20 @@ def forked_workers():
 
 @pytest.fixture(scope="module")
 def shared_evidence():
-    """Kernels of a file that are asked the same Case are held against one exact result.
+    """Compute the exact result of a Case once for all kernels of a file.
 
-    Not where a test changes an oracle or the judge.
+    Not for a file that changes an oracle or the judge.
     """
-    from tests.kept_evidence import Kept
+    from tests.evidence_cache import EvidenceCache
 
     with pytest.MonkeyPatch.context() as patch:
-        Kept(64).stands_in(patch.setattr)
+        EvidenceCache(64).install(patch.setattr)
         yield
 
 
 @pytest.fixture(scope="session")
 def warm_python():
-    """``warm_python.run("attncheck", …, cwd=…)``: a process that has imported torch already."""
+    """Servers whose ``run("attncheck", …, cwd=…)`` need not import torch again."""
     servers = Servers()
     yield servers
     servers.stop()
@@ -267,7 +270,7 @@ def warm_python():
 
 @pytest.fixture(scope="session")
 def vector_features():
-    """Optional vector instructions that NumPy uses on this machine."""
+    """Names of the optional vector instructions that NumPy uses on this machine."""
     features = _python(f"{_FEATURES}\nprint(*on)").split()
     if not features:
         pytest.skip("NumPy finds no optional vector instructions on this machine")
@@ -276,9 +279,9 @@ def vector_features():
 
 @pytest.fixture
 def without_vectors(vector_features):
-    """Run code in a process whose NumPy uses no optional vector instructions; what it prints.
+    """Run code where NumPy uses no optional vector instructions, and return what it prints.
 
-    It finds tests as modules.
+    The code can import modules of tests.
     """
     disabled = " ".join(vector_features)
     root = str(Path(__file__).parents[1])

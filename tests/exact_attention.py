@@ -1,4 +1,4 @@
-"""Attention in float64 by torch's own words: what kernels and oracles are held against."""
+"""Attention in float64 by torch and autograd: the reference for kernels and oracles."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """What attention computes; autograd goes through all of it."""
+    """The results and intermediate values of attention; autograd can differentiate them all."""
 
     x: torch.Tensor  # scores before the score mod, ``(batch, heads, query, kv)``
-    z: torch.Tensor  # after it, hidden keys' too
-    seen: torch.Tensor  # bool, which keys a row sees
-    p: torch.Tensor  # weights; with a sink, that of it behind the keys'
-    out: torch.Tensor  # ``(batch, heads, query, value_dim)``; 0 of rows that weigh nothing
-    lse: torch.Tensor  # ``(batch, heads, query)``; −∞ of those
+    z: torch.Tensor  # scores after the score mod, including those of hidden keys
+    seen: torch.Tensor  # bool: whether a row sees a key
+    p: torch.Tensor  # weights; with a sink, its weight is behind those of the keys
+    out: torch.Tensor  # ``(batch, heads, query, value_dim)``; 0 in rows without keys and sink
+    lse: torch.Tensor  # ``(batch, heads, query)``; −∞ in these rows
 
 
 def indices(*sizes: int) -> list[torch.Tensor]:
-    """b, h, q_idx and kv_idx, each along an axis of its own."""
+    """Return b, h, q_idx and kv_idx, each along its own axis."""
     shapes = torch.eye(4, dtype=torch.int64) * (torch.tensor(sizes) - 1) + 1
     return [torch.arange(n).view(*shape) for n, shape in zip(sizes, shapes.tolist(), strict=True)]
 
@@ -36,7 +36,7 @@ def attention(
     mask: Callable[..., torch.Tensor],
     score: Callable[..., torch.Tensor] | None = None,
 ) -> Attention:
-    """Attention of q ``(batch, heads, query, dim)``; k and v may have fewer heads."""
+    """Compute attention of q ``(batch, heads, query, dim)``; k and v may have fewer heads."""
     group, kv = q.shape[1] // k.shape[1], k.shape[2]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     x = scale * (q @ k.mT)
@@ -56,7 +56,7 @@ def attention(
 def gradients(
     of: Attention, leaves: dict[str, torch.Tensor], dout, dlse
 ) -> dict[str, torch.Tensor]:
-    """Those of the loss Σ out·dout + Σ LSE·dLSE, by ``d`` and the names of ``leaves``."""
+    """Return the gradients of the loss Σ out·dout + Σ LSE·dLSE by name: ``dq`` for leaf ``q``."""
     dlse = dlse.masked_fill(of.lse.isneginf(), 0.0)
-    found = torch.autograd.grad((of.out, of.lse), list(leaves.values()), (dout, dlse))
-    return {f"d{name}": one for name, one in zip(leaves, found, strict=True)}
+    grads = torch.autograd.grad((of.out, of.lse), list(leaves.values()), (dout, dlse))
+    return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}

@@ -1,4 +1,4 @@
-"""What a refusal looks like: one line that names the fact."""
+"""A helper for tests of error messages, which must be one line."""
 
 import re
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ import pytest
 def one_line(
     error: type[BaseException], says: str = "", *, match: str = "", start: str = "", whole: str = ""
 ) -> Iterator[pytest.ExceptionInfo]:
-    """What is done inside raises ``error``, whose message is one line.
+    """Require that the block raises ``error`` with a message of one line.
 
     Args:
-        error: The class.
+        error: The exception's class.
         says: A part of the message.
-        match: A pattern that is found in it.
-        start: How it begins.
-        whole: All of it.
+        match: A pattern that the message contains.
+        start: The beginning of the message.
+        whole: The whole message.
     """
     with pytest.raises(error) as raised:
         yield raised

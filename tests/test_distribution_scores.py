@@ -1,4 +1,4 @@
-"""Scores of a softmax: each distribution provokes what it says, with the same bits everywhere."""
+"""Scores drawn for a softmax: the same bits everywhere, and the properties of each distribution."""
 
 import hashlib
 import math
@@ -40,26 +40,26 @@ def naive_in_fp32(scores: np.ndarray) -> np.ndarray:
         return powers / powers.sum(-1, keepdims=True, dtype=np.float32)
 
 
-def hashes_here() -> dict[str, str]:
-    found = {}
+def score_hashes() -> dict[str, str]:
+    hashes = {}
     for name in (name for name, distribution in DISTRIBUTIONS.items() if distribution.scores):
         scores = draw_scores(name, sizes_of(query=33, kv=70), seed=2026).astype("<f8")
-        found[name] = hashlib.sha256(scores.tobytes()).hexdigest()[:12]
-    return found
+        hashes[name] = hashlib.sha256(scores.tobytes()).hexdigest()[:12]
+    return hashes
 
 
-def test_golden_bits():
-    assert hashes_here() == GOLDEN
+def test_scores_have_the_golden_bits():
+    assert score_hashes() == GOLDEN
 
 
-def test_same_bits_without_vector_instructions(without_vectors):
-    code = "from tests.test_distribution_scores import hashes_here\nprint(hashes_here())"
+def test_bits_are_the_same_without_vector_instructions(without_vectors):
+    code = "from tests.test_distribution_scores import score_hashes\nprint(score_hashes())"
     assert without_vectors(code) == str(GOLDEN)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 @pytest.mark.parametrize("kv", [1, 7])
-def test_shapes_and_seeds(name, kv):
+def test_scores_are_finite_float64_and_depend_on_the_seed(name, kv):
     sizes = sizes_of(query=3, kv=kv)
     scores = draw_scores(name, sizes, seed=1)
     assert scores.shape == sizes.x == (2, 3, 3, kv)
@@ -68,8 +68,8 @@ def test_shapes_and_seeds(name, kv):
     assert scores.flags.writeable
     assert np.isfinite(scores).all()
     assert (scores == draw_scores(name, sizes, seed=1)).all()
-    one_answer = name == "zero_q" or (kv == 1 and name in {"one_hot", "sink"})
-    assert one_answer is bool((scores == draw_scores(name, sizes, seed=2)).all())
+    is_constant = name == "zero_q" or (kv == 1 and name in {"one_hot", "sink"})
+    assert is_constant is bool((scores == draw_scores(name, sizes, seed=2)).all())
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_shapes_and_seeds(name, kv):
         ),
     ],
 )
-def test_what_has_no_scores(name, error, message):
+def test_distribution_without_scores_is_rejected(name, error, message):
     with one_line(error, start=message):
         draw_scores(name, sizes_of(), seed=0)
 
@@ -102,14 +102,13 @@ def test_large_logits_have_deviation_32_and_overflow_exp_in_fp32():
     assert np.isnan(naive_in_fp32(scores)).any()
 
 
-def test_negative_logits_make_a_softmax_without_maximum_divide_0_by_0_in_every_row():
+def test_negative_logits_make_a_softmax_without_max_subtraction_nan_in_every_row():
     scores = draw_scores("negative_logits", sizes_of(query=2000, kv=200), seed=0)
     assert abs(scores.mean() + 128) < 6 * 2 / math.sqrt(scores.size)
     assert np.isnan(naive_in_fp32(scores)).all()
-    # Whatever is drawn: |normal| < 8.3, and half of fp32's smallest number rounds to 0.
+    # For every seed: |normal| < 8.3, and half of fp32's smallest number rounds to 0.
     assert math.log(float(FP32.smallest_subnormal) / 2) > -2 * (64 - 8.3)
-    even = weights(scores)
-    assert even.max() < 1  # the weights themselves are ordinary
+    assert weights(scores).max() < 1  # the exact weights are ordinary
 
 
 @pytest.mark.parametrize("kv", [1, 2, 100, 2**16])
@@ -122,7 +121,7 @@ def test_one_hot_rows_give_one_column_the_weight_one(kv):
         assert len(np.unique(weight.argmax(-1))) > 50
 
 
-def test_constant_rows_are_even_and_not_zero():
+def test_constant_rows_have_one_nonzero_score_per_row():
     scores = draw_scores("constant_rows", sizes_of(), seed=0)
     assert (scores == scores[..., :1]).all()
     assert (scores != 0).all()
@@ -130,12 +129,12 @@ def test_constant_rows_are_even_and_not_zero():
 
 
 @pytest.mark.parametrize("kv", [2, 3, 100, 1024, 1025])
-def test_sink_takes_over_nine_tenths(kv):
+def test_sink_column_takes_over_nine_tenths_of_the_weight(kv):
     weight = weights(draw_scores("sink", sizes_of(query=200, kv=kv), seed=0))[..., 0]
     assert weight.mean() > 0.95
-    assert (weight > 0.9).mean() > (0.9 if kv < 10 else 0.99)  # a few other columns vary more
+    assert (weight > 0.9).mean() > (0.9 if kv < 10 else 0.99)  # sums of a few columns vary more
     assert weight.max() < 1
 
 
-def test_zero_q_is_zero():
+def test_zero_q_scores_are_zero():
     assert not draw_scores("zero_q", sizes_of(), seed=0).any()

@@ -1,4 +1,4 @@
-"""Each distribution has the bits it always had, and provokes what it says."""
+"""Distributions of q, k and v: the same bits everywhere, and the properties that each claims."""
 
 import hashlib
 import math
@@ -46,27 +46,27 @@ def weights(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     return powers / powers.sum(-1, keepdims=True)
 
 
-def hashes_here() -> dict[str, str]:
+def input_hashes() -> dict[str, str]:
     sizes = Sizes(batch=2, heads=4, kv_heads=2, query=33, kv=70, head_dim=24, value_dim=40)
-    found = {}
+    hashes = {}
     for name in DISTRIBUTIONS:
         digest = hashlib.sha256()
         for tensor in draw(name, sizes, seed=2026):
             digest.update(tensor.astype("<f8").tobytes())
-        found[name] = digest.hexdigest()[:12]
-    return found
+        hashes[name] = digest.hexdigest()[:12]
+    return hashes
 
 
-def test_golden_bits():
-    assert hashes_here() == GOLDEN
+def test_inputs_have_the_golden_bits():
+    assert input_hashes() == GOLDEN
 
 
-def test_same_bits_without_vector_instructions(without_vectors):
-    code = "from tests.test_distributions import hashes_here\nprint(hashes_here())"
+def test_bits_are_the_same_without_vector_instructions(without_vectors):
+    code = "from tests.test_distributions import input_hashes\nprint(input_hashes())"
     assert without_vectors(code) == str(GOLDEN)
 
 
-def test_needs_neither_torch_nor_problem():
+def test_distributions_import_neither_torch_nor_problem():
     code = (
         "import sys, attncheck.inputs.distributions\n"
         "assert not {'torch', 'triton', 'attncheck.inputs.problem'} & set(sys.modules)"
@@ -76,7 +76,7 @@ def test_needs_neither_torch_nor_problem():
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize("head_dim", [1, 5, 64])
-def test_shapes_and_seeds(name, head_dim):
+def test_inputs_are_finite_float64_and_depend_on_the_seed(name, head_dim):
     sizes = sizes_of(head_dim, query=3, kv=7)
     drawn = draw(name, sizes, seed=1)
     for tensor, shape in zip(drawn, (sizes.q, sizes.k, sizes.v), strict=True):
@@ -90,7 +90,7 @@ def test_shapes_and_seeds(name, head_dim):
     assert any((a != b).any() for a, b in zip(drawn, other, strict=True))
 
 
-def test_unknown_name():
+def test_unknown_distribution_lists_the_known_ones():
     with pytest.raises(UnknownName, match="distribution 'gauss' is not known: choose from const"):
         draw("gauss", sizes_of(8), seed=0)
 
@@ -101,10 +101,10 @@ def test_outliers_have_the_share_and_variance_of_flash_attention_3():
         fourth = 3 * (0.999 + 0.001 * 101**2)
         spread = math.sqrt((fourth - 1.1**2) / tensor.size)
         assert abs((tensor**2).mean() - 1.1) < 6 * spread
-        # Beyond 8.3 there are outliers only, and 8.3/√101 of their deviations is exceeded by
-        share = 0.001 * math.erfc(8.3 / math.sqrt(101) / math.sqrt(2))
-        found = (abs(tensor) > 8.3).mean()
-        assert abs(found - share) < 6 * math.sqrt(share / tensor.size)
+        # Only outliers exceed 8.3, which is 8.3/√101 of their standard deviations.
+        expected = 0.001 * math.erfc(8.3 / math.sqrt(101) / math.sqrt(2))
+        share = (abs(tensor) > 8.3).mean()
+        assert abs(share - expected) < 6 * math.sqrt(expected / tensor.size)
 
 
 def test_uniform_fills_the_unit_interval():
@@ -142,24 +142,24 @@ def test_one_hot_rows_give_one_key_the_weight_one(head_dim, kv):
 
 
 @pytest.mark.parametrize("head_dim", [1, 3, 6])
-def test_one_hot_with_too_few_columns_shares_evenly_among_equal_keys(head_dim):
+def test_one_hot_in_few_dims_shares_the_weight_evenly_among_equal_keys(head_dim):
     q, k, _ = draw("one_hot", sizes_of(head_dim, kv=128), seed=0)
     largest = weights(q, k).max(-1)
     assert (largest == 1 / 2 ** (7 - head_dim)).all()
 
 
-def test_one_hot_finds_its_own_key_head():
+def test_one_hot_chooses_other_keys_when_key_heads_are_swapped():
     q, k, _ = draw("one_hot", sizes_of(64), seed=0)
     swapped = weights(q, k[:, ::-1])
-    own = weights(q, k)
-    assert (own.argmax(-1) != swapped.argmax(-1)).mean() > 0.5
+    original = weights(q, k)
+    assert (original.argmax(-1) != swapped.argmax(-1)).mean() > 0.5
 
 
-def test_constant_rows():
+def test_constant_rows_have_equal_rows_and_equal_nonzero_scores_per_head():
     q, k, v = draw("constant_rows", sizes_of(24), seed=0)
     assert (q == q[:, :, :1]).all()
     assert (k == k[:, :, :1]).all()
-    assert len(np.unique(q[:, :, 0, 0])) == 8  # a row of its own for each of 2·4 heads
+    assert len(np.unique(q[:, :, 0, 0])) == 8  # another row for each of 2·4 heads
     assert len(np.unique(v)) == v.size
     scores = logits(q, k)
     assert (scores == scores[..., :1, :1]).all()
@@ -168,7 +168,7 @@ def test_constant_rows():
 
 @pytest.mark.parametrize("head_dim", [16, 64, 256])
 @pytest.mark.parametrize("kv", [2, 100, 1024])
-def test_sink_takes_most_and_its_value_is_small(head_dim, kv):
+def test_sink_key_takes_most_of_the_weight_and_has_a_small_value(head_dim, kv):
     q, k, v = draw("sink", sizes_of(head_dim, kv=kv), seed=0)
     weight = weights(q, k)[..., 0]
     assert weight.mean() > 0.95
@@ -177,17 +177,20 @@ def test_sink_takes_most_and_its_value_is_small(head_dim, kv):
     assert abs(v[..., 0, :]).max() < 8.3 / 64
 
 
-def test_sink_of_one_column_has_one_logit_that_is_not_zero():
+def test_sink_with_head_dim_1_has_one_nonzero_logit_per_row():
     q, k, _ = draw("sink", sizes_of(1), seed=0)
     scores = logits(q, k)
     assert (scores[..., 1:] == 0).all()
     assert (scores[..., 0] > 4).all()
 
 
-def test_ones_v_and_zero_q():
+def test_ones_v_sets_v_alone():
     q, _, v = draw("ones_v", sizes_of(8), seed=0)
     assert (v == 1).all()
     assert q.any()
+
+
+def test_zero_q_sets_q_alone():
     q, k, v = draw("zero_q", sizes_of(8), seed=0)
     assert not q.any()
     assert k.all()
@@ -195,8 +198,11 @@ def test_ones_v_and_zero_q():
 
 
 @pytest.mark.parametrize("query", [16, 5000])
-def test_small_terms_are_dropped_by_sums_of_16_bits(query):
-    """In the longer direction every sum begins, or ends, with what no small term moves."""
+def test_small_terms_are_too_small_for_a_16_bit_sum_but_matter_together(query):
+    """Each sum over the longer direction has one large term.
+
+    Each small term is below 2⁻¹² of it, but their sum exceeds a rounding error of bf16.
+    """
     sizes = sizes_of(64, batch=1, heads=1, kv_heads=1, query=query, kv=4096, value_dim=64)
     q, k, _ = draw("small_terms", sizes, seed=3)
     if query > sizes.kv:
@@ -208,7 +214,7 @@ def test_small_terms_are_dropped_by_sums_of_16_bits(query):
         rows = rows[rows.max(-1) > 0.5]
         assert len(rows) == 12
         rest = 1.0 - rows.max(-1)
-        assert (rest > 2.0**-7).all()  # more than bf16 rounds off, and each far less than that
+        assert (rest > 2.0**-7).all()  # more than a rounding of bf16, and each term far less
         assert (rows.min(-1) < 2.0**-12).all()
     assert (np.sort(terms, axis=0)[-1] == 1.0).all()
     assert (np.sort(terms, axis=0)[-2] < 2.0**-12).all()
@@ -216,9 +222,9 @@ def test_small_terms_are_dropped_by_sums_of_16_bits(query):
 
 
 @pytest.mark.parametrize("name", [name for name, each in DISTRIBUTIONS.items() if each.plain])
-def test_plain_distributions_have_the_same_bits_in_tensors(name, monkeypatch):
+def test_plain_distributions_drawn_by_torch_have_the_bits_of_numpy(name, monkeypatch):
     monkeypatch.setattr(draws, "SPAN", 16)
-    # As IEEE 754 has it: on a CPU torch's own may be MKL's.
+    # NumPy's root is IEEE 754's; torch's on a CPU may be MKL's.
     monkeypatch.setattr(torch, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))
     sizes = sizes_of(64)
     tensors = DISTRIBUTIONS[name].draw(TensorDraws(3, "cpu"), sizes)

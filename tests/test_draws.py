@@ -1,4 +1,4 @@
-"""The generator: the same bits everywhere, and the distributions that it claims."""
+"""The random generator: the same bits everywhere, and the distributions that it claims."""
 
 import hashlib
 import math
@@ -41,29 +41,32 @@ def first_thousand() -> dict[str, str]:
 
 
 def normal_of(multiples: list[int]) -> np.ndarray:
-    """What the generator makes of the probabilities ``multiples`` · 2**-53."""
+    """Return the generator's normal numbers for the probabilities ``multiples`` · 2**-53."""
     out = np.array(multiples, np.float64) * 2.0**-53
     draws._to_normal(out, np)
     return out
 
 
-def test_golden_bits():
-    assert GENERATOR == 1, "another generator needs golden values of its own"
+def test_draws_have_the_golden_bits():
+    assert GENERATOR == 1, "another generator needs other golden values"
     assert first_thousand() == GOLDEN
 
 
-def test_golden_bits_notice_the_last_bit_of_one_coefficient(monkeypatch):
+def test_golden_bits_detect_a_change_in_the_last_bit_of_a_coefficient(monkeypatch):
     last = draws._CENTRE_TOP[-1]
     monkeypatch.setattr(draws, "_CENTRE_TOP", (*draws._CENTRE_TOP[:-1], math.nextafter(last, 9)))
     assert first_thousand() != GOLDEN
 
 
-def test_same_bits_without_vector_instructions(without_vectors):
+def test_bits_are_the_same_without_vector_instructions(without_vectors):
     code = "from tests.test_draws import first_thousand\nprint(first_thousand())"
     assert without_vectors(code) == str(GOLDEN)
 
 
-def test_a_library_logarithm_would_not_have_the_same_bits(without_vectors, vector_features):
+def test_numpys_logarithm_has_other_bits_without_vector_instructions(
+    without_vectors, vector_features
+):
+    """So the generator needs a logarithm of its own."""
     if not any(name.startswith(("AVX512", "X86_V4")) for name in vector_features):
         pytest.skip("NumPy's own vector logarithm is known to differ on AVX-512 only")
     logarithm = (
@@ -76,7 +79,7 @@ def test_a_library_logarithm_would_not_have_the_same_bits(without_vectors, vecto
 
 
 @given(st.integers(0, 2**64), st.text(max_size=8), st.integers(0, 20_000), st.integers(1, 20_000))
-def test_a_longer_draw_begins_with_the_shorter_one(seed, stream, short, more):
+def test_longer_draw_begins_with_the_shorter_one(seed, stream, short, more):
     d = Draws(seed)
     longer = d.normal(stream, (short + more,))
     np.testing.assert_array_equal(longer[:short], d.normal(stream, (short,)))
@@ -102,7 +105,7 @@ def test_normal_is_the_quantile_within_acklams_error(multiple):
     assert abs(number - exact) <= ACKLAM * abs(exact)
 
 
-def test_normal_in_the_tails():
+def test_normal_is_accurate_and_symmetric_in_the_tails():
     multiples = [2**e + o for e in range(48) for o in (0, 1)]
     numbers = normal_of(multiples)
     exact = np.array([QUANTILE(m * 2.0**-53) for m in multiples])
@@ -111,24 +114,26 @@ def test_normal_in_the_tails():
     np.testing.assert_array_equal(normal_of([2**53 - m for m in multiples]), -numbers)
 
 
-def test_the_tolerance_notices_a_wrong_digit(monkeypatch):
+def test_wrong_digit_of_a_coefficient_exceeds_acklams_error(monkeypatch):
     first, *rest = draws._CENTRE_TOP
     monkeypatch.setattr(draws, "_CENTRE_TOP", (first * (1 + 1e-6), *rest))
     with pytest.raises(AssertionError):
         test_normal_is_the_quantile_at_the_break_points(0.02425)
 
 
-def test_logarithm_to_eight_units():
-    """Roundings: 2 of s, 1 of the series' last sum, 1 of the product, on a part of at most
-    ln(√2) = 0.35; 1 of ln 2 and 1 of its product; 1 of the sum; 1 of math.log. For x ≤ 1/2, where
-    |ln x| ≥ 0.69, that is below 8·2**-53 of the result.
+def test_logarithm_is_within_8_units_of_the_last_place():
+    """The bound counts roundings.
+
+    2 of s, 1 of the series' last sum, 1 of the product, on a part of at most ln(√2) = 0.35; 1
+    of ln 2 and 1 of its product; 1 of the sum; 1 of math.log. For x ≤ 1/2, where |ln x| ≥ 0.69,
+    that is below 8·2**-53 of the result.
     """
     x = np.concatenate([Draws(0).uniform("x", (20_000,)) / 2, 2.0 ** np.arange(-1000, -1)])
     exact = np.array([math.log(number) for number in x])
     assert (abs(draws._log(x, np) - exact) <= 8 * 2.0**-53 * abs(exact)).all()
 
 
-def test_uniform_is_odd_multiples_inside_the_unit_interval():
+def test_uniform_numbers_are_odd_multiples_inside_the_unit_interval():
     raw = np.array([0, 2**64 - 1, 2**12, 2**63], np.uint64)
     out = np.empty(4)
     draws._to_uniform(raw, out)
@@ -149,7 +154,7 @@ def test_integers_are_the_high_half_of_the_product(bound):
     assert Draws(7).integers("a", (16,), bound).tolist() == expected
 
 
-def test_moments_within_six_standard_errors():
+def test_moments_are_within_six_standard_errors():
     n = 1_000_000
     d = Draws(11)
     normal, uniform, die = d.normal("n", (n,)), d.uniform("u", (n,)), d.integers("i", (n,), 6)
@@ -170,19 +175,19 @@ def test_normal_is_the_quantile_at_the_break_points(break_point):
 
 
 @pytest.mark.parametrize("size", [draws.SPAN + 1, 3 * draws.SPAN - 5])
-def test_what_is_drawn_in_threads_has_the_bits_of_one_thread(
+def test_numbers_drawn_in_threads_have_the_bits_of_one_thread(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each span starts its generator where the one before it ends."""
+    """Each thread draws a span, whose generator starts where that of the previous span ends."""
     in_threads = Draws(7).normal("q", (size,)), Draws(7).integers("k", (size,), 1000)
     monkeypatch.setattr(draws, "SPAN", size)
-    alone = Draws(7).normal("q", (size,)), Draws(7).integers("k", (size,), 1000)
-    for one, other in zip(in_threads, alone, strict=True):
-        assert (one == other).all()
+    in_one_thread = Draws(7).normal("q", (size,)), Draws(7).integers("k", (size,), 1000)
+    for numbers, expected in zip(in_threads, in_one_thread, strict=True):
+        assert (numbers == expected).all()
 
 
 @given(st.integers(0, 2**128 - 1), st.integers(0, 2**62))
-def test_torch_makes_philox_numbers_as_numpy_does(key, first):
+def test_philox_in_torch_gives_numpys_numbers(key, first):
     generator = np.random.Philox(key=key)
     generator.advance(first)
     expected = generator.random_raw(20).view(np.int64)
@@ -192,28 +197,28 @@ def test_torch_makes_philox_numbers_as_numpy_does(key, first):
 
 @pytest.fixture
 def ieee_root(monkeypatch):
-    """On a CPU torch's own may be MKL's, which is off in the last bit."""
+    """Replace torch's square root, which on a CPU may be MKL's, off in the last bit."""
     monkeypatch.setattr(torch, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))
 
 
 @pytest.mark.parametrize("counts", [7, 2**21])
 @pytest.mark.usefixtures("ieee_root")
-def test_numbers_drawn_in_tensors_have_the_same_bits(counts, monkeypatch):
+def test_numbers_drawn_by_torch_have_the_bits_of_numpy(counts, monkeypatch):
     monkeypatch.setattr(draws, "SPAN", 16)
     monkeypatch.setattr(draws, "_COUNTS", counts)
-    there, here = TensorDraws(2026, "cpu"), Draws(2026)
+    by_torch, by_numpy = TensorDraws(2026, "cpu"), Draws(2026)
     for shape in ((3, 5, 1), (3, 5, 7), (4001,)):
         for numbers in ("uniform", "normal"):
-            drawn = getattr(there, numbers)("golden", shape)
-            expected = getattr(here, numbers)("golden", shape)
+            drawn = getattr(by_torch, numbers)("golden", shape)
+            expected = getattr(by_numpy, numbers)("golden", shape)
             np.testing.assert_array_equal(drawn.numpy().view(np.int64), expected.view(np.int64))
 
 
 @pytest.mark.usefixtures("ieee_root")
-def test_tails_drawn_in_tensors_have_the_same_bits():
+def test_normal_tails_by_torch_have_the_bits_of_numpy():
     odd = torch.tensor([2.0**-53 * (2**e + o) for e in range(53) for o in (1, 3)])
     odd = torch.cat([odd.double(), 1 - odd.double()]).clamp(2.0**-53, 1 - 2.0**-53)
-    here, there = odd.numpy().copy(), odd.clone()
-    draws._to_normal(here, np)
-    draws._to_normal(there, torch)
-    np.testing.assert_array_equal(there.numpy().view(np.int64), here.view(np.int64))
+    by_numpy, by_torch = odd.numpy().copy(), odd.clone()
+    draws._to_normal(by_numpy, np)
+    draws._to_normal(by_torch, torch)
+    np.testing.assert_array_equal(by_torch.numpy().view(np.int64), by_numpy.view(np.int64))

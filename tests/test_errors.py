@@ -1,4 +1,4 @@
-"""Names that are misspelt: which one was meant."""
+"""Suggestions for misspelt names."""
 
 import pytest
 
@@ -19,28 +19,28 @@ KNOWN = ("bf16", "fp16", "causal", "decode-causal", "ideal", "entry", "when", "p
         ("override[0].wen", "when"),
     ],
 )
-def test_the_nearest_name_is_offered(typed, meant):
+def test_nearest_name_is_suggested(typed, meant):
     assert did_you_mean(typed, KNOWN) == f"did you mean {meant!r}?"
     assert f"is not known: did you mean {meant!r}? Choose from bf16" in str(
         UnknownName("name", typed, KNOWN)
     )
 
 
-def test_of_files_the_names_are_compared_and_not_their_suffix():
+def test_suffixes_of_files_do_not_make_their_names_similar():
     assert did_you_mean("mien.py", ["hostile.py", "mine.py"]) == "did you mean 'mine.py'?"
     assert did_you_mean("gone.py", ["hostile.py", "mine.py"]) == ""
 
 
-def test_torch_s_names_of_dtypes_are_known():
-    names = {name: each.torch_name for name, each in FORMATS.items() if name != "tf32"}
+def test_torchs_dtype_names_suggest_ours():
+    names = {name: fmt.torch_name for name, fmt in FORMATS.items() if name != "tf32"}
     names |= {"fp16": "half", "fp32": "torch.float"}
-    for name, of_torch in names.items():
-        assert did_you_mean(of_torch, FORMATS) == f"did you mean {name!r}?"
+    for name, torch_name in names.items():
+        assert did_you_mean(torch_name, FORMATS) == f"did you mean {name!r}?"
     assert did_you_mean("half", ["bf16"]) == ""
 
 
 @pytest.mark.parametrize("typed", ["fp64", "bf8", "ragged", "why", "", "x" * 10_000])
-def test_another_word_is_no_slip(typed):
+def test_unrelated_name_gets_no_suggestion(typed):
     assert did_you_mean(typed, KNOWN) == ""
     assert "is not known: choose from bf16" in str(UnknownName("name", typed, KNOWN))
     assert did_you_mean(typed, ()) == ""

@@ -1,4 +1,4 @@
-"""Number formats: the table against torch's, and rounding against torch's casts and rationals."""
+"""Number formats: the table against torch's, and rounding against torch's casts and Fractions."""
 
 import math
 from fractions import Fraction
@@ -23,21 +23,21 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, the sign of zero included; all NaNs are one."""
+    """Return whether all bits agree, also the sign of zero; any NaN equals any other."""
     number = ~torch.isnan(a.double())
     agree = torch.isnan(a.double()) == torch.isnan(b.double())
     return bool(agree.all() and (bits(a)[number] == bits(b)[number]).all())
 
 
 def random_float32(count: int = 1 << 18) -> torch.Tensor:
-    """Random bit patterns: every exponent, subnormals, infinities, NaNs."""
+    """Return random bit patterns: every exponent, subnormals, infinities and NaNs."""
     pattern = Draws(0).integers("patterns", (count,), 2**32 - 1).astype(np.uint32)
     specials = np.array([0.0, -0.0, np.inf, -np.inf, np.nan], np.float32)
     return torch.from_numpy(np.concatenate([pattern.view(np.float32), specials]))
 
 
 def ties_of(fmt: Format) -> torch.Tensor:
-    """Float32 numbers of ``fmt``'s range around its ties: two, three and five quarters a step."""
+    """Return float32 numbers around the ties of ``fmt``: all quarters of a step in its range."""
     step = torch.arange(-(2**14), 2**14) / 4.0
     exponents = torch.arange(max(fmt.min_exponent - fmt.significand - 3, -140), 12)
     numbers = step[:, None].double() * 2.0 ** exponents.double()
@@ -49,7 +49,7 @@ def rounded(x: float, fmt: Format) -> float:
 
 
 def nearest(x: float, fmt: Format) -> float:
-    """``x`` to nearest, ties to even, in rational arithmetic."""
+    """Round ``x`` to nearest, ties to even, in rational arithmetic."""
     exponent = max(math.frexp(x)[1] - fmt.significand, fmt.min_exponent - fmt.significand + 1)
     spacing = Fraction(2) ** exponent
     number = round(Fraction(x) / spacing) * spacing  # Python rounds half to even
@@ -69,12 +69,12 @@ def truncated(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def cast_range(values: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Where torch's cast and a GPU's agree: fp8 saturates there, torch's goes to inf or NaN."""
+    """Keep values that torch casts as a GPU does: beyond ``max`` a GPU's fp8 saturates."""
     return values[values.abs() <= fmt.max] if fmt.saturates else values
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"tf32"}))  # torch has no storage for it
-def test_table_agrees_with_torch(name):
+def test_format_table_agrees_with_torch(name):
     fmt = FORMATS[name]
     info = torch.finfo(fmt.torch_dtype)
     assert fmt.max == info.max
@@ -93,13 +93,13 @@ def test_round_to_has_the_bits_of_torchs_cast(name, numbers):
 
 
 @pytest.mark.parametrize("name", CAST)
-def test_truncation_is_noticed(name):
+def test_comparison_with_the_cast_detects_truncation(name):
     fmt = FORMATS[name]
     assert not agrees_with_cast(truncated, fmt, cast_range(ties_of(fmt), fmt))
 
 
 @pytest.mark.parametrize("name", CAST)
-def test_every_number_of_a_format_stays(name):
+def test_rounding_keeps_every_number_of_the_format(name):
     fmt = FORMATS[name]
     width = 8 * torch.empty(0, dtype=fmt.torch_dtype).element_size()
     stored = torch.arange(2**width).to(BITS[width // 8]).view(fmt.torch_dtype)
@@ -107,7 +107,7 @@ def test_every_number_of_a_format_stays(name):
     assert same(round_to(stored.double(), fmt).to(fmt.torch_dtype), stored)
 
 
-def test_fp32_is_torchs_cast_from_float64():
+def test_round_to_fp32_is_torchs_cast_from_float64():
     high, low = (Draws(1).integers(s, (1 << 18,), 2**32 - 1) for s in ("high", "low"))
     wild = torch.from_numpy((high << 32 | low).view(np.float64))
     near = random_float32(1 << 17).double() * torch.from_numpy(
@@ -117,7 +117,7 @@ def test_fp32_is_torchs_cast_from_float64():
         assert same(round_to(values, FORMATS["fp32"]).float(), values.float())
 
 
-def test_tf32_is_rounding_of_fp32s_upper_19_bits():
+def test_round_to_tf32_rounds_the_upper_19_bits_of_fp32():
     values = torch.cat([random_float32(), ties_of(FORMATS["tf32"])])
     values = values[torch.isfinite(values)]
     pattern = bits(values).to(torch.int64) & 0xFFFFFFFF
@@ -133,15 +133,13 @@ def test_tf32_is_rounding_of_fp32s_upper_19_bits():
 @example(x=5e-324, name="bf16")
 @example(x=1.7976931348623157e308, name="fp16")
 @example(x=1e300, name="e4m3")
-def test_round_to_is_the_nearest_by_rational_arithmetic(x, name):
+def test_round_to_is_the_nearest_number_in_rational_arithmetic(x, name):
     number, expected = rounded(x, FORMATS[name]), nearest(x, FORMATS[name])
     assert (number, math.copysign(1, number)) == (expected, math.copysign(1, expected))
 
 
-@pytest.mark.parametrize(
-    "name", sorted(FORMATS.keys() - {"fp64"})
-)  # float64 has nothing in between
-def test_ties_subnormals_and_the_edge_of_range(name):
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"fp64"}))  # inputs are float64 already
+def test_round_to_handles_ties_subnormals_and_the_edge_of_the_range(name):
     fmt = FORMATS[name]
     u, smallest = fmt.unit_roundoff, fmt.subnormal_spacing
     assert rounded(1 + u, fmt) == 1
@@ -158,13 +156,13 @@ def test_ties_subnormals_and_the_edge_of_range(name):
     assert math.isnan(rounded(math.nan, fmt))
 
 
-def test_a_cast_through_float32_rounds_twice():
+def test_round_to_rounds_once_where_a_cast_through_float32_rounds_twice():
     x = 1 + 2.0**-8 + 2.0**-30  # just above a tie of bf16; float32 rounds it onto the tie
     assert rounded(x, FORMATS["bf16"]) == 1 + 2.0**-7
     assert float(torch.tensor(x, dtype=torch.float64).float().to(torch.bfloat16)) == 1
 
 
-def test_round_to_leaves_its_argument_alone():
+def test_round_to_does_not_change_its_argument():
     for fmt in FORMATS.values():
         values = torch.tensor([1 / 3, -2 / 3], dtype=torch.float64)
         round_to(values, fmt).zero_()
@@ -172,12 +170,12 @@ def test_round_to_leaves_its_argument_alone():
 
 
 @given(st.floats(allow_nan=False))
-def test_fp32_is_numpys(x):
+def test_fp32_is_numpys_cast(x):
     with np.errstate(all="ignore"):
         assert fp32(x) == float(np.float64(x).astype(np.float32))
 
 
-def test_dtypes():
+def test_measured_and_scaled_dtypes():
     assert dtype_named("tf32").storage.name == "fp32"
     assert dtype_named("tf32").products.name == "tf32"
     measured = [d.name for d in DTYPES.values() if d.measured]
@@ -186,8 +184,7 @@ def test_dtypes():
     assert [d.name for d in DTYPES.values() if d.scaled] == ["e4m3", "e5m2"]
 
 
-def test_what_a_dtype_means_place_by_place():
-    """Storage, products, weights, output."""
+def test_formats_of_storage_products_weights_and_output_of_each_dtype():
     places = {
         name: (d.storage.name, d.products.name, d.weights.name, d.output.name)
         for name, d in DTYPES.items()
@@ -203,7 +200,7 @@ def test_what_a_dtype_means_place_by_place():
     }
 
 
-def test_weights_are_scaled_in_fp8_by_the_largest_power_of_two_in_range():
+def test_fp8_weights_are_scaled_by_the_largest_power_of_two_in_range():
     scales = {name: d.weights_scale for name, d in DTYPES.items() if d.weights_scale != 1}
     assert scales == {"e4m3": 256.0, "e5m2": 32768.0}
     for name, scale in scales.items():

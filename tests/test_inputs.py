@@ -1,4 +1,4 @@
-"""Inputs: drawn once, rounded once, and checked at the door."""
+"""Inputs of attention: drawn once, rounded once, and checked against their Problem."""
 
 import hashlib
 import math
@@ -15,7 +15,7 @@ from attncheck.inputs import distributions, input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS, Sizes
 from attncheck.inputs.problem import Problem
 
-UNSCALED = [name for name, dtype in DTYPES.items() if not dtype.scaled]  # the others: _fp8
+UNSCALED = [name for name, dtype in DTYPES.items() if not dtype.scaled]  # fp8: test_inputs_fp8.py
 SMALL = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 5, "kv": 7, "head_dim": 24}
 
 
@@ -34,7 +34,7 @@ def equal(a: input_tensors.Inputs, b: input_tensors.Inputs) -> bool:
 
 
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES)
-def test_shapes_and_storage(dtype):
+def test_inputs_have_the_problems_shapes_and_storage_dtype(dtype):
     problem = Problem(**SMALL, value_dim=40, dtype=dtype)
     drawn = input_tensors.draw_inputs(problem)
     assert drawn.q.shape == (2, 4, 5, 24)
@@ -47,7 +47,7 @@ def test_shapes_and_storage(dtype):
 
 @pytest.mark.parametrize("dtype", UNSCALED)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_each_number_is_the_drawn_one_rounded_once(dtype, name):
+def test_stored_numbers_are_the_drawn_ones_rounded_once(dtype, name):
     problem = Problem(**SMALL, dtype=dtype, distribution=name, seed=3)
     fmt = problem.formats.storage
     for stored, drawn in zip(
@@ -56,8 +56,7 @@ def test_each_number_is_the_drawn_one_rounded_once(dtype, name):
         assert torch.equal(stored.double(), round_to(drawn, fmt))
 
 
-def test_a_plain_cast_rounds_twice_somewhere_and_inputs_do_not():
-    # Chunks: the draw is longer than several of them.
+def test_inputs_in_several_chunks_are_rounded_once_where_a_cast_rounds_twice():
     problem = Problem(query=2**12, kv=1, head_dim=256, dtype="bf16")
     assert problem.query * problem.head_dim > 3 * input_tensors._CHUNK["cpu"]
     (q, *_), stored = exact(problem), input_tensors.draw_inputs(problem).q
@@ -65,7 +64,7 @@ def test_a_plain_cast_rounds_twice_somewhere_and_inputs_do_not():
     assert not torch.equal(stored, q.float().to(torch.bfloat16))
 
 
-def test_golden_bits():
+def test_inputs_have_the_golden_bits():
     drawn = input_tensors.draw_inputs(Problem(**SMALL, dtype="bf16", seed=2026))
     digest = hashlib.sha256()
     for tensor in tensors(drawn):
@@ -73,7 +72,7 @@ def test_golden_bits():
     assert digest.hexdigest()[:16] == "7461bcd3177afa36"
 
 
-def test_same_problem_same_bits_and_other_seeds_other_bits():
+def test_inputs_depend_on_the_problem_and_its_seed_alone():
     problem = Problem(**SMALL)
     assert equal(input_tensors.draw_inputs(problem), input_tensors.draw_inputs(problem))
     assert not equal(
@@ -89,7 +88,7 @@ def test_fp32_and_tf32_problems_store_the_same_numbers():
 
 
 @pytest.mark.parametrize("dtype", UNSCALED)
-def test_promotion_loses_nothing(dtype):
+def test_promotion_to_float64_is_exact(dtype):
     drawn = input_tensors.draw_inputs(Problem(**SMALL, dtype=dtype, distribution="outliers"))
     for stored, promoted in zip(tensors(drawn), drawn.promoted(), strict=True):
         assert promoted.dtype == torch.float64
@@ -97,7 +96,7 @@ def test_promotion_loses_nothing(dtype):
 
 
 def largest(name: str, **sizes: int) -> float:
-    """The largest magnitude of a distribution's numbers, as fp16 stores them."""
+    """Return the largest magnitude of a distribution's numbers after rounding to fp16."""
     problem = Problem(**sizes, dtype="fp16", distribution=name)
     fp16 = FORMATS["fp16"]
     return max(float(round_to(tensor.abs().max(), fp16)) for tensor in exact(problem))
@@ -109,13 +108,13 @@ def test_fp16_never_overflows_at_any_head_dim(name):
         assert math.isfinite(largest(name, query=5, kv=20, head_dim=head_dim)), head_dim
 
 
-@pytest.mark.parametrize("name", ["one_hot", "sink"])  # their sizes grow with kv
+@pytest.mark.parametrize("name", ["one_hot", "sink"])  # their numbers grow with kv
 def test_fp16_never_overflows_with_many_keys(name):
     for head_dim in (1, 15, 16, 31):
         assert math.isfinite(largest(name, query=1, kv=2**16, head_dim=head_dim, value_dim=1))
 
 
-def test_the_overflow_test_notices_a_number_too_large(monkeypatch):
+def test_overflow_test_fails_for_a_number_too_large(monkeypatch):
     huge = distributions.Distribution(
         name="normal",
         summary="too large for fp16",
@@ -128,7 +127,7 @@ def test_the_overflow_test_notices_a_number_too_large(monkeypatch):
         test_fp16_never_overflows_at_any_head_dim("normal")
 
 
-def test_replace_and_to():
+def test_replace_changes_the_given_fields_and_to_moves_all_tensors():
     drawn = input_tensors.draw_inputs(Problem(**SMALL))
     zero = torch.zeros_like(drawn.v)
     other = drawn.replace(v=zero)
@@ -141,7 +140,7 @@ def test_replace_and_to():
     assert equal(drawn.to("cpu"), drawn)
 
 
-def test_tensors_that_do_not_fit_the_problem_are_refused():
+def test_tensors_of_another_shape_or_dtype_are_rejected():
     drawn = input_tensors.draw_inputs(Problem(**SMALL))
     with one_line(ProblemError, whole="k.shape=(2, 1, 7, 24), but should be (2, 2, 7, 24)."):
         drawn.replace(k=drawn.k[:, :1])
@@ -151,13 +150,13 @@ def test_tensors_that_do_not_fit_the_problem_are_refused():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("changes", [{}, {"dtype": "e4m3"}, {"backward": True}], ids=str)
-def test_same_bits_on_a_gpu(changes, monkeypatch):
-    """Where it draws them itself, too."""
+def test_gpu_gives_the_same_bits(changes, monkeypatch):
+    """With so small a SPAN, the GPU draws the numbers itself."""
     problem = Problem(**SMALL | changes)
     for module in (draws, input_tensors):
         monkeypatch.setattr(module, "SPAN", 16)
-    there, here = (input_tensors.unrounded_inputs(problem, place) for place in ("cuda", "cpu"))
-    assert equal(there.to("cpu"), here)
+    on_gpu, on_cpu = (input_tensors.unrounded_inputs(problem, place) for place in ("cuda", "cpu"))
+    assert equal(on_gpu.to("cpu"), on_cpu)
     assert input_tensors._is_drawn_there(problem, "cuda")
     drawn = input_tensors.draw_inputs(problem, "cuda")
     assert drawn.q.is_cuda
@@ -168,7 +167,7 @@ LARGE = Problem(heads=16, query=2048, kv=64, head_dim=64)  # 2 million numbers o
 
 
 @pytest.mark.parametrize(
-    ("problem", "device", "gigabytes", "there"),
+    ("problem", "device", "gigabytes", "on_gpu"),
     [
         (LARGE, "cuda", 8, True),
         (LARGE, "cuda:1", 8, True),
@@ -177,13 +176,15 @@ LARGE = Problem(heads=16, query=2048, kv=64, head_dim=64)  # 2 million numbers o
         (LARGE, "cpu", 8, False),
     ],
 )
-def test_a_gpu_with_memory_draws_many_numbers(problem, device, gigabytes, there, monkeypatch):
+def test_gpu_draws_only_many_numbers_and_with_enough_memory(
+    problem, device, gigabytes, on_gpu, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (gigabytes << 30, 80 << 30))
-    assert input_tensors._is_drawn_there(problem, device) is there
+    assert input_tensors._is_drawn_there(problem, device) is on_gpu
 
 
-def test_where_memory_runs_out_the_host_draws(monkeypatch):
-    """What was tried is given back, so that a kernel finds the memory as it was."""
+def test_cpu_draws_where_the_gpu_runs_out_of_memory(monkeypatch):
+    """Memory of the failed attempt is released, so that the kernel can use it."""
     released, unrounded = [], input_tensors.unrounded_inputs
 
     def exhausted(problem, place="cpu"):
@@ -210,7 +211,7 @@ def test_where_memory_runs_out_the_host_draws(monkeypatch):
     ],
     ids=["transposed", "gapped", "offset", "expanded"],
 )
-def test_a_clone_is_laid_out_alike_in_memory_of_its_own(view):
+def test_clone_has_the_same_strides_and_its_own_memory(view):
     drawn = input_tensors.draw_inputs(Problem(**SMALL))
     laid_out = drawn.replace(k=view(drawn.k))
     cloned = laid_out.clone()

@@ -1,4 +1,4 @@
-"""A backward's Inputs: the loss's gradients, beside numbers that stay what they were."""
+"""Inputs of a backward: dOut and dLSE, drawn without changing the forward's numbers."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ WITH_LSE = BACKWARD.replace(dlse=True)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16", "fp64"])
-def test_the_loss_has_the_shapes_of_what_it_is_of(dtype):
+def test_dout_and_dlse_have_the_shapes_and_dtypes_of_out_and_lse(dtype):
     drawn = input_tensors.draw_inputs(WITH_LSE.replace(dtype=dtype))
     assert drawn.dout.shape == (2, 4, 5, 3)
     assert drawn.dout.dtype == drawn.problem.formats.output.torch_dtype
@@ -29,7 +29,7 @@ def test_the_loss_has_the_shapes_of_what_it_is_of(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_dout_is_rounded_once_and_dlse_is_fp32_in_every_dtype(dtype):
+def test_dout_is_rounded_once_and_dlse_is_the_same_in_every_dtype(dtype):
     problem = WITH_LSE.replace(dtype=dtype)
     exact, stored = input_tensors.unrounded_inputs(problem), input_tensors.draw_inputs(problem)
     assert exact.dout.dtype == torch.float64
@@ -40,30 +40,30 @@ def test_dout_is_rounded_once_and_dlse_is_fp32_in_every_dtype(dtype):
     assert torch.equal(dlse, stored.dlse.double())
 
 
-def test_without_dlse_the_loss_does_not_depend_on_it():
+def test_loss_without_dlse_has_a_dlse_of_zeros():
     _, dlse = input_tensors.draw_inputs(BACKWARD).loss()
     assert dlse.shape == (2, 4, 5)
     assert not dlse.any()
 
 
-def test_the_numbers_of_the_forward_stay_what_they_were():
+def test_backward_inputs_contain_the_forwards_numbers():
     forward, backward = input_tensors.draw_inputs(FORWARD), input_tensors.draw_inputs(WITH_LSE)
     for name, tensor in forward.tensors().items():
         assert torch.equal(tensor, backward.tensors()[name])
-    again = backward.forward()
-    assert again.problem == FORWARD
-    assert list(again.tensors()) == ["q", "k", "v", "sink"]
+    reduced = backward.forward()
+    assert reduced.problem == FORWARD
+    assert list(reduced.tensors()) == ["q", "k", "v", "sink"]
 
 
-def test_other_seeds_and_other_tensors_are_other_streams():
-    one, other = (
+def test_dout_differs_between_seeds_and_from_q():
+    first, second = (
         input_tensors.draw_inputs(BACKWARD.replace(seed=seed, value_dim=8)) for seed in (0, 1)
     )
-    assert not torch.equal(one.dout, other.dout)
-    assert not torch.equal(one.dout, one.q)
+    assert not torch.equal(first.dout, second.dout)
+    assert not torch.equal(first.dout, first.q)
 
 
-def test_a_loss_moves_and_is_copied_with_the_rest():
+def test_clone_and_replace_include_the_loss():
     drawn = input_tensors.draw_inputs(WITH_LSE)
     copy = drawn.clone()
     assert torch.equal(copy.dout, drawn.dout)
@@ -74,7 +74,7 @@ def test_a_loss_moves_and_is_copied_with_the_rest():
 
 
 @pytest.mark.parametrize(
-    ("problem", "changes", "said"),
+    ("problem", "changes", "message"),
     [
         (BACKWARD, {"dout": None}, "attention in fp16 needs its dout"),
         (FORWARD, {"dout": torch.zeros(2, 4, 5, 3)}, "attention in fp16 has no dout"),
@@ -84,19 +84,19 @@ def test_a_loss_moves_and_is_copied_with_the_rest():
         (WITH_LSE, {"dlse": torch.zeros(2, 4, 5).half()}, "dlse.dtype=torch.float16, but should"),
     ],
 )
-def test_a_loss_that_is_not_the_problems_is_refused(problem, changes, said):
-    given = input_tensors.draw_inputs(problem).tensors() | changes
-    with pytest.raises(ProblemError, match=said):
-        Inputs(problem=problem, **given)
+def test_loss_tensors_that_do_not_fit_the_problem_are_rejected(problem, changes, message):
+    tensors = input_tensors.draw_inputs(problem).tensors() | changes
+    with pytest.raises(ProblemError, match=message):
+        Inputs(problem=problem, **tensors)
 
 
-def test_a_forward_has_no_loss():
+def test_loss_of_a_forward_is_an_error():
     with pytest.raises(ProblemError, match="no backward, and so no loss"):
         input_tensors.draw_inputs(FORWARD).loss()
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"backward": 1}, "backward=1 must be true or false"),
         ({"dlse": True}, "dlse=True has no meaning without backward=True"),
@@ -110,24 +110,24 @@ def test_a_forward_has_no_loss():
         ({"backward": True, "sink": False, "paging": Paging(size=16)}, "no gradients of keys in"),
     ],
 )
-def test_a_backward_that_cannot_be_is_refused(changes, said):
-    with pytest.raises(ProblemError, match=said):
+def test_impossible_backward_is_rejected(changes, message):
+    with pytest.raises(ProblemError, match=message):
         FORWARD.replace(**changes)
 
 
-def test_a_softmax_has_no_backward():
+def test_softmax_has_no_backward():
     with pytest.raises(ProblemError, match="backward=True has no meaning for softmax"):
         Problem(operation="softmax", query=3, kv=4, backward=True)
 
 
-def test_a_backward_is_another_problem_and_says_so():
+def test_backward_options_are_part_of_the_id_the_json_and_the_text():
     assert BACKWARD.id != FORWARD.id != WITH_LSE.id
     assert "backward" not in FORWARD.to_json()
     assert Problem.from_json(WITH_LSE.to_json()) == WITH_LSE
     assert " backward dLSE " in str(WITH_LSE)
-    of_slopes = BACKWARD.replace(score=Spec.of("alibi"), dcaptured=True)
-    assert of_slopes.id != of_slopes.replace(dcaptured=False).id
-    assert Problem.from_json(of_slopes.to_json()) == of_slopes
+    captured = BACKWARD.replace(score=Spec.of("alibi"), dcaptured=True)
+    assert captured.id != captured.replace(dcaptured=False).id
+    assert Problem.from_json(captured.to_json()) == captured
     assert "dcaptured" not in BACKWARD.to_json()
-    assert " backward dcaptured " in str(of_slopes)
-    assert not input_tensors.draw_inputs(of_slopes).forward().problem.dcaptured
+    assert " backward dcaptured " in str(captured)
+    assert not input_tensors.draw_inputs(captured).forward().problem.dcaptured

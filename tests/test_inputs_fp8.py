@@ -1,4 +1,4 @@
-"""Inputs in fp8: every stored number by rational arithmetic, and the descales it is stored by."""
+"""Inputs in fp8: stored numbers, by rational arithmetic, and descales."""
 
 import math
 from fractions import Fraction
@@ -23,7 +23,7 @@ def fp8(dtype: str = "e4m3", **changes: object) -> Problem:
 
 
 def descale_of(drawn: Inputs, name: str) -> torch.Tensor:
-    """``(batch, heads of that tensor)``: each head's own."""
+    """Return the descale of each head, ``(batch, heads of that tensor)``."""
     tensor, scale = getattr(drawn, name), getattr(drawn.descale, name)
     rows = []
     for b in range(tensor.shape[0]):
@@ -33,7 +33,7 @@ def descale_of(drawn: Inputs, name: str) -> torch.Tensor:
 
 
 def nearest(x: Fraction, fmt: Format) -> Fraction:
-    """``x`` to nearest, ties to even, clamped to the largest; in rational arithmetic alone."""
+    """Round ``x`` to nearest, ties to even, clamped to the largest; in rational arithmetic."""
     exponent = fmt.min_exponent
     while abs(x) >= Fraction(2) ** (exponent + 1):
         exponent += 1
@@ -43,7 +43,7 @@ def nearest(x: Fraction, fmt: Format) -> Fraction:
 
 
 def elements(drawn: Inputs, name: str):
-    """(index, stored, its head's descale) of every element, as Fractions."""
+    """Yield the index, stored number and head's descale of every element, as Fractions."""
     stored, scale = getattr(drawn, name).double(), descale_of(drawn, name)
     for index in torch.cartesian_prod(*map(torch.arange, stored.shape)).tolist():
         number = Fraction(float(stored[tuple(index)]))
@@ -61,14 +61,14 @@ def is_rounded_quotient(drawn: Inputs, exact: Inputs) -> bool:
 
 @pytest.mark.parametrize("dtype", FP8)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_each_stored_number_is_the_rounded_quotient(dtype, distribution):
+def test_stored_numbers_are_quotients_by_the_descale_rounded_once(dtype, distribution):
     problem = fp8(dtype, distribution=distribution, seed=4)
     assert is_rounded_quotient(
         input_tensors.draw_inputs(problem), input_tensors.unrounded_inputs(problem)
     )
 
 
-def test_the_quotient_test_notices_a_number_rounded_twice():
+def test_quotient_check_detects_numbers_rounded_twice():
     problem = fp8(kv=200, head_dim=64)
     drawn, exact = input_tensors.draw_inputs(problem), input_tensors.unrounded_inputs(problem)
     quotient = exact.k / descale_of(drawn, "k")[..., None, None]
@@ -77,10 +77,10 @@ def test_the_quotient_test_notices_a_number_rounded_twice():
     assert not is_rounded_quotient(twice, exact)
 
 
-def test_a_quotient_just_above_a_tie_is_not_rounded_to_fp32_first():
+def test_quotient_just_above_a_tie_is_not_rounded_to_fp32_first():
     problem = fp8()
     exact = input_tensors.unrounded_inputs(problem)
-    # Descale 1, and 17 is half way between the neighbours 16 and 18.
+    # The descale is 1, and 17 is half way between the neighbours 16 and 18.
     q = torch.full_like(exact.q, FORMATS["e4m3"].max)
     q[0, 0, 0, :2] = torch.tensor([17.0, 17.0 + 2.0**-30], dtype=torch.float64)
     stored = input_tensors.round_inputs(exact.replace(q=q), problem)
@@ -89,7 +89,7 @@ def test_a_quotient_just_above_a_tie_is_not_rounded_to_fp32_first():
 
 
 @pytest.mark.parametrize("dtype", FP8)
-def test_promoted_is_the_stored_number_times_its_descale_exactly(dtype):
+def test_promotion_multiplies_by_the_descale_exactly(dtype):
     drawn = input_tensors.draw_inputs(fp8(dtype, distribution="outliers"))
     for name, promoted in zip(("q", "k", "v"), drawn.promoted(), strict=True):
         assert promoted.dtype == torch.float64
@@ -99,44 +99,44 @@ def test_promoted_is_the_stored_number_times_its_descale_exactly(dtype):
 
 @pytest.mark.parametrize("dtype", FP8)
 @pytest.mark.parametrize("distribution", ["normal", "outliers", "sink", "uniform"])
-def test_the_largest_of_every_key_head_reaches_the_formats_largest(dtype, distribution):
+def test_largest_number_of_each_key_head_is_stored_as_the_formats_largest(dtype, distribution):
     problem = fp8(dtype, distribution=distribution)
     drawn, exact = input_tensors.draw_inputs(problem), input_tensors.unrounded_inputs(problem)
     for name in ("q", "k", "v"):
         stored, original = (getattr(i, name).double() for i in (drawn, exact))
         by_key_head = stored.reshape(2, 2, -1).abs().amax(-1)
         assert torch.equal(by_key_head, torch.full((2, 2), FORMATS[dtype].max).double())
-        # One descale a key head: fp32(largest / format's largest), by definition.
+        # By definition, a key head's descale is fp32(its largest / format's largest).
         largest = original.reshape(2, 2, -1).abs().amax(-1)
         assert torch.equal(getattr(drawn.descale, name), (largest / FORMATS[dtype].max).float())
 
 
-def test_query_heads_of_a_group_share_the_key_heads_descale():
-    """The larger query head decides for both; the other group is not touched."""
+def test_query_heads_of_a_group_share_a_descale():
+    """The larger query head decides the descale of both, and that of no other group."""
     problem = fp8()
     exact = input_tensors.unrounded_inputs(problem)
-    loud = exact.q.clone()
-    loud[0, 1] *= 64
+    enlarged = exact.q.clone()
+    enlarged[0, 1] *= 64
     before, after = (
-        input_tensors.round_inputs(exact.replace(q=q), problem) for q in (exact.q, loud)
+        input_tensors.round_inputs(exact.replace(q=q), problem) for q in (exact.q, enlarged)
     )
     changed = before.descale.q != after.descale.q
     assert changed.tolist() == [[True, False], [False, False]]
     assert torch.equal(after.q[:, 2:].double(), before.q[:, 2:].double())
     assert after.q[0, 0].double().abs().max() < FORMATS["e4m3"].max / 8
-    for same in ("k", "v"):
-        assert torch.equal(getattr(before.descale, same), getattr(after.descale, same))
+    for name in ("k", "v"):
+        assert torch.equal(getattr(before.descale, name), getattr(after.descale, name))
 
 
 @pytest.mark.parametrize("dtype", FP8)
-def test_a_tensor_of_zeros_has_descale_one(dtype):
+def test_tensor_of_zeros_has_descale_1(dtype):
     drawn = input_tensors.draw_inputs(fp8(dtype, distribution="zero_q"))
     assert torch.equal(drawn.descale.q, torch.ones(2, 2))
     assert not drawn.q.double().any()
     assert not drawn.promoted()[0].any()
 
 
-def test_one_head_of_zeros_among_others():
+def test_head_of_zeros_among_others_has_descale_1():
     problem = fp8()
     exact = input_tensors.unrounded_inputs(problem)
     k = exact.k.clone()
@@ -147,32 +147,31 @@ def test_one_head_of_zeros_among_others():
 
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES)
 @pytest.mark.parametrize("distribution", ["normal", "outliers", "zero_q"])
-def test_rounding_the_originals_is_drawing(dtype, distribution):
+def test_rounding_unrounded_inputs_gives_the_drawn_inputs(dtype, distribution):
     problem = fp8(dtype, distribution=distribution, seed=9)
-    once, twice = (
-        input_tensors.draw_inputs(problem),
-        input_tensors.round_inputs(input_tensors.unrounded_inputs(problem), problem),
-    )
-    assert once.tensors().keys() == twice.tensors().keys()
-    for name, tensor in once.tensors().items():
-        assert tensor.dtype == twice.tensors()[name].dtype
-        assert torch.equal(tensor.double(), twice.tensors()[name].double())
+    drawn = input_tensors.draw_inputs(problem).tensors()
+    rounded = input_tensors.round_inputs(input_tensors.unrounded_inputs(problem), problem).tensors()
+    assert drawn.keys() == rounded.keys()
+    for name, tensor in drawn.items():
+        assert tensor.dtype == rounded[name].dtype
+        assert torch.equal(tensor.double(), rounded[name].double())
 
 
-def test_originals_are_the_same_whatever_the_dtype():
-    wide = [
+def test_unrounded_inputs_are_the_same_in_every_dtype():
+    unrounded = [
         input_tensors.unrounded_inputs(fp8(dtype, seed=3))
         for dtype in ("e5m2", "bf16", "fp32", "fp64")
     ]
-    for other in wide:
-        assert other.problem == fp8("fp64", seed=3)
-        assert other.descale is None
-        assert torch.equal(other.q, wide[0].q)
-    assert torch.equal(input_tensors.draw_inputs(fp8("fp64", seed=3)).q, wide[0].q)
-    assert torch.equal(wide[0].promoted()[0], wide[0].q)
+    first = unrounded[0]
+    for inputs in unrounded:
+        assert inputs.problem == fp8("fp64", seed=3)
+        assert inputs.descale is None
+        assert torch.equal(inputs.q, first.q)
+    assert torch.equal(input_tensors.draw_inputs(fp8("fp64", seed=3)).q, first.q)
+    assert torch.equal(first.promoted()[0], first.q)
 
 
-def test_golden_bits():
+def test_fp8_inputs_have_the_golden_bits():
     drawn = input_tensors.draw_inputs(fp8("e4m3", seed=2026))
     assert [x.hex() for x in drawn.descale.k[0].tolist()] == [
         "0x1.1ef6040000000p-8",
@@ -181,7 +180,7 @@ def test_golden_bits():
     assert drawn.k[0, 1, 2].view(torch.uint8).tolist() == [76, 121, 249, 119, 121, 121]
 
 
-def test_tensors_names_everything():
+def test_tensors_include_the_descales_by_name():
     drawn = input_tensors.draw_inputs(fp8())
     names = ["q", "k", "v", "q_descale", "k_descale", "v_descale"]
     assert list(drawn.tensors()) == names
@@ -189,22 +188,22 @@ def test_tensors_names_everything():
     assert list(input_tensors.draw_inputs(fp8("bf16")).tensors()) == names[:3]
 
 
-def test_clone_is_memory_of_its_own_and_to_takes_everything_along():
+def test_clone_has_its_own_memory_and_to_moves_all_tensors():
     drawn = input_tensors.draw_inputs(fp8())
     copy = drawn.clone()
     for name, tensor in drawn.tensors().items():
-        other = copy.tensors()[name]
-        assert other.data_ptr() != tensor.data_ptr()
-        assert torch.equal(other.double(), tensor.double())
+        copied = copy.tensors()[name]
+        assert copied.data_ptr() != tensor.data_ptr()
+        assert torch.equal(copied.double(), tensor.double())
     copy.descale.v.zero_()
     assert drawn.descale.v.all()
-    there = drawn.to("meta")
-    assert {tensor.device.type for tensor in there.tensors().values()} == {"meta"}
-    assert there.device.type == "meta"
-    assert (there.problem, drawn.device.type) == (drawn.problem, "cpu")
+    moved = drawn.to("meta")
+    assert {tensor.device.type for tensor in moved.tensors().values()} == {"meta"}
+    assert moved.device.type == "meta"
+    assert (moved.problem, drawn.device.type) == (drawn.problem, "cpu")
 
 
-def test_replace_keeps_or_takes_a_descale():
+def test_replace_keeps_the_descale_unless_it_is_given():
     drawn = input_tensors.draw_inputs(fp8())
     assert drawn.replace(v=drawn.v.clone()).descale is drawn.descale
     ones = Descale(**{name: torch.ones(2, 2) for name in ("q", "k", "v")})
@@ -213,8 +212,8 @@ def test_replace_keeps_or_takes_a_descale():
 
 def with_descale(**changes: torch.Tensor) -> Inputs:
     drawn = input_tensors.draw_inputs(fp8())
-    named = {name: getattr(drawn.descale, name) for name in ("q", "k", "v")}
-    return drawn.replace(descale=Descale(**named | changes))
+    descales = {name: getattr(drawn.descale, name) for name in ("q", "k", "v")}
+    return drawn.replace(descale=Descale(**descales | changes))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +247,7 @@ def with_descale(**changes: torch.Tensor) -> Inputs:
         ),
     ],
 )
-def test_what_does_not_fit_the_problem_is_refused(make, message):
+def test_tensors_that_do_not_fit_the_problem_are_rejected(make, message):
     with one_line(ProblemError, whole=message):
         make()
 
@@ -257,8 +256,8 @@ def qkv(drawn: Inputs) -> dict[str, torch.Tensor]:
     return {name: getattr(drawn, name) for name in ("q", "k", "v")}
 
 
-def test_tiny_numbers_have_the_smallest_normal_descale():
-    """A GPU may take a subnormal number for 0."""
+def test_descale_of_tiny_numbers_is_the_smallest_normal_number():
+    """A GPU may flush a subnormal descale to 0."""
     exact = input_tensors.unrounded_inputs(Problem(query=2, head_dim=4, dtype="e4m3"))
     tiny = exact.replace(q=torch.full_like(exact.q, 2.0**-140))
     fp8 = input_tensors.round_inputs(tiny, Problem(query=2, head_dim=4, dtype="e4m3"))
@@ -267,7 +266,7 @@ def test_tiny_numbers_have_the_smallest_normal_descale():
 
 
 @pytest.mark.parametrize("number", [1e60, math.inf, math.nan])
-def test_numbers_beyond_every_descale_are_refused(number):
+def test_numbers_too_large_for_any_descale_are_rejected(number):
     exact = input_tensors.unrounded_inputs(Problem(query=2, head_dim=4, dtype="e4m3"))
     exact.k[0, 0, 1, 2] = number
     with pytest.raises(ProblemError, match="the inputs are too large for e4m3: a descale is an"):

@@ -1,4 +1,4 @@
-"""Inputs of a softmax: scores drawn once, rounded once, and nothing of an attention."""
+"""Inputs of a softmax: scores drawn once and rounded once, and empty q, k and v."""
 
 import hashlib
 
@@ -27,7 +27,7 @@ def drawn_scores(problem: Problem) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", SOFTMAX_DTYPES)
-def test_shapes_and_storage(dtype):
+def test_inputs_are_scores_with_empty_q_k_and_v(dtype):
     drawn = input_tensors.draw_inputs(softmax(dtype=dtype))
     assert drawn.x.shape == (2, 3, 5, 7)
     assert drawn.x.dtype == softmax(dtype=dtype).formats.storage.torch_dtype
@@ -43,7 +43,7 @@ def test_shapes_and_storage(dtype):
 
 @pytest.mark.parametrize("dtype", SOFTMAX_DTYPES)
 @pytest.mark.parametrize("name", WITH_SCORES)
-def test_each_score_is_the_drawn_one_rounded_once(dtype, name):
+def test_stored_scores_are_the_drawn_ones_rounded_once(dtype, name):
     problem = softmax(dtype=dtype, distribution=name, seed=3)
     exact = drawn_scores(problem)
     stored = input_tensors.draw_inputs(problem)
@@ -56,13 +56,13 @@ def test_each_score_is_the_drawn_one_rounded_once(dtype, name):
     )
 
 
-def test_golden_bits():
+def test_scores_have_the_golden_bits():
     x = input_tensors.draw_inputs(softmax(seed=2026)).x
     digest = hashlib.sha256(x.view(torch.int16).numpy().astype("<i2").tobytes())
     assert digest.hexdigest()[:16] == "56bbb219bedd567a"
 
 
-def test_same_problem_same_bits_and_other_seeds_other_bits():
+def test_scores_depend_on_the_problem_and_its_seed_alone():
     problem = softmax()
     assert torch.equal(input_tensors.draw_inputs(problem).x, input_tensors.draw_inputs(problem).x)
     assert not torch.equal(
@@ -70,7 +70,7 @@ def test_same_problem_same_bits_and_other_seeds_other_bits():
     )
 
 
-def test_clone_to_and_replace():
+def test_clone_to_and_replace_include_the_scores():
     drawn = input_tensors.draw_inputs(softmax())
     copy = drawn.clone()
     copy.x.zero_()
@@ -80,7 +80,7 @@ def test_clone_to_and_replace():
     assert drawn.replace(x=other).x is other
 
 
-def test_an_attention_has_no_scores_as_inputs():
+def test_attention_has_no_scores_as_inputs():
     with one_line(ProblemError, whole="attention has no scores as inputs."):
         input_tensors.draw_inputs(Problem(query=3, head_dim=2)).scores()
 
@@ -106,15 +106,15 @@ def test_an_attention_has_no_scores_as_inputs():
         ),
     ],
 )
-def test_what_does_not_fit_the_problem_is_refused(change, message):
+def test_tensors_that_do_not_fit_the_problem_are_rejected(change, message):
     drawn = input_tensors.draw_inputs(softmax())
     with one_line(ProblemError, whole=message):
         change(drawn)
 
 
 @pytest.mark.parametrize("name", WITH_SCORES)
-def test_fp16_never_overflows(name):
-    """However many columns: the sink's score grows with them."""
+def test_fp16_scores_never_overflow(name):
+    """The sink's score grows with the number of columns."""
     for problem in (softmax(kv=2**16, heads=1, query=1), softmax(kv=1)):
         drawn = input_tensors.draw_inputs(problem.replace(dtype="fp16", distribution=name))
         assert drawn.x.isfinite().all()

@@ -1,4 +1,4 @@
-"""Paging and sinks as parts of a Problem, and what is drawn for them."""
+"""Paging and sinks: fields of a Problem, and the inputs drawn for them."""
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from attncheck.inputs.problem import Problem
 PAGED = Problem(batch=3, heads=2, query=1, kv=70, paging=Paging(size=16, seed=5, shared=2))
 
 
-def test_json_names_what_came_later_only_where_it_is_there():
+def test_json_has_sink_and_paging_only_where_they_are_used():
+    """So a Problem without them keeps the id that it had before these fields existed."""
     assert not {"sink", "paging"} & set(Problem(query=4).to_json())
     assert Problem(query=4).id == Problem.from_json(Problem(query=4).to_json()).id
     for problem in (PAGED, Problem(query=4, sink=True)):
@@ -19,34 +20,34 @@ def test_json_names_what_came_later_only_where_it_is_there():
 
 
 @pytest.mark.parametrize(
-    "given",
+    "fields",
     [{"size": 0}, {"size": 2**20}, {"size": True}, {"size": 16, "seed": -1}, {"size": 16.0}],
 )
-def test_pages_that_cannot_be(given):
+def test_invalid_paging_is_rejected(fields):
     with pytest.raises(ProblemError, match="paging"):
-        Paging(**given)
+        Paging(**fields)
 
 
 @pytest.mark.parametrize("data", [{}, 3, {"size": 16, "colour": 1}])
-def test_json_that_is_no_paging(data):
+def test_invalid_paging_in_json_is_rejected(data):
     with pytest.raises(ProblemError, match="paging"):
         Problem.from_json({"query": 4, "paging": data})
 
 
-@pytest.mark.parametrize("given", [{"sink": 1}, {"paging": 16}])
-def test_problems_that_cannot_be(given):
+@pytest.mark.parametrize("fields", [{"sink": 1}, {"paging": 16}])
+def test_sink_and_paging_of_another_type_are_rejected(fields):
     with pytest.raises(ProblemError):
-        Problem(query=4, **given)
+        Problem(query=4, **fields)
 
 
-def test_a_softmax_has_neither():
-    for given in ({"sink": True}, {"paging": Paging(size=16)}):
-        with pytest.raises(ProblemError, match="no meaning"):
-            Problem(operation="softmax", query=4, **given)
+@pytest.mark.parametrize("fields", [{"sink": True}, {"paging": Paging(size=16)}])
+def test_softmax_has_neither_sink_nor_paging(fields):
+    with pytest.raises(ProblemError, match="no meaning"):
+        Problem(operation="softmax", query=4, **fields)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
-def test_shared_pages_hold_the_same(dtype):
+def test_sequences_that_share_pages_have_equal_keys_and_values_there(dtype):
     inputs = draw_inputs(PAGED.replace(dtype=dtype))
     for tensor in (inputs.k, inputs.v):
         stored = tensor.view(torch.uint8)
@@ -56,7 +57,7 @@ def test_shared_pages_hold_the_same(dtype):
         assert torch.equal(inputs.descale.k[0], inputs.descale.k[2])
 
 
-def test_a_sink_is_a_logit_of_each_head_in_every_dtype():
+def test_sink_has_one_fp32_logit_per_head_in_every_dtype():
     problem = Problem(heads=3, query=5, kv=9, sink=True)
     sinks = {
         dtype: draw_inputs(problem.replace(dtype=dtype)).sink for dtype in ("fp32", "bf16", "e4m3")

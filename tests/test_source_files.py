@@ -1,3 +1,5 @@
+"""Python files given by the user: importing them, loading a member, and errors with their place."""
+
 import io
 import os
 import sys
@@ -10,7 +12,8 @@ from attncheck.core.errors import UsageError
 from attncheck.core.source_files import DivertedOutput, error_line, import_file, load_member
 
 
-def test_a_file_is_a_module_that_classes_can_look_up(tmp_path):
+def test_imported_file_is_in_sys_modules(tmp_path):
+    """A dataclass looks up its module there while the file is imported."""
     path = tmp_path / "mine.py"
     path.write_text("import dataclasses\n@dataclasses.dataclass\nclass Mine:\n    x: int = 3\n")
     module = import_file(path, "mod")
@@ -20,7 +23,7 @@ def test_a_file_is_a_module_that_classes_can_look_up(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("x = 1\n\nraise ValueError('planted\\nmore')", "raised ValueError: planted at mine.py:3."),
         ("def f():\n    return 1 / 0\nf()", "ZeroDivisionError: division by zero at mine.py:2."),
@@ -28,72 +31,69 @@ def test_a_file_is_a_module_that_classes_can_look_up(tmp_path):
         ("def f(:", "SyntaxError: .*mine.py, line 1"),
     ],
 )
-def test_what_an_import_raises_is_one_line_with_its_place(tmp_path, text, says):
+def test_error_of_an_import_is_one_line_with_its_place(tmp_path, text, message):
     path = tmp_path / "mine.py"
     path.write_text(text)
-    with one_line(UsageError, match=f"^mod 'x': importing .*{says}"):
+    with one_line(UsageError, match=f"^mod 'x': importing .*{message}"):
         import_file(path, "mod 'x'")
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"), [("gone.py::x", "there is no file"), ("mine.txt::x", "is not a Python file")]
-)
-def test_a_file_that_cannot_be(tmp_path, asked, says):
-    (tmp_path / "mine.txt").write_text("x = 1")
-    with pytest.raises(UsageError, match=says):
-        load_member(f"{tmp_path}/{asked}", "mod 'x'")
-
-
-def test_a_name_that_is_not_there(tmp_path):
-    (tmp_path / "mine.py").write_text("x = 1")
-    with pytest.raises(UsageError, match=r"^mod 'y': .*mine\.py has no 'y'"):
-        load_member(f"{tmp_path}/mine.py::y", "mod 'y'")
-
-
-@pytest.mark.parametrize(
-    ("asked", "says"),
+    ("reference", "message"),
     [
+        ("gone.py::x", "there is no file"),
+        ("mine.txt::x", "mine.txt is not a Python file"),
+        ("mine.py::y", "mine.py has no 'y'"),
         ("mine.py::", "there is no name after '::'"),
         ("::x", "there is no file before '::'"),
         ("folder.py::x", "'folder.py' is a folder"),
         ("flder.py::x", r"there is no file flder.py: did you mean 'folder.py'\?"),
     ],
 )
-def test_half_a_reference_and_a_folder(tmp_path, monkeypatch, asked, says):
+def test_reference_to_nothing_is_rejected_with_the_reason(
+    tmp_path, monkeypatch, reference, message
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.py").mkdir()
-    with pytest.raises(UsageError, match=f"^mod 'x': {says}"):
-        load_member(asked, "mod 'x'")
+    for name in ("mine.py", "mine.txt"):
+        (tmp_path / name).write_text("x = 1")
+    with pytest.raises(UsageError, match=f"^mod 'x': {message}"):
+        load_member(reference, "mod 'x'")
 
 
-def test_a_getattr_of_the_module_may_raise_anything(tmp_path):
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [("ValueError('planted')", "ValueError: planted"), ("SystemExit(0)", "SystemExit: 0")],
+)
+def test_error_of_a_modules_getattr_is_reported(tmp_path, call, error):
     path = tmp_path / "mine.py"
-    path.write_text("def __getattr__(name):\n    raise ValueError('planted')\n")
-    with pytest.raises(UsageError, match=r": reading 'x' raised ValueError: planted at mine"):
-        load_member(f"{path}::x", "mod 'y'")
-    path.write_text("import sys\ndef __getattr__(name):\n    sys.exit(0)\n")
-    with pytest.raises(UsageError, match=r": reading 'x' raised SystemExit: 0 at mine.py:3"):
+    path.write_text(f"def __getattr__(name):\n    raise {call}\n")
+    with pytest.raises(UsageError, match=f": reading 'x' raised {error} at mine.py:2"):
         load_member(f"{path}::x", "mod 'y'")
 
 
 @pytest.mark.parametrize("raised", ["RuntimeError", "SystemExit"])
-def test_an_error_that_cannot_be_said_has_a_name(tmp_path, raised):
+def test_error_whose_str_raises_is_reported_by_its_class(tmp_path, raised):
     path = tmp_path / "mine.py"
     path.write_text(
         f"class Mute(Exception):\n    def __str__(self):\n        raise {raised}\nraise Mute"
     )
     with pytest.raises(UsageError, match=r"raised Mute at mine\.py:4\.$"):
         import_file(path, "mod 'x'")
+
+
+def test_error_line_has_the_first_line_of_the_message():
     assert error_line(ValueError("a\nb")) == "ValueError: a"
 
 
-def test_a_compilers_error_has_its_place_and_its_reason():
+def test_error_line_of_a_compiler_error_has_its_place_and_its_reason():
     text = "at 55:8:\n\n    seen = seen & near\n    ^\nMismatched type for seen"
     assert error_line(TypeError(text)) == "TypeError: at 55:8: Mismatched type for seen"
     assert error_line(TypeError("at 55:8:")) == "TypeError: at 55:8:"
 
 
-def test_what_an_import_prints_is_not_on_standard_output(tmp_path, capsys):
+def test_output_of_an_import_goes_to_standard_error(tmp_path, capsys):
+    """Standard output has only the report, whatever the file does with its streams."""
     (tmp_path / "mine.py").write_text(
         "import os, sys\n"
         "print('seen')\n"
@@ -107,41 +107,46 @@ def test_what_an_import_prints_is_not_on_standard_output(tmp_path, capsys):
     before = sys.stdout, sys.stderr
     module = import_file(tmp_path / "mine.py", "mod 'x'")
     assert (sys.stdout, sys.stderr) == before
-    print("ours")  # noqa: T201  # what was closed is not ours
+    print("ours")  # noqa: T201  # the file has closed its own streams, not ours
     module.stream.write("kept by a logger")
     assert capsys.readouterr() == ("ours\n", "seen\nγ later\nkept by a logger")
 
 
 @pytest.mark.parametrize(
-    ("end", "seen"),
+    ("end", "shown"),
     [
         ("import argparse\nargparse.ArgumentParser(prog='p').parse_args(['--nope'])", ""),
         ("raise ValueError('planted')", "printed\n"),
         ("print('x' * 100_000)\nraise SystemExit(0)", "printed\n" + "x" * 100_000 + "\n"),
     ],
 )
-def test_a_usage_message_of_the_file_is_dropped_and_nothing_else(tmp_path, capsys, end, seen):
+def test_output_of_a_failing_import_is_shown_unless_it_is_argparses_usage(
+    tmp_path, capsys, end, shown
+):
     (tmp_path / "mine.py").write_text(f"print('printed')\n{end}\n")
     with pytest.raises(UsageError):
         import_file(tmp_path / "mine.py", "mod 'x'")
-    assert capsys.readouterr() == ("", seen)
+    assert capsys.readouterr() == ("", shown)
 
 
-def test_no_stream_a_closed_one_and_a_split_character_are_no_error():
+def test_diverted_output_to_no_stream_or_a_closed_one_is_dropped():
     closed = io.StringIO()
     closed.close()
     for stream in (None, closed):
         print("lost", file=DivertedOutput(stream))
+
+
+def test_diverted_output_joins_the_bytes_of_a_character():
     stream = io.StringIO()
-    aside = DivertedOutput(stream)
+    diverted = DivertedOutput(stream)
     for byte in "γ".encode():
-        aside.buffer.write(bytes([byte]))
+        diverted.buffer.write(bytes([byte]))
     assert stream.getvalue() == "γ"
 
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
-def test_torchs_defaults_are_the_files_own(tmp_path, fails, inside):
+def test_torchs_defaults_set_by_a_file_end_with_its_import(tmp_path, fails, inside):
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "torch.set_default_dtype(torch.float64)\n"
@@ -160,8 +165,8 @@ def test_torchs_defaults_are_the_files_own(tmp_path, fails, inside):
     assert (torch.ones(2).dtype, torch.ones(2).device.type) == (torch.float32, "cpu")
 
 
-def test_a_number_changed_within_a_second_is_the_new_one(tmp_path):
-    """Cached bytecode knows a source by its length and the second it was written in."""
+def test_file_changed_within_a_second_is_imported_anew(tmp_path):
+    """Cached bytecode would not notice: it compares a source's length and modification second."""
     path = tmp_path / "mine.py"
     path.write_text("number = 1\n")
     first = import_file(path, "mine")

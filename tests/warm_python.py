@@ -1,12 +1,12 @@
-"""A Python that has imported what takes long, and runs each command in a fork of itself.
+"""A Python server that has imported the slow modules and runs each command in a fork of itself.
 
-Importing torch is most of the time that a small command takes, and what a plain function is tried
-on first is most of the rest (``kept_evidence.py``). ``Servers.run`` takes a command as
-``subprocess.run`` does: it has a process, a folder, an environment and descriptors of its own, and
-ends as Python ends. Only what it imports first may be there already, so a test of imports, of
-descriptors or of signals starts a real Python, and so does at least one test of each verb.
+Importing torch is most of the time that a small command takes; finding out which problems a plain
+function takes is most of the rest (``evidence_cache.py``). ``Servers.run`` runs a command as
+``subprocess.run`` does: with its own process, folder, environment and descriptors, and with the
+exit code of Python. Only its first imports may be done already: a test of imports, descriptors or
+signals starts a real Python, and so does at least one test of each verb.
 
-``python warm_python.py ADDRESS MODULE…`` is the server, which ends with its standard input.
+``python warm_python.py ADDRESS MODULE…`` is the server. It ends when its standard input is closed.
 """
 
 import atexit
@@ -34,15 +34,16 @@ from pathlib import Path
 
 from attncheck.core.own_process import FOREIGN_CODE, end_process
 
-_KEPT = Path(__file__).with_name("kept_evidence.py")
-# What Python reads when it starts, or a module when it is imported: servers differ in it.
+_EVIDENCE_CACHE = Path(__file__).with_name("evidence_cache.py")
+# Read when Python starts or a module is imported: each such environment needs its own server.
 _READ_EARLY = ("PYTHON", "OMP_", "MKL_", "NPY_", "OPENBLAS_", "TRITON_INTERPRET")
 _READ_LATE = {"PYTHONPATH", "PYTHONIOENCODING"}  # by the fork
-_KEEP_AFTER = 2  # commands: of a server with an environment of a test's own there are hardly more
+# Commands before the cache is filled: a server for one test's environment hardly gets more.
+_CACHE_AFTER = 2
 
-# Nothing here imports Triton, which may be interpreted only if nobody imported it before.
+# Nothing here imports Triton: it can be interpreted only if no module imported it before.
 _HEAVY = ("torch", "torch.nn.attention.flex_attention", "sympy", "networkx", "mpmath", "ml_dtypes")
-# Imports Triton: where the environment says that it is interpreted, whoever imports it.
+# Imports Triton, so only in an environment that has Triton interpreted anyway.
 _HEAVY_IF_INTERPRETED = ("torch._dynamo",)
 _ROOMS = (
     "attncheck.diagnose.diagnosis",
@@ -55,7 +56,7 @@ _ROOMS = (
     "attncheck.workers.worker_main",
     "attncheck.subjects.capabilities.configuration",
 )
-# Plugins, Hypothesis among them, pytest wants to import itself, to rewrite their assertions.
+# By program. pytest must import its plugins itself, Hypothesis too, to rewrite their assertions.
 _OWN = {
     "attncheck": (*_ROOMS, "attncheck.cases.strategies.problems", "attncheck.cli.check"),
     "pytest": _ROOMS,
@@ -63,10 +64,10 @@ _OWN = {
 
 
 class Servers:
-    """Servers of one folder, started as they are needed, by the process that made the folder.
+    """Servers in one folder, started on demand, but only by the process that made the folder.
 
     Attributes:
-        folder: Where they listen: another process says ``Servers(folder)`` and uses them.
+        folder: Has their sockets: another process uses them by ``Servers(folder)``.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -85,36 +86,41 @@ class Servers:
         forks: bool = True,
         keeps: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """What ``python -m module …`` says, and how it ends; or ``python module.py`` or ``-c``.
+        """Run ``python -m module …``, ``python module.py …`` or ``python -c …``.
 
-        With ``forks`` the workers that it starts are forks of it: they import nothing anew either.
-        Not with a GPU, which no fork can use. The fixture ``forked_workers`` does so in a test.
-        With ``keeps`` it has what the server keeps of exact results.
+        Args:
+            forks: The command's workers are forks of it and import nothing again. Never with a GPU,
+                which no fork can use. The fixture ``forked_workers`` does the same in pytest.
+            keeps: The command uses the server's cache of exact results.
         """
         env = dict(os.environ if env is None else env)
         forks = forks and not sees_gpu(env)
         address = self.start(module, env)
         words = [module, *arguments]
-        asked = {"words": words, "cwd": str(cwd), "env": env, "forks": forks, "keeps": keeps}
-        with socket.socket(socket.AF_UNIX) as line, _file() as out, _file() as err:
-            line.connect(str(address))
-            socket.send_fds(line, [b"."], [out.fileno(), err.fileno()])
-            line.sendall(f"{json.dumps(asked)}\n".encode())
-            with line.makefile() as said:
-                process = int(said.readline())
-                line.settimeout(timeout)
+        request = {"words": words, "cwd": str(cwd), "env": env, "forks": forks, "keeps": keeps}
+        with (
+            socket.socket(socket.AF_UNIX) as connection,
+            tempfile.TemporaryFile() as out,
+            tempfile.TemporaryFile() as err,
+        ):
+            connection.connect(str(address))
+            socket.send_fds(connection, [b"."], [out.fileno(), err.fileno()])
+            connection.sendall(f"{json.dumps(request)}\n".encode())
+            with connection.makefile() as replies:
+                process = int(replies.readline())
+                connection.settimeout(timeout)
                 try:
-                    code = int(said.readline())
+                    code = int(replies.readline())
                 except TimeoutError:
                     os.kill(process, signal.SIGKILL)
-                    line.settimeout(None)
-                    line.recv(1)  # until it has ended
+                    connection.settimeout(None)
+                    connection.recv(1)  # until it has ended
                     raise subprocess.TimeoutExpired(words, timeout or 0) from None
             texts = [_read(file) for file in (out, err)]
         return subprocess.CompletedProcess(words, code, *texts)
 
     def start(self, module: str, env: Mapping[str, str]) -> Path:
-        """The address of the server for ``module`` in such an environment, started if need be."""
+        """Return the socket of the server for ``module`` and ``env``, started if needed."""
         kind = module if module in _OWN else "attncheck"
         early = {k: v for k, v in env.items() if k.startswith(_READ_EARLY) and k not in _READ_LATE}
         key = hashlib.sha256(json.dumps([kind, early], sort_keys=True).encode()).hexdigest()[:12]
@@ -124,13 +130,13 @@ class Servers:
             interpreted = early.get("TRITON_INTERPRET") == "1"
             heavy = (*_HEAVY, *(_HEAVY_IF_INTERPRETED if interpreted else ()))
             others = {k: v for k, v in env.items() if k not in _READ_LATE}
-            if "PYTHONPATH" in os.environ:  # what is tested may be another than what is installed
+            if "PYTHONPATH" in os.environ:  # the attncheck under test may not be the installed one
                 others["PYTHONPATH"] = os.environ["PYTHONPATH"]
             self._listen(address, (*heavy, *_OWN[kind]), others)
         return address
 
     def _listen(self, address: Path, modules: tuple[str, ...], env: dict[str, str]) -> None:
-        with _file() as err:
+        with tempfile.TemporaryFile() as err:
             process = subprocess.Popen(
                 [sys.executable, __file__, str(address), *modules],
                 stdin=subprocess.PIPE,
@@ -142,24 +148,20 @@ class Servers:
             self._processes.append(process)
             assert process.stdout is not None
             ready = process.stdout.readline()
-            # In a real process it would stand in what every command says.
-            said = _read(err)
-            assert (ready, said) == ("ready\n", ""), said
+            # A real process would print a warning of its imports with every command.
+            errors = _read(err)
+            assert (ready, errors) == ("ready\n", ""), errors
 
     def stop(self) -> None:
-        """End those that this process started."""
+        """End the servers that this process started."""
         for process in self._processes:
             process.communicate()  # closes its standard input
         shutil.rmtree(self.folder)
 
 
 def sees_gpu(env: Mapping[str, str]) -> bool:
-    """Whether a process with such an environment sees a GPU."""
+    """Return whether a process with the environment ``env`` sees a GPU."""
     return Path("/dev/nvidiactl").exists() and env.get("CUDA_VISIBLE_DEVICES") != ""
-
-
-def _file():
-    return tempfile.TemporaryFile()
 
 
 def _read(file) -> str:
@@ -167,53 +169,54 @@ def _read(file) -> str:
     return file.read().decode(errors="backslashreplace").replace("\r\n", "\n")
 
 
-def _serve(address: str, keep) -> tuple[dict, list[int]]:
-    """Ends where standard input does; in a fork it returns what is to be run.
+def _serve(address: str, fill_cache) -> tuple[dict, list[int]]:
+    """Serve until standard input is closed; in each fork, return the request and its descriptors.
 
-    Before the first command of attncheck's after ``_KEEP_AFTER`` others it calls ``keep``.
+    ``fill_cache`` is called before the first ``attncheck`` command after ``_CACHE_AFTER`` others.
     """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the first forks are not waited for
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     commands = 0
     while True:
         if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
             sys.exit()
-        line, _ = listener.accept()
-        _, descriptors, _, _ = socket.recv_fds(line, 1, 2)
-        with line.makefile() as asked:
-            request = json.loads(asked.readline())
+        connection, _ = listener.accept()
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
+        with connection.makefile() as lines:
+            request = json.loads(lines.readline())
         if request["words"][0] == "attncheck":
-            if commands == _KEEP_AFTER:
-                keep()
+            if commands == _CACHE_AFTER:
+                fill_cache()
             commands += 1
         if os.fork() == 0:
             listener.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _fork_again(line)
+            _fork_again(connection)
             return request, descriptors
-        for descriptor in (line.detach(), *descriptors):
+        for descriptor in (connection.detach(), *descriptors):
             os.close(descriptor)
 
 
-def _fork_again(line: socket.socket) -> None:
-    """Returns in a second fork alone: the first tells its id, and how it ends."""
+def _fork_again(connection: socket.socket) -> None:
+    """Return in the second fork only; the first one sends that fork's id and exit code."""
     process = os.fork()
     if process == 0:
-        line.close()
+        connection.close()
         return
-    with contextlib.suppress(BrokenPipeError):  # who asked no longer waits
-        line.sendall(f"{process}\n".encode())
+    with contextlib.suppress(BrokenPipeError):  # the client no longer waits
+        connection.sendall(f"{process}\n".encode())
         _, status = os.waitpid(process, 0)
-        line.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)
 
 
 def _become(request: dict, descriptors: list[int]) -> None:
-    os.setsid()  # what it does to its process group is not done to the server
+    """Give this process the standard streams, folder and environment of ``request``."""
+    os.setsid()  # a signal to the command's process group must not reach the server
     nothing = os.open(os.devnull, os.O_RDONLY)
     for descriptor, number in zip((nothing, *descriptors), (0, 1, 2), strict=True):
         os.dup2(descriptor, number)
@@ -235,46 +238,46 @@ _PARAMETERS = tuple(inspect.signature(subprocess.Popen._execute_child).parameter
 
 
 class Forked(subprocess.Popen):
-    """A worker of attncheck's as a fork of this process."""
+    """A Popen that starts attncheck's workers as forks of this process."""
 
     def _execute_child(self, *arguments) -> None:
-        how = dict(zip(_PARAMETERS, (self, *arguments), strict=True))
-        if not any("worker_main" in str(word) for word in how["args"][2:3]):
+        options = dict(zip(_PARAMETERS, (self, *arguments), strict=True))
+        if not any("worker_main" in str(word) for word in options["args"][2:3]):
             super()._execute_child(*arguments)
             return
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                self._work(how)
+                self._work(options)
             finally:
                 os._exit(1)
         self._child_created = True
         ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*(how[name] for name in ends))
+        self._close_pipe_fds(*(options[name] for name in ends))
 
-    def _work(self, how: dict) -> None:
+    def _work(self, options: dict) -> None:
         os.setsid()
         for number, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
-            os.dup2(how[name], number)
-        kept = sorted({2, *how["pass_fds"]})
-        for low, high in itertools.pairwise((*kept, os.sysconf("SC_OPEN_MAX"))):
+            os.dup2(options[name], number)
+        inherited = sorted({2, *options["pass_fds"]})
+        for low, high in itertools.pairwise((*inherited, os.sysconf("SC_OPEN_MAX"))):
             os.closerange(low + 1, high)
-        if how["cwd"]:
-            os.chdir(how["cwd"])
+        if options["cwd"]:
+            os.chdir(options["cwd"])
         os.environ.clear()
-        os.environ.update(how["env"])
+        os.environ.update(options["env"])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sys.stdin = os.fdopen(0, closefd=False)
         for name, number in (("stdout", 1), ("stderr", 2)):
-            # As Python has them: standard error line by line.
-            kind = {"errors": "backslashreplace", "closefd": False}
-            stream = os.fdopen(number, "w", 1 if number == 2 else -1, **kind)
+            # As in Python, standard error is flushed after each line.
+            buffering = 1 if number == 2 else -1
+            stream = os.fdopen(number, "w", buffering, errors="backslashreplace", closefd=False)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
         if "pytest" in sys.modules:
-            atexit._clear()  # what it has registered is for its own end
-        _end(_exit_code([*how["args"][1:]]))
+            atexit._clear()  # pytest's handlers are for pytest's process
+        _end(_exit_code([*options["args"][1:]]))
 
 
 def _run(words: list[str]) -> None:
@@ -293,7 +296,7 @@ def _run(words: list[str]) -> None:
 
 
 def _exit_code(words: list[str]) -> int:
-    """As Python says it, and with what Python says then."""
+    """Run ``words``; print Python's message on an uncaught exception, and return its exit code."""
     try:
         _run(words)
     except SystemExit as end:
@@ -301,14 +304,14 @@ def _exit_code(words: list[str]) -> int:
             return (end.code or 0) & 0xFF
         sys.stderr.write(f"{end.code}\n")
         return 1
-    except BaseException:  # noqa: BLE001  # nobody is above
+    except BaseException:  # noqa: BLE001  # the outermost frame
         traceback.print_exc()
         return 1
     return 0
 
 
 def _end(code: int) -> None:
-    """Take nothing down, whoever's it is: what a fork shares is most of what is there."""
+    """End at once, foreign code or not: destroying objects would copy the memory a fork shares."""
     FOREIGN_CODE.clear()
     try:
         end_process(code)
@@ -320,28 +323,28 @@ if __name__ == "__main__":
     sys.path.pop(0)  # this folder
     for _name in sys.argv[2:]:
         importlib.import_module(_name)
-    # Else pytest would warn that it is imported already: it is a plugin's package.
+    # attncheck is a plugin's package: pytest would warn that it is imported already.
     sys.modules["attncheck"].__doc__ += "\nPYTEST_DONT_REWRITE"
-    _kept = []
+    _caches = []
 
-    def _keep() -> None:
+    def _fill_cache() -> None:
         if "attncheck.cli.check" in sys.argv[2:] and not sees_gpu(os.environ):
-            spec = importlib.util.spec_from_file_location("kept_evidence", _KEPT)
+            spec = importlib.util.spec_from_file_location("evidence_cache", _EVIDENCE_CACHE)
             spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-            started, subprocess.Popen = subprocess.Popen, Forked
+            popen, subprocess.Popen = subprocess.Popen, Forked
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _kept.append(module.keep_for_forks())
+            _caches.append(module.fill_cache_for_forks())
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-            subprocess.Popen = started
+            subprocess.Popen = popen
             gc.collect()
-            gc.freeze()  # what is here stays, and forks share it
+            gc.freeze()  # these objects live on, and forks share their memory
 
     gc.collect()
     gc.freeze()
-    _request, _descriptors = _serve(sys.argv[1], _keep)
+    _request, _descriptors = _serve(sys.argv[1], _fill_cache)
     _become(_request, _descriptors)
     if _request["forks"]:
         subprocess.Popen = Forked
-    if _kept and not _request["keeps"]:
-        _kept[0].steps_down()
+    if _caches and not _request["keeps"]:
+        _caches[0].uninstall()
     _end(_exit_code(_request["words"]))

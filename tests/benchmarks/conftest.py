@@ -1,4 +1,4 @@
-"""Benchmarks are scripts beside each other, not a package."""
+"""Make the benchmarks importable: they are scripts in one folder, not a package."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The benchmark of tiles that are not visited, interpreted: it runs, counts, and compares bits."""
+"""The benchmark of skipped tiles: its rows, its counts of tiles, and its comparison of bits."""
 
 import argparse
 import dataclasses
@@ -15,22 +15,22 @@ from attncheck.verify.environment import prepare
 if not torch.cuda.is_available():
     prepare("cpu")
 
-LENGTH = 256  # whose tiles the interpreter makes 64×64
+LENGTH = 256  # in the interpreter its tiles are 64×64
 
 
 def problem(**changes) -> Problem:
     return Problem(heads=1, query=LENGTH, head_dim=16, dtype="fp32", mask=FULL).replace(**changes)
 
 
-def test_a_row_for_each_mask():
+def test_rows_and_page_have_each_mask_with_speed_up_and_equal_bits():
     options = argparse.Namespace(device="cpu", repeats=1, times=1, alone=True)
     rows = measured(problem(), options)
     assert [row["mask"] for row in rows] == ["causal", "window of 32", "8 documents"]
     assert all(row["same_bits"] for row in rows)
     for row in rows:
-        spent = row["ours"]
-        assert spent["speed_up"] == spent["dense_ms"] / spent["masked_ms"]
-        assert row["share_of_ideal"] == spent["speed_up"] / row["ideal"]
+        ours = row["ours"]
+        assert ours["speed_up"] == ours["dense_ms"] / ours["masked_ms"]
+        assert row["share_of_ideal"] == ours["speed_up"] / row["ideal"]
     environment = {"device": "none", "torch": "2", "triton": None}
     table = page({"environment": environment, "shape": "fp32", "rows": rows})
     assert table.count("| yes |") == len(rows)
@@ -41,15 +41,15 @@ def test_a_row_for_each_mask():
 @pytest.mark.parametrize(
     ("mask", "visited"), [("causal", 4 + 3 + 2 + 1), ("window of 32", 4 + 3), ("8 documents", 4)]
 )
-def test_visited_tiles(mask, visited):
-    """However many of them are in one run."""
+def test_visited_tiles_are_counted_one_by_one(mask, visited):
+    """The kernel's table has runs of tiles, of any length."""
     assert tiles(problem(mask=masks(LENGTH)[mask]), "cpu") == (16, visited)
 
 
-def test_bits_that_differ():
-    found = Outputs(torch.zeros(2, 3), torch.zeros(2))
-    assert same_bits(found, found)
-    for name in ("out", "lse"):
-        other = getattr(found, name).clone()
-        other[0] = 1e-38
-        assert not same_bits(dataclasses.replace(found, **{name: other}), found)
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_a_tiny_difference_in_out_or_lse_is_not_the_same_bits(name):
+    outputs = Outputs(torch.zeros(2, 3), torch.zeros(2))
+    assert same_bits(outputs, outputs)
+    changed = getattr(outputs, name).clone()
+    changed[0] = 1e-38
+    assert not same_bits(dataclasses.replace(outputs, **{name: changed}), outputs)

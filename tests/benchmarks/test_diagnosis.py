@@ -1,4 +1,4 @@
-"""Diagnosis of strangers' kernels: what is planted, and how its answers are counted."""
+"""The benchmark of diagnosis on kernels in other styles: its faults, scores and page."""
 
 from types import SimpleNamespace
 
@@ -14,12 +14,12 @@ FAULTS = diagnosis.stranger_faults()
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_a_fault_of_a_stranger_is_planted_and_names_what_there_is(fault, tmp_path, monkeypatch):
+def test_fault_can_be_planted_and_names_existing_models(fault, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = fault.plant(tmp_path)
     assert set(read_configuration().kernels) == {name}
     compile((tmp_path / f"{name}.py").read_text(), name, "exec")
-    # A host alone is right, and nothing of it is to be named.
+    # An id without a dot is the kernel without a fault, for which no model is right.
     assert bool(fault.named) == ("." in fault.id)
     assert set(fault.named) <= {*FAULT_MODELS, *SIGNS}
 
@@ -28,10 +28,10 @@ def record_of(level, *models, tried=1, family=""):
     ranked = tuple(
         Explanation(model=model, sentence="", share=1.0, explains_all=True) for model in models
     )
-    said = Diagnosis(
+    answer = Diagnosis(
         ranked=ranked, tied=1, tried=tried, level=level, family=FAMILIES.get(family, "")
     )
-    return SimpleNamespace(diagnosis=said, case={"question": "compare"}, reason="wrong")
+    return SimpleNamespace(diagnosis=answer, case={"question": "compare"}, reason="wrong")
 
 
 def test_answers_are_scored_by_model_and_family_and_counted():

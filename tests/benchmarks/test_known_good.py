@@ -1,4 +1,4 @@
-"""False alarms are counted: a right kernel has none, and a wrong one shows that they are seen."""
+"""The benchmark that counts false alarms on known-good kernels."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from known_good_page import page, summary
 PLANTED = Path(__file__).parents[1] / "gate" / "planted_kernels.py"
 
 
-def done(name, *, each=2, seconds=60.0):
+def run_kernel(name, *, each=2, seconds=60.0):
     task = Task(
         kernel=f"{PLANTED}::{name}",
         seed=1,
@@ -26,32 +26,33 @@ def done(name, *, each=2, seconds=60.0):
     return work(task) | {"environment": {"device": "cpu", "torch": "2"}, "tier": "smoke"}
 
 
-def test_each_question_is_asked_with_other_numbers_and_only_what_fails_is_an_alarm():
-    right = done("right")
+def test_each_row_has_its_own_seed_and_only_failures_are_alarms():
+    """A right kernel raises no alarm; a wrong one does, and so shows that alarms are counted."""
+    right = run_kernel("right")
     assert right["alarms"] == right["harness"] == []
     seeds = {row[0] for row in right["rows"]}
     assert len(seeds) == len(right["rows"]) > 10
     assert {row[3] for row in right["rows"]} <= {"pass", "warn", "unsupported"}
 
-    wrong = done("of_another_dtype", each=1)
+    wrong = run_kernel("of_another_dtype", each=1)
     assert wrong["alarms"]
-    told = summary([right, wrong, right])
-    taken = [row for row in (*right["rows"], *wrong["rows"]) if row[3] != "unsupported"]
-    assert told["cases"] == len(taken)  # what is asked again is one
-    assert len(told["alarms"]) == len(wrong["alarms"])
-    text = page(json.loads(json.dumps(told)))
-    assert f"{told['cases']:,} cases, {len(wrong['alarms'])} alarms" in text
+    totals = summary([right, wrong, right])
+    supported = [row for row in (*right["rows"], *wrong["rows"]) if row[3] != "unsupported"]
+    assert totals["cases"] == len(supported)  # a repeated run counts once
+    assert len(totals["alarms"]) == len(wrong["alarms"])
+    text = page(json.loads(json.dumps(totals)))
+    assert f"{totals['cases']:,} cases, {len(wrong['alarms'])} alarms" in text
     assert "(contract): out.dtype=torch.float64, but should be torch." in text
     assert "So fewer than one in" in page(summary([right]))
 
 
-def test_nothing_is_asked_when_the_time_is_over():
-    assert done("right", seconds=-1.0)["rows"] == []
+def test_no_question_is_asked_after_the_time_limit():
+    assert run_kernel("right", seconds=-1.0)["rows"] == []
 
 
-def test_what_is_gone_on_with_has_other_seeds(monkeypatch):
+def test_resumed_run_uses_new_seeds(monkeypatch):
     monkeypatch.setattr(known_good, "_SEEDS", 8)
-    given = argparse.Namespace(
+    options = argparse.Namespace(
         **dict.fromkeys(("kernels", "stages")),
         device="cpu",
         tier="smoke",
@@ -59,7 +60,7 @@ def test_what_is_gone_on_with_has_other_seeds(monkeypatch):
         in_process=False,
         each=8,
     )
-    found = [(task.kernel, task.seed) for task in tasks(given, {"ideal": 3})]
-    assert len(found) == len(set(found))
-    assert [seed for name, seed in found if name == "ideal"] == list(range(3, 11))
-    assert [seed for name, seed in found if name == "triton-flash2"] == [0, 1]
+    seeds = [(task.kernel, task.seed) for task in tasks(options, {"ideal": 3})]
+    assert len(seeds) == len(set(seeds))
+    assert [seed for name, seed in seeds if name == "ideal"] == list(range(3, 11))
+    assert [seed for name, seed in seeds if name == "triton-flash2"] == [0, 1]

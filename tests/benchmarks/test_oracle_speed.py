@@ -1,4 +1,4 @@
-"""The oracle's benchmark: what counts as a FLOP, what is timed, and what is written."""
+"""The benchmark of the oracle's speed: FLOPs, the calls that it times, memory, and its report."""
 
 import json
 
@@ -13,8 +13,8 @@ CELL = Cell(8, "causal", 40, 1, 2, backward=True)
 SMALL = [Blocks(rows=64, query=16, query_most=32, kv=k, cell=16) for k in (16, 32)]
 
 
-def test_a_backward_is_five_products_and_a_forward_two():
-    """Of each 2·head_dim for a visible pair, of which a causal mask has n(n + 1)/2."""
+def test_forward_has_two_products_and_backward_five():
+    """A product has 2·head_dim FLOPs for a visible pair; a causal mask has n(n + 1)/2 pairs."""
     forward = Cell(8, "causal", 40, 1, 2)
     assert forward.flops == 4 * 8 * (40 * 41 // 2) * 2
     assert CELL.flops == 3.5 * forward.flops
@@ -22,19 +22,20 @@ def test_a_backward_is_five_products_and_a_forward_two():
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
-def test_what_is_timed_beside_it_computes_the_same(mask):
+def test_timed_calls_compute_the_same_gradients(mask):
     cell = Cell(8, mask, 40, 1, 2, backward=True)
     inputs = cell.inputs("cpu")
-    gradients = sdpa(cell, inputs)()
-    found = streamed(inputs)()
-    for mine, its in zip(gradients, (found.dq, found.dk, found.dv), strict=True):
-        torch.testing.assert_close(mine, its)
+    outputs = streamed(inputs)()
+    for gradient, expected in zip(
+        (outputs.dq, outputs.dk, outputs.dv), sdpa(cell, inputs)(), strict=True
+    ):
+        torch.testing.assert_close(gradient, expected)
     assert not forward_alone(inputs)().gradients()
     for blocks in SMALL:
-        torch.testing.assert_close(streamed(inputs, blocks)().dq, found.dq)
+        torch.testing.assert_close(streamed(inputs, blocks)().dq, outputs.dq)
 
 
-def test_memory_is_what_was_alive_at_once():
+def test_peak_memory_counts_tensors_that_are_alive_at_once():
     def call():
         first = torch.zeros(1000, dtype=torch.float64)
         second = first + 1
@@ -44,25 +45,25 @@ def test_memory_is_what_was_alive_at_once():
     assert peak_bytes(call, "cpu") == 2 * 8000
 
 
-def _with_a_small_matmul(monkeypatch):
+@pytest.fixture
+def small_matmul(monkeypatch):
+    """Time a small product of matrices as the reference."""
     small = torch.eye(64, dtype=torch.float64)
     monkeypatch.setattr(oracle, "matmul", lambda device: (lambda: small @ small, 2.0 * 64**3))
 
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("sweep", [False, True])
-def test_it_runs_and_writes(tmp_path, monkeypatch, capsys, backward, sweep):
-    path = tmp_path / "found.json"
+@pytest.mark.usefixtures("small_matmul")
+def test_benchmark_prints_a_table_and_writes_rows(tmp_path, monkeypatch, capsys, backward, sweep):
+    path = tmp_path / "rows.json"
     words = ["oracle.py", "--length", "40", "--head-dim", "8", "--heads", "2", "--repeats", "1"]
     words += ["--json", str(path), *["--backward"] * backward, *["--sweep"] * sweep]
     monkeypatch.setattr("sys.argv", words)
     monkeypatch.setattr(oracle, "candidates", lambda device: SMALL)
-    _with_a_small_matmul(monkeypatch)
     oracle.main()
     assert capsys.readouterr().out
-    found = json.loads(path.read_text())
-    assert len(found["rows"]) == 2
-    row = found["rows"][0]
+    row, _ = json.loads(path.read_text())["rows"]
     if sweep:
         assert len(row["ratios"]) == 2
     else:
@@ -70,10 +71,10 @@ def test_it_runs_and_writes(tmp_path, monkeypatch, capsys, backward, sweep):
         assert row["sdpa_ratio"] > 0
 
 
-def test_nothing_is_begun_after_the_time_is_over(tmp_path, monkeypatch):
-    path = tmp_path / "found.json"
+@pytest.mark.usefixtures("small_matmul")
+def test_no_further_row_is_begun_after_the_time_limit(tmp_path, monkeypatch):
+    path = tmp_path / "rows.json"
     words = ["oracle.py", "--length", "40", "--head-dim", "8", "--repeats", "1", "--seconds", "0"]
     monkeypatch.setattr("sys.argv", [*words, "--json", str(path)])
-    _with_a_small_matmul(monkeypatch)
     oracle.main()
     assert len(json.loads(path.read_text())["rows"]) == 1

@@ -1,4 +1,4 @@
-"""The peers' rules, of gradients too, pass what they are meant to pass and refuse the rest."""
+"""Rules of other libraries' tests, also for gradients: what they pass and what they reject."""
 
 import pytest
 import torch
@@ -14,24 +14,24 @@ from attncheck.inputs.problem import Problem
 from attncheck.subjects.torch_kernels import Sdpa
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
-NO_LSE = ("2×", "3×", "1.1× mean", "ε·Σp|v|", "oneDNN")
+RULES_WITHOUT_LSE = ("2×", "3×", "1.1× mean", "ε·Σp|v|", "oneDNN")
 
 
-def given(dtype="bf16", **changes):
+def make_reference(dtype="bf16", **changes):
     mask = Spec.of("causal_bottom_right")
     problem = Problem(heads=2, kv_heads=1, query=16, kv=100, head_dim=80, dtype=dtype, mask=mask)
     inputs = draw_inputs(problem.replace(**changes))
     return PeerReference(inputs, oracles.truth(inputs))
 
 
-def of_gradients(dtype="bf16", **changes):
-    asked = Problem(heads=4, kv_heads=2, query=16, kv=50, head_dim=24, dtype=dtype, backward=True)
-    inputs = draw_inputs(asked.replace(**({"mask": Spec.of("causal_bottom_right")} | changes)))
+def make_gradient_reference(dtype="bf16", **changes):
+    problem = Problem(heads=4, kv_heads=2, query=16, kv=50, head_dim=24, dtype=dtype, backward=True)
+    inputs = draw_inputs(problem.replace(**({"mask": Spec.of("causal_bottom_right")} | changes)))
     return PeerReference(inputs, oracles.truth(inputs))
 
 
-def best(facts):
-    """The truth, rounded once; gradients too where there are any."""
+def rounded_truth(facts):
+    """Return the exact outputs, and gradients if there are any, rounded once."""
     output = facts.inputs.problem.formats.output
     rounded = {
         name: round_to(exact, output).to(output.torch_dtype)
@@ -43,43 +43,43 @@ def best(facts):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", PEERS)
-def test_the_truth_rounded_once_passes(rule, dtype):
-    facts = given(dtype)
-    assert PEERS[rule](best(facts), facts)
+def test_truth_rounded_once_passes(rule, dtype):
+    facts = make_reference(dtype)
+    assert PEERS[rule](rounded_truth(facts), facts)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16"])
 @pytest.mark.parametrize("rule", RULES)
-def test_gradients_rounded_once_pass(rule, dtype):
-    facts = of_gradients(dtype)
-    assert RULES[rule].gradients(best(facts), facts)
+def test_true_gradients_rounded_once_pass(rule, dtype):
+    facts = make_gradient_reference(dtype)
+    assert RULES[rule].gradients(rounded_truth(facts), facts)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 100.0])
 @pytest.mark.parametrize("rule", PEERS)
-def test_one_wrong_element_is_refused(rule, wrong):
-    """Except by a mean, when it is finite and small beside all the others' sum."""
-    facts = given("fp16")
-    outputs = best(facts)
+def test_one_wrong_element_is_rejected(rule, wrong):
+    """A rule about the mean also rejects it, since it is large beside the sum of all errors."""
+    facts = make_reference("fp16")
+    outputs = rounded_truth(facts)
     outputs.out[0, 1, 3, 5] = wrong
     assert not PEERS[rule](outputs, facts)
 
 
 @pytest.mark.parametrize("rule", PEERS)
-def test_who_looks_at_lse(rule):
-    facts = given()
-    outputs = best(facts)
+def test_only_some_rules_check_lse(rule):
+    facts = make_reference()
+    outputs = rounded_truth(facts)
     wrong = Outputs(outputs.out, outputs.lse * 1.4)
-    assert PEERS[rule](wrong, facts) == (rule in NO_LSE)
+    assert PEERS[rule](wrong, facts) == (rule in RULES_WITHOUT_LSE)
 
 
-def test_a_kernel_without_lse_is_judged_by_out():
-    facts = given()
-    assert all(rule(Outputs(best(facts).out, None), facts) for rule in PEERS.values())
+def test_kernel_without_lse_is_judged_by_out():
+    facts = make_reference()
+    assert all(rule(Outputs(rounded_truth(facts).out, None), facts) for rule in PEERS.values())
 
 
-def test_the_flash_attention_rule_is_twice_the_error_of_the_unfused_formula():
-    facts = given("fp16", distribution="large_logits")
+def test_flash_attention_rule_allows_twice_the_error_of_the_unfused_formula():
+    facts = make_reference("fp16", distribution="large_logits")
     unfused = facts.unfused.half()
     error = (unfused - facts.out).abs().max()
     place = torch.zeros_like(facts.out)
@@ -93,35 +93,35 @@ def test_the_flash_attention_rule_is_twice_the_error_of_the_unfused_formula():
     assert PEERS["3×"](Outputs(unfused, None), facts)
 
 
-def test_the_mean_rule_looks_at_the_mean():
-    facts = given()
+def test_mean_rule_limits_the_mean_error():
+    facts = make_reference()
     error = (facts.eager.double() - facts.truth.out).abs().mean()
     assert PEERS["1.1× mean"](Outputs(facts.truth.out + error, None), facts)
     assert not PEERS["1.1× mean"](Outputs(facts.truth.out + 1.2 * error, None), facts)
 
 
-def test_the_floor_of_an_element_is_its_weighted_magnitude():
-    facts = given("fp32")
+def test_weighted_magnitude_rule_limits_each_element_by_its_own_magnitude():
+    facts = make_reference("fp32")
     floor = 2.0**-23 * facts.magnitude
     inside, outside = (Outputs(facts.truth.out + times * floor, None) for times in (0.5, 2.0))
     assert PEERS["ε·Σp|v|"](inside, facts)
     assert not PEERS["ε·Σp|v|"](outside, facts)
 
 
-def test_rows_that_see_nothing_are_no_error_of_the_references():
-    facts = given(query=100, kv=20)
+def test_rows_without_keys_are_zero_in_the_references():
+    facts = make_reference(query=100, kv=20)
     assert (facts.unfused[:, :, :80] == 0).all()
-    assert all(rule(best(facts), facts) for rule in PEERS.values())
+    assert all(rule(rounded_truth(facts), facts) for rule in PEERS.values())
 
 
 @pytest.mark.parametrize("name", ["dq", "dk", "dv"])
 @pytest.mark.parametrize("rule", RULES)
-def test_one_wrong_element_of_any_gradient_is_refused(rule, name):
-    for wrong in (float("nan"), 1000.0):
-        facts = of_gradients("fp16")
-        outputs = best(facts)
-        outputs.gradients()[name][0, 1, 3, 5] = wrong
-        assert not RULES[rule].gradients(outputs, facts)
+@pytest.mark.parametrize("wrong", [float("nan"), 1000.0])
+def test_one_wrong_element_of_any_gradient_is_rejected(rule, name, wrong):
+    facts = make_gradient_reference("fp16")
+    outputs = rounded_truth(facts)
+    outputs.gradients()[name][0, 1, 3, 5] = wrong
+    assert not RULES[rule].gradients(outputs, facts)
 
 
 @pytest.mark.parametrize(
@@ -135,27 +135,26 @@ def test_one_wrong_element_of_any_gradient_is_refused(rule, name):
     ],
     ids=str,
 )
-def test_the_unfused_gradients_are_right(changes):
-    """In fp32 as near to the exact gradients as fp32 is."""
-    facts = of_gradients("fp32", **changes)
+def test_unfused_fp32_gradients_are_near_the_exact_ones(changes):
+    facts = make_gradient_reference("fp32", **changes)
     for name, exact in facts.gradients.items():
         error = (facts.unfused_gradients[name] - exact).abs().max() / exact.abs().max()
         assert error < 2.0**-18, name
 
 
-def test_the_unfused_gradients_are_torchs_in_bf16():
-    """torch's own unfused backward, which rounds dP too, is as far from the exact gradients."""
-    facts = of_gradients("bf16", kv_heads=4, query=50, mask=Spec.of("full"))
+def test_unfused_bf16_gradients_are_about_as_wrong_as_torchs():
+    """torch's unfused backward also rounds dP."""
+    facts = make_gradient_reference("bf16", kv_heads=4, query=50, mask=Spec.of("full"))
     torchs = Sdpa("math").run(facts.inputs).gradients()
     for name, exact in facts.truth.gradients().items():
-        own, its = ((x[name].double() - exact).norm() for x in (facts.unfused_gradients, torchs))
-        assert 0.3 < float(own / its) < 3, name
+        error, torchs_error = (
+            (gradients[name].double() - exact).norm()
+            for gradients in (facts.unfused_gradients, torchs)
+        )
+        assert 0.3 < float(error / torchs_error) < 3, name
 
 
-def test_twice_the_error_of_the_unfused_gradients_is_allowed():
-    facts = of_gradients("fp16")
-    wrong = Outputs(
-        facts.truth.out, None, **{n: x.half() for n, x in facts.unfused_gradients.items()}
-    )
-    assert RULES["2×"].gradients(wrong, facts)
-    assert torch.equal(wrong.dq, facts.unfused_gradients["dq"].half())
+def test_unfused_gradients_themselves_pass_the_flash_attention_rule():
+    facts = make_gradient_reference("fp16")
+    unfused = {name: gradient.half() for name, gradient in facts.unfused_gradients.items()}
+    assert RULES["2×"].gradients(Outputs(facts.truth.out, None, **unfused), facts)

@@ -1,4 +1,4 @@
-"""Planted faults are faults: they change what the right kernel gives, where they are meant to."""
+"""The benchmarks' planted faults: each changes the right kernel's output where it is meant to."""
 
 import dataclasses
 
@@ -13,13 +13,15 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.ideal import Ideal
 
-# Inputs meant for a fault that ordinary ones do not show.
-MEANT = dict.fromkeys(("m from 0", "finite mask value", "all-negative rows"), "negative_logits")
-MEANT |= {"no fp8 prescale": "large_logits"}
+# Distributions for faults that normal inputs do not show.
+DISTRIBUTION = dict.fromkeys(
+    ("m from 0", "finite mask value", "all-negative rows"), "negative_logits"
+)
+DISTRIBUTION |= {"no fp8 prescale": "large_logits"}
 
 
 def inputs_for(fault, dtype, distribution=None):
-    """200 keys: a ragged last tile of 8; a scale that is no power of two."""
+    """Draw inputs with 200 keys, so the last tile has only 8, and a scale that is no power of 2."""
     heads, kv_heads = fault.heads
     return draw_inputs(
         Problem(
@@ -30,12 +32,12 @@ def inputs_for(fault, dtype, distribution=None):
             head_dim=80,
             dtype=dtype,
             mask=MASKS[fault.mask](200),
-            distribution=distribution or MEANT.get(fault.name, "normal"),
+            distribution=distribution or DISTRIBUTION.get(fault.name, "normal"),
         )
     )
 
 
-def twin(fault):
+def right_kernel(fault):
     return Ideal(dataclasses.replace(TILING, lazy_rescale=fault.kernel.lazy))
 
 
@@ -44,14 +46,14 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_changes_the_output_of_every_dtype_that_it_concerns(fault):
+def test_fault_changes_the_output_in_each_of_its_dtypes(fault):
     for dtype in fault.dtypes:
         inputs = inputs_for(fault, dtype)
-        assert not same(fault.kernel().run(inputs), twin(fault).run(inputs)), dtype
+        assert not same(fault.kernel().run(inputs), right_kernel(fault).run(inputs)), dtype
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_gives_the_same_twice(fault):
+def test_fault_gives_the_same_bits_in_every_run(fault):
     inputs = inputs_for(fault, fault.dtypes[-1])
     call = fault.kernel().prepare(inputs)
     first = call()
@@ -59,27 +61,27 @@ def test_a_fault_gives_the_same_twice(fault):
     assert same(first, fault.kernel().run(inputs))
 
 
-def test_the_base_of_the_faults_is_right():
+def test_base_class_of_the_faults_is_the_ideal_kernel():
     inputs = inputs_for(FAULTS[0], "bf16")
     assert same(planted.Planted().run(inputs), Ideal(TILING).run(inputs))
 
 
-def test_every_wrong_kernel_has_a_row_of_its_own():
+def test_every_wrong_kernel_is_one_fault_with_a_name_and_a_summary():
     kernels = [fault.kernel for fault in FAULTS]
-    written = {
+    classes = {
         kernel
-        for room in (wrong_arithmetic, wrong_structure)
-        for kernel in vars(room).values()
+        for module in (wrong_arithmetic, wrong_structure)
+        for kernel in vars(module).values()
         if isinstance(kernel, type) and issubclass(kernel, planted.Planted)
     }
     assert len(set(kernels)) == len(kernels)
-    assert written - set(kernels) == {planted.Planted, wrong_structure.Unrescaled}
+    assert classes - set(kernels) == {planted.Planted, wrong_structure.Unrescaled}
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert all(fault.summary for fault in FAULTS)
 
 
 @pytest.mark.parametrize("name", ["alpha skipped", "l skipped", "alpha skipped once"])
-def test_a_skipped_rescaling_does_nothing_where_the_maximum_stays(name):
+def test_skipped_rescaling_changes_nothing_where_the_maximum_is_constant(name):
     fault = next(fault for fault in FAULTS if fault.name == name)
     inputs = inputs_for(fault, "bf16", "zero_q")
-    assert same(fault.kernel().run(inputs), twin(fault).run(inputs))
+    assert same(fault.kernel().run(inputs), right_kernel(fault).run(inputs))

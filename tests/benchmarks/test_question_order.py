@@ -1,4 +1,4 @@
-"""The order of asking follows from a table, and the table from fault models."""
+"""The order of questions follows from a table, and the table from the fault models."""
 
 from pathlib import Path
 
@@ -13,31 +13,31 @@ FORMS, COSTS = read_table(FILE.read_text(encoding="utf-8"))
 CASES = {one.name: one.case for one in check_cases("bf16")}
 
 
-def test_the_order_is_the_table_s():
+def test_order_of_the_program_is_the_plan_of_the_table():
     assert tuple(plan(FORMS, COSTS)) == ORDER
     assert table(ORDER, FORMS, COSTS) == FILE.read_text(encoding="utf-8")
 
 
-def test_every_question_has_its_place_and_cost():
+def test_order_and_table_have_every_question_with_its_expected_cost():
     assert set(ORDER) == set(CASES)
     assert {name: round(expected_cost(case.problem), 4) for name, case in CASES.items()} == COSTS
 
 
 @pytest.mark.parametrize("question", ["decode-one-query", "empty-rows", "long-sum"])
-def test_a_part_of_the_table_computed_again(question):
+def test_every_fifth_model_still_gives_the_tables_results(question):
     models = [name for number, name in enumerate(FAULT_MODELS) if number % 5 == 0]
-    again = caught_forms(CASES[question], models)
-    assert again == {form: FORMS[question][form] for form in again}
-    assert set(again.values()) == {True, False}
+    caught = caught_forms(CASES[question], models)
+    assert caught == {form: FORMS[question][form] for form in caught}
+    assert set(caught.values()) == {True, False}
 
 
-def test_what_brings_most_for_its_cost_comes_first():
+def test_plan_begins_with_the_question_that_catches_most_for_its_cost():
     forms = {
-        "dear": {"a#0": True, "b#0": True},
+        "expensive": {"a#0": True, "b#0": True},
         "cheap": {"a#0": True, "b#0": False},
         "nothing": {"a#0": False, "b#0": False},
         "other": {"a#0": False, "b#0": True},
     }
-    costs = {"dear": 0.9, "cheap": 0.1, "nothing": 0.1, "other": 0.1}
-    assert plan(forms, costs) == ["cheap", "other", "dear", "nothing"]
-    assert plan(forms, costs | {"dear": 0.1})[0] == "dear"
+    costs = {"expensive": 0.9, "cheap": 0.1, "nothing": 0.1, "other": 0.1}
+    assert plan(forms, costs) == ["cheap", "other", "expensive", "nothing"]
+    assert plan(forms, costs | {"expensive": 0.1})[0] == "expensive"

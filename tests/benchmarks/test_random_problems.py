@@ -1,4 +1,4 @@
-"""The generator of calibration problems: the same ones everywhere, and every kind among them."""
+"""The generator of calibration problems: the same problems everywhere, and all kinds of them."""
 
 import pytest
 from random_problems import (
@@ -23,37 +23,36 @@ def drawn():
     return {number: problem(number) for number in SOME}
 
 
-def test_a_number_stands_for_one_problem():
-    """On every machine, in every order: ids are hashes of all that a Problem is."""
-    assert [problem(number).id for number in (0, 31, 4096)] == [
-        problem(number).id for number in (0, 31, 4096)
-    ]
+def test_number_gives_the_same_problem_every_time():
+    """On every machine and in any order: an id is a hash of all fields of a Problem."""
+    first, second = ([problem(number).id for number in (0, 31, 4096)] for _ in range(2))
+    assert first == second
     assert problem(31).id == "4fz3obokas"
     assert problem(31) != problem(32)
 
 
-def test_every_kind_is_drawn(drawn):
+def test_all_dtypes_distributions_masks_and_score_mods_are_drawn(drawn):
     problems = drawn.values()
-    # A number stands for the Problem that it stood for when it was measured: before some of these.
     measured = {name for name, dtype in DTYPES.items() if dtype.measured}
     assert {p.dtype for p in problems} == measured
     assert {p.distribution for p in problems} == set(DISTRIBUTIONS) - {"small_terms"}
     attention = [p for p in problems if p.operation == "attention"]
     assert 0 < len(problems) - len(attention) < len(problems) / 6
-    before = {"expression", "documents", "bias", "offset", "alibi_by_sequence"}
-    before |= {name for name in MASKS if name.startswith("neighborhood")}
-    assert {part.name for p in problems for part in p.mask.walk()} == set(MASKS) - before
-    assert {part.name for p in problems for part in p.score.walk()} == set(SCORES) - before
+    # Like small_terms, these are newer than the measurements, whose numbers keep their Problems.
+    newer = {"expression", "documents", "bias", "offset", "alibi_by_sequence"}
+    newer |= {name for name in MASKS if name.startswith("neighborhood")}
+    assert {part.name for p in problems for part in p.mask.walk()} == set(MASKS) - newer
+    assert {part.name for p in problems for part in p.score.walk()} == set(SCORES) - newer
 
 
-def test_sizes_reach_from_one_to_the_longest(drawn):
+def test_sizes_range_from_one_to_the_longest_in_all_combinations(drawn):
     problems = drawn.values()
     assert {min(p.kv for p in problems), min(p.query for p in problems)} == {1}
     assert min(max(p.kv for p in problems), max(p.query for p in problems)) > 4000
     assert max(p.batch * p.heads * p.query * p.kv for p in problems) <= 2**24
     assert {1, 256} <= {p.head_dim for p in problems}
-    usual = sum(p.head_dim in {64, 80, 96, 128} for p in problems)
-    assert 2 * usual > len(drawn)
+    common = sum(p.head_dim in {64, 80, 96, 128} for p in problems)
+    assert 2 * common > len(drawn)
     assert any(p.query < p.kv for p in problems)
     assert any(p.query > p.kv for p in problems)
     assert any(p.query == p.kv > 1 for p in problems)
@@ -61,7 +60,7 @@ def test_sizes_reach_from_one_to_the_longest(drawn):
     assert any(p.value_dim != p.head_dim for p in problems)
 
 
-def test_a_cpu_gets_short_ones(drawn):
+def test_limits_for_a_cpu_shorten_a_problem_without_changing_its_kind(drawn):
     for number in SOME[::5]:
         short = problem(number, longest=512, most_scores=2**19)
         assert max(short.query, short.kv) <= 512
@@ -75,7 +74,7 @@ def structure(p):
 
 
 @pytest.mark.parametrize("first", [0, PER_STRUCTURE, SHAPED_EVERY * PER_STRUCTURE])
-def test_neighbours_share_what_a_kernel_is_compiled_for(first):
+def test_consecutive_problems_need_one_compiled_kernel(first):
     problems = [problem(number) for number in range(first, first + PER_STRUCTURE)]
     assert len({structure(p) for p in problems}) == 1
     assert len({p.seed for p in problems}) == PER_STRUCTURE
@@ -83,7 +82,7 @@ def test_neighbours_share_what_a_kernel_is_compiled_for(first):
     assert (len(shapes) == 1) == shaped(first)
 
 
-def test_every_way_to_walk_over_the_keys_is_drawn():
+def test_all_tilings_are_drawn():
     tilings = [tiling(number) for number in range(200)]
     assert {t.recurrence for t in tilings} == {"flash1", "flash2"}
     assert {t.lazy_rescale for t in tilings} == {0.0, 2.0, 8.0}
@@ -92,19 +91,19 @@ def test_every_way_to_walk_over_the_keys_is_drawn():
     assert tiling(7) == tiling(7)
 
 
-def test_gradients_are_asked_of_the_same_problems():
-    """In dtypes that have them; no number of the forward's is another for it."""
+def test_gradient_problem_is_the_forward_problem_with_a_backward():
+    """Only the dtype may differ, since not all dtypes have gradients."""
     for number in SOME[::10]:
-        asked, forward = gradient_problem(number), problem(number, most_scores=2**22)
+        backward, forward = gradient_problem(number), problem(number, most_scores=2**22)
         if forward.operation == "softmax":
             continue
-        plain = {"backward": False, "dlse": False, "sink": False, "dtype": forward.dtype}
-        assert asked.backward
-        assert asked.replace(**plain) == forward
-        assert asked.dtype == forward.dtype or not shaped(number)
+        of_forward = {"backward": False, "dlse": False, "sink": False, "dtype": forward.dtype}
+        assert backward.backward
+        assert backward.replace(**of_forward) == forward
+        assert backward.dtype == forward.dtype or not shaped(number)
 
 
-def test_every_kind_of_loss_is_drawn():
+def test_gradient_problems_have_all_dtypes_sinks_and_lse_losses():
     some = SOME[::3]
     drawn = [gradient_problem(number, longest=64) for number in some]
     assert {p.dtype for p in drawn} == {"fp32", "tf32", "fp16", "bf16"}

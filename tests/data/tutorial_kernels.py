@@ -1,6 +1,7 @@
-"""Attention as Triton's tutorial writes it: for the sizes that its author tried, without a word.
+"""Attention as in Triton's tutorial: it takes few problems, and does not say which.
 
-fp16 alone, head_dim a power of two, one length, one head_dim. Right within that, and with a fault.
+Only fp16, a head_dim that is a power of two, equal lengths, and the same head_dim for q, k and v.
+One kernel is right within these limits; the others have a fault.
 """
 
 # ruff: noqa: N803, PLR0917  (names and arguments are the tutorial's)
@@ -43,7 +44,7 @@ def forward(
 
 
 def launch(q, k, v, causal, sm_scale, tile=64, shift=0, masked=True):
-    # As a C++ binding says it: no ValueError.
+    # As a C++ binding does, it raises no ValueError.
     if not q.shape == k.shape == v.shape:
         raise RuntimeError("q, k and v must have one shape")
     batch, heads, rows, dim = q.shape

@@ -1,4 +1,4 @@
-"""Documents as the tests see them; ``snippets.py`` runs what is in them."""
+"""Fixtures that read documents and run their snippets, by ``snippets.py``."""
 
 import importlib.util
 import subprocess
@@ -12,15 +12,18 @@ _SNIPPETS = Path(__file__).with_name("snippets.py")
 
 @pytest.fixture
 def run_snippets(tmp_path, reader, warm_python):
-    """Runs every snippet of a document in a process and a folder of its own, without a GPU.
+    """``run_snippets(document)`` runs its snippets in a new process and folder, without a GPU.
 
-    Neither that process nor those of commands import torch first, unless they are to be ``fresh``.
+    The process and its commands are forks of one that has imported torch, unless ``fresh`` is set.
     """
     folder = tmp_path / "snippets"
     folder.mkdir()
-    of_commands = reader.environment(folder)
-    own = {"PYTHONPATH", "PYTEST_ADDOPTS"}
-    environment = {name: value for name, value in of_commands.items() if name not in own}
+    command_environment = reader.environment(folder)
+    environment = {
+        name: value
+        for name, value in command_environment.items()
+        if name not in {"PYTHONPATH", "PYTEST_ADDOPTS"}
+    }
 
     def run(document: Path, *, fresh: bool = False) -> subprocess.CompletedProcess[str]:
         if fresh:
@@ -32,8 +35,8 @@ def run_snippets(tmp_path, reader, warm_python):
                 text=True,
                 check=False,
             )
-        for program in ("attncheck", "pytest"):  # the snippets find them there
-            warm_python.start(program, of_commands)
+        for program in ("attncheck", "pytest"):  # the process itself may start no servers
+            warm_python.start(program, command_environment)
         words = (str(_SNIPPETS), str(document), str(warm_python.folder))
         return warm_python.run(*words, cwd=folder, env=environment)
 
@@ -42,7 +45,7 @@ def run_snippets(tmp_path, reader, warm_python):
 
 @pytest.fixture(scope="session")
 def reader():
-    """The module that reads documents: ``blocks(path)``, ``EXEMPT``."""
+    """The module ``snippets.py``."""
     spec = importlib.util.spec_from_file_location("attncheck_snippets", _SNIPPETS)
     assert spec is not None
     assert spec.loader is not None

@@ -9,13 +9,15 @@ What a fenced block says after its fence decides what is done with it:
 * ``python``: executed, or checked as a doctest where it begins with ``>>>``. The blocks of one
   document share their names, as in one session.
 * ``python NAME.py``: written to that file, which a later command must name.
-* ``console``: each ``$`` line is executed. The lines below it are what it prints (standard error
-  too where it fails), ``...`` standing for anything; a last line ``(exit code N)`` says how it
-  ends. Without one it must end with 0, and without lines it may print what it likes.
-* ``console figures``: the same, but numbers, and units of time, are compared as such and not with
-  their values: for measurements.
-* ``json KIND``: read by the code that reads such JSON, and what is shown must come back.
-* Anything else fails, but for what ``EXEMPT`` lists.
+* ``console``: each ``$`` line is executed. The lines below it must be its output (with standard
+  error if it fails), where ``...`` stands for anything; a last line ``(exit code N)`` is its exit
+  code. Without that line it must end with 0, and without any lines it may print anything. Lines of
+  progress on standard error are left out (``_PROGRESS``): attncheck prints them only after 10
+  seconds, so they depend on the machine's speed.
+* ``console figures``: the same for measurements: numbers and units of time must be at the same
+  places, but may have other values.
+* ``json KIND``: read by attncheck's reader of such JSON and written back, which must give the same.
+* Any other kind fails, unless ``EXEMPT`` lists it.
 """
 
 from __future__ import annotations
@@ -45,11 +47,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 
-# Blocks that are not run here, by document and kind, and how many. The README's set-up commands
-# end in these very tests: test_references compares them with tox.ini and .ci/run instead, and
-# test_workflows the steps of workflows with the files that ship; test_adapters runs the adapters of
-# what is installed. The design's diagram is a picture, and tests/cli/test_check.py asks the kernels
-# of claims.
+# Number of blocks that are not run here, by document and kind. The README's set-up commands run
+# these very tests: test_references compares them with tox.ini and .ci/run instead. test_workflows
+# compares steps of workflows with the files that ship, test_adapters runs the adapters of installed
+# packages, and tests/cli/test_check.py checks the kernels of claims. The design's diagram is a
+# picture.
 EXEMPT = {
     ("README.md", "sh"): 2,
     ("docs/tutorial/ci.md", "yaml"): 2,
@@ -72,11 +74,16 @@ _SECONDS = 300
 _EXIT_CODE = re.compile(r"\(exit code (\d+)\)")
 _FIGURE = re.compile(r"(?<![\w.])[-+]?\d+(?:[.,]\d+)*(?:e[-+]\d+)?")
 _UNIT = re.compile(r"# (?:ns|µs|ms|s)\b")
+# ``question 3 of 40, about 35 s left (ragged)``, ``bounds 120/243, 2 failed, about 35 s left``.
+_PROGRESS = re.compile(
+    r"^[a-z][\w ,-]* \d+(?: of \d+(?:, about \d+ (?:s|min) left)? \(.*\)|/\d+(?:, .*)?)\n",
+    re.MULTILINE,
+)
 _BLOCKS = RawFencedCodeBlockLexer(
     info_pattern=re.compile(r"(?P<info>[^\n]*)$\n", re.MULTILINE),
     mapping={"info": "info", "source": "source"},
 )
-# Properties in a document are there to be seen running, not to judge a kernel once more.
+# Few examples are enough: a document shows how properties run, and need not test a kernel again.
 _FEW_EXAMPLES = """
 from hypothesis import Phase, settings
 settings.register_profile(
@@ -105,13 +112,13 @@ class Command:
     def _of(cls, part: str) -> Command:
         line, _, shown = part.partition("\n")
         lines = shown.rstrip().splitlines()
-        ends = _EXIT_CODE.fullmatch(lines[-1]) if lines else None
-        shown = "\n".join(lines[:-1] if ends else lines)
-        return cls(shlex.split(line), shown, int(ends[1]) if ends else 0)
+        exit_code = _EXIT_CODE.fullmatch(lines[-1]) if lines else None
+        shown = "\n".join(lines[:-1] if exit_code else lines)
+        return cls(shlex.split(line), shown, int(exit_code[1]) if exit_code else 0)
 
 
-def _read(kind: str, data: dict[str, Any]) -> dict[str, Any]:
-    """``data`` read as a ``kind`` and written back."""
+def _read_and_write(kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    """Read ``data`` as a ``kind``, and return the JSON that is written for it."""
     from attncheck.core.mod_spec import Spec
     from attncheck.inputs.problem import Case, Problem
 
@@ -134,18 +141,17 @@ class Snippets:
         (folder / "few_examples.py").write_text(_FEW_EXAMPLES)
 
     def run(self, path: Path) -> int:
-        """Evaluate every block of ``path``; returns how many were executed or read."""
+        """Evaluate every block of ``path``; return how many were executed or read."""
         parsers = (PythonCodeBlockParser(doctest_optionflags=doctest.ELLIPSIS), self._blocks)
         document = Document.parse(str(path), *parsers)
-        # Sybil takes a module's name for granted; classes ask for it.
+        # Sybil sets no ``__name__``, which class definitions need.
         document.namespace["__name__"] = "document"
         warnings.simplefilter("error")  # as in every test
-        count = 0
-        for example in document:
+        examples = list(document)
+        for example in examples:
             example.evaluate()
-            count += 1
         assert not self._files, f"no command uses the files {sorted(self._files)}"
-        return count
+        return len(examples)
 
     def _blocks(self, document: Document) -> Iterator[Region]:
         for region in _BLOCKS(document):
@@ -174,42 +180,45 @@ class Snippets:
     def _console(self, block: str, *, figures: bool) -> str:
         for command in Command.all_of(block):
             self._files -= {word.partition("::")[0] for word in command.words}
-            wrong = self._wrong(command, figures=figures)
-            if wrong:
-                return f"$ {shlex.join(command.words)}\n{wrong}"
+            problem = self._problem(command, figures=figures)
+            if problem:
+                return f"$ {shlex.join(command.words)}\n{problem}"
         return ""
 
-    def _wrong(self, command: Command, *, figures: bool) -> str:
+    def _problem(self, command: Command, *, figures: bool) -> str:
+        """Run the command; return how it differs from the document, or nothing."""
         program, *arguments = command.words
         if program not in _PROGRAMS:
             return f"{program!r} is none of {', '.join(_PROGRAMS)}"
-        done = self._done(program, arguments)
-        # A slow machine is told how far it is, which no page shows.
-        errors = re.sub(r"(?m)^\d+/\d+ .*\n", "", done.stderr)
-        said = done.stdout + (errors if done.returncode else "")
-        if done.returncode != command.exit_code:
-            return f"exit code {done.returncode}, not {command.exit_code}:\n{said}{done.stderr}"
-        return _difference(command.shown, said, figures=figures) if command.shown else ""
+        run = self._run_command(program, arguments)
+        output = run.stdout + (without_progress(run.stderr) if run.returncode else "")
+        if run.returncode != command.exit_code:
+            return f"exit code {run.returncode}, not {command.exit_code}:\n{output}{run.stderr}"
+        return _difference(command.shown, output, figures=figures) if command.shown else ""
 
-    def _done(self, program: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-        how: dict[str, Any] = {"cwd": self.folder, "env": environment(self.folder)}
+    def _run_command(self, program: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+        options: dict[str, Any] = {"cwd": self.folder, "env": environment(self.folder)}
         if self._warm and program in _WARM:
-            return self._warm.run(program, *arguments, timeout=_SECONDS, **how)
+            return self._warm.run(program, *arguments, timeout=_SECONDS, **options)
         words = [*_PROGRAMS[program], *arguments]
-        return subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, **how)
+        return subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, **options)
+
+
+def without_progress(errors: str) -> str:
+    """Return standard error without its lines of progress, which only a slow machine has."""
+    return _PROGRESS.sub("", errors)
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """As in a user's shell without a GPU: nothing of this pytest, no width, no colours."""
-    own = ("PYTEST_", "TRITON_INTERPRET", "COLUMNS", "NO_COLOR", "FORCE_COLOR", "HYPOTHESIS_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    few = "-p few_examples --hypothesis-profile few -p no:cacheprovider"
-    return kept | {
+    """Return the environment of a shell without a GPU, without width, colours and this pytest."""
+    unset = ("PYTEST_", "TRITON_INTERPRET", "COLUMNS", "NO_COLOR", "FORCE_COLOR", "HYPOTHESIS_")
+    others = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
+    return others | {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",  # documents run side by side, and waiting threads spin
         "PYTHONPATH": str(folder),
         "PYTHONIOENCODING": "utf-8",
-        "PYTEST_ADDOPTS": few,
+        "PYTEST_ADDOPTS": "-p few_examples --hypothesis-profile few -p no:cacheprovider",
     }
 
 
@@ -224,17 +233,17 @@ def _module(path: Path) -> ModuleType:
 
 def _json(kind: str, source: str) -> str:
     shown = json.loads(source)
-    written = _read(kind, shown)
-    other = {name for name in shown if shown[name] != written[name]}
-    return f"read back otherwise: {sorted(other)}" if other else ""
+    written = _read_and_write(kind, shown)
+    different = sorted(name for name in shown if shown[name] != written[name])
+    return f"read back otherwise: {different}" if different else ""
 
 
-def _difference(shown: str, said: str, *, figures: bool) -> str:
+def _difference(shown: str, output: str, *, figures: bool) -> str:
     if figures:
-        shown, said = _without_figures(shown), _without_figures(said)
+        shown, output = _without_figures(shown), _without_figures(output)
     want, got = (
         "\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n"
-        for text in (shown, said)
+        for text in (shown, output)
     )
     if doctest.OutputChecker().check_output(want, got, doctest.ELLIPSIS):
         return ""
@@ -247,13 +256,13 @@ def _without_figures(text: str) -> str:
 
 
 def _name(path: str) -> str:
-    """``path`` as in EXEMPT; a document elsewhere has no exemptions."""
+    """Return ``path`` as in EXEMPT; a document outside the repository has no exemptions."""
     resolved = Path(path).resolve()
     return resolved.relative_to(ROOT).as_posix() if resolved.is_relative_to(ROOT) else path
 
 
 def blocks(path: Path) -> list[tuple[str, str]]:
-    """Every fenced block of a document: what stands after its fence, and its text."""
+    """Return the kind and the text of every fenced block of a document."""
     document = Document(path.read_text(encoding="utf-8"), str(path))
     return [(r.lexemes["info"], str(r.lexemes["source"])) for r in _BLOCKS(document)]
 

@@ -1,4 +1,4 @@
-"""Adapters that ``docs/how-to/adapters.md`` shows; those of packages that are here run."""
+"""The adapters of ``docs/how-to/adapters.md``; those of installed packages are run."""
 
 import ast
 import importlib.util
@@ -17,7 +17,7 @@ from attncheck.verify.verify import iter_records
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/adapters.md"
 ADAPTERS = dict(re.findall(r"```py\n# (\w+\.py)\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL))
-LONGEST = 10  # lines of a function
+MOST_LINES = 10  # of a function
 
 _OPS = "sglang.srt.layers.attention.triton_ops"
 _CAUSAL, _LAST = Spec.of("causal"), Spec.of("causal_bottom_right")
@@ -81,18 +81,17 @@ CALLS = {
 }
 
 
-def functions():
-    for file, text in ADAPTERS.items():
-        for each in ast.parse(text, file).body:
-            if isinstance(each, ast.FunctionDef):
-                yield file, each
-
-
-def test_adapters_are_short_functions():
-    shown = {f"{file}::{each.name}" for file, each in functions() if each.name != "pages_of"}
-    assert shown == set(CALLS)
-    for _, each in functions():
-        assert each.body[-1].end_lineno - each.body[0].lineno < LONGEST
+def test_adapters_of_the_page_are_short_and_have_calls_here():
+    functions = [
+        (file, statement)
+        for file, text in ADAPTERS.items()
+        for statement in ast.parse(text, file).body
+        if isinstance(statement, ast.FunctionDef)
+    ]
+    names = {f"{file}::{function.name}" for file, function in functions}
+    assert {name for name in names if not name.endswith("::pages_of")} == set(CALLS)
+    for _, function in functions:
+        assert function.body[-1].end_lineno - function.body[0].lineno < MOST_LINES
 
 
 def is_installed(package):
@@ -105,7 +104,7 @@ def is_installed(package):
 @pytest.mark.parametrize(
     ("name", "call"), [(n, call) for n, (*_, calls) in CALLS.items() for call in calls]
 )
-def test_an_adapter_of_a_package_that_is_here_is_right(name, call, tmp_path):
+def test_adapter_of_an_installed_package_is_right(name, call, tmp_path):
     package, device, _ = CALLS[name]
     if not is_installed(package):
         pytest.skip(f"{package} is not installed: install it to try its adapter")
@@ -114,10 +113,10 @@ def test_an_adapter_of_a_package_that_is_here_is_right(name, call, tmp_path):
     prepare(device)
     file = name.partition("::")[0]
     (tmp_path / file).write_text(ADAPTERS[file])
-    usual = "fp32" if package == "jax" else "fp16"
-    sizes = {"batch": 2, "heads": 4, "head_dim": 32, "query": 24, "dtype": usual}
+    dtype = "fp32" if package == "jax" else "fp16"
+    sizes = {"batch": 2, "heads": 4, "head_dim": 32, "query": 24, "dtype": dtype}
     problem = Problem(**{**sizes, **call})
-    # In a process of its own: JAX has threads, beside which this one could not fork any more.
+    # In another process: JAX starts threads, and pytest's process could no longer fork.
     with IsolatedKernel(str(tmp_path / name)) as host:
         (record,) = iter_records([host.subject], [Case(problem=problem)], device=device)
     assert record.status == "pass", record

@@ -1,4 +1,4 @@
-"""What README and docs name is there, and what is there they name."""
+"""README and docs against the program: commands, tables, links, public names and numbers agree."""
 
 import configparser
 import json
@@ -21,7 +21,7 @@ DOCUMENTS = (
     ),
 )
 
-# Everything before the tox environment; the two commands differ in nothing else.
+# The common beginning of the README's two commands; the tox environment follows.
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install --quiet tox && .venv/bin/tox -q -e "
 
 
@@ -30,12 +30,12 @@ def read(name):
 
 
 def prose(name):
-    """A document without its blocks of code."""
+    """Return a document without its blocks of code."""
     return re.sub(r"^```.*?^```$", "", read(name), flags=re.MULTILINE | re.DOTALL)
 
 
 def rows(name, heading):
-    """Cells of the rows of the tables of a document whose first column is ``heading``."""
+    """Return the cells of all tables of a document whose first column is ``heading``, by row."""
     table = re.compile(rf"^\| {re.escape(heading)} \|.*\n\|[-| ]+\n((?:\|.*\n?)+)", re.MULTILINE)
     lines = "".join(table.findall(read(name))).splitlines()
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
@@ -45,7 +45,7 @@ def code_in(cell):
     return [text.replace("\\|", "|") for text in re.findall(r"`([^`]+)`", cell)]
 
 
-# The two commands cannot be run in here: the second one runs this.
+# The README's two commands cannot be run here: the second one runs these tests.
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def set_up_commands(reader):
     return [source.strip() for info, source in reader.blocks(ROOT / "README.md") if info == "sh"]
 
 
-def test_the_set_up_commands_are_tox_environments(reader, tox):
+def test_set_up_commands_run_tox_environments(reader, tox):
     commands = set_up_commands(reader)
     assert commands == [SET_UP + "rmse", SET_UP + "tests"]
     assert tox["testenv:rmse"]["commands"] == "attncheck rmse {posargs:--dtype bf16}"
@@ -68,20 +68,20 @@ def test_the_set_up_commands_are_tox_environments(reader, tox):
         assert "skip_install" not in tox[f"testenv:{environment}"]
 
 
-def test_ci_runs_the_second_command_to_the_letter(reader):
+def test_ci_runs_the_second_set_up_command(reader):
     lines = read(".ci/run").splitlines()
     assert set_up_commands(reader)[1] in lines
     assert "set -euo pipefail" in lines[: lines.index(SET_UP + "tests")]
 
 
-def test_the_contributing_guide_names_what_ci_runs(tox):
-    (others,) = re.findall(r"^\.venv/bin/tox -q -e (\S+)$", read(".ci/run"), re.MULTILINE)
-    for environment in others.split(","):
+def test_contributing_guide_has_the_commands_of_ci(tox):
+    (environments,) = re.findall(r"^\.venv/bin/tox -q -e (\S+)$", read(".ci/run"), re.MULTILINE)
+    for environment in environments.split(","):
         for command in tox[f"testenv:{environment}"]["commands"].strip().splitlines():
             assert f".venv/bin/{command}" in read("CONTRIBUTING.md")
 
 
-def test_the_page_names_every_property_profile_and_length():
+def test_page_of_properties_names_every_property_profile_and_longest_length():
     from attncheck.cases.tier import TIERS
     from attncheck.suite.pytest_options import PROFILES
 
@@ -96,7 +96,7 @@ def test_the_page_names_every_property_profile_and_length():
     assert f"Lengths go up to {cpu} on a CPU and up to {gpu} on a GPU" in text
 
 
-def test_tables_name_everything_there_is():
+def test_tables_list_all_distributions_masks_score_mods_dtypes_and_columns():
     from attncheck.core.formats import MEASURED_DTYPES
     from attncheck.core.tensor_names import GRADIENTS
     from attncheck.inputs.distributions import DISTRIBUTIONS
@@ -117,14 +117,14 @@ def test_tables_name_everything_there_is():
         "verdict, err/bound, LSE/bound, RMSE, ×floor, ×ideal, inputs, max error, at, bias, "
         "LSE error, time"
     )
-    others = {"environment", *GRADIENTS}
-    shown = [name for key, name in COLUMNS.items() if key.partition("_")[0] not in others]
+    left_out = {"environment", *GRADIENTS}
+    shown = [name for key, name in COLUMNS.items() if key.partition("_")[0] not in left_out]
     shown = [name.removesuffix(" b,h,q,d") for name in shown]
     assert columns == ", ".join(shown)
 
 
-def test_the_table_of_examples_says_what_was_measured():
-    """Every mod of the examples, and for each world what the reports of a CPU and a GPU hold."""
+def test_table_of_example_mods_has_the_statuses_of_the_reports():
+    """The page lists every mod of the examples, with the statuses in the reports of CPU and GPU."""
     from attncheck.core.source_files import import_file
     from attncheck.mods.mod_files import mods_in
 
@@ -139,14 +139,14 @@ def test_the_table_of_examples_says_what_was_measured():
     worlds = [("mpmath", "cpu"), ("triton-flash2", "cpu"), ("triton-flash2", "h200")]
     worlds += [("flex", "cpu"), ("flex", "h200")]
     for name, row in zip(names, table, strict=True):
-        said = row[3:]
-        assert said == [answers[machine][name][world]["status"] for world, machine in worlds]
-        for machine in answers:
-            both = [answers[machine][name][f"triton-flash{i}"]["status"] for i in (1, 2)]
-            assert both[0] == both[1], name
+        statuses = [answers[machine][name][world]["status"] for world, machine in worlds]
+        assert row[3:] == statuses
+        for machine in answers:  # the table's column of Triton is for both kernels
+            flash1, flash2 = (answers[machine][name][f"triton-flash{i}"]["status"] for i in (1, 2))
+            assert flash1 == flash2, name
 
 
-def test_the_check_page_names_its_questions_and_conventions():
+def test_check_page_lists_its_questions_conventions_and_keywords():
     from attncheck.cases.check_cases import check_cases
     from attncheck.subjects.conventions.declarations import CONVENTIONS
 
@@ -159,32 +159,33 @@ def test_the_check_page_names_its_questions_and_conventions():
     keywords = {code_in(row[0])[0] for row in rows("docs/how-to/check.md", "keyword")}
     plain = (each for each in CONVENTIONS["sdpa"].parameters if not each.by_name)
     assert keywords == {each.spellings[0] for each in plain}
-    (source,) = re.findall(
-        r"^```python my_kernel\.py$\n(.*?)^```$", read("docs/how-to/check.md"), re.M | re.S
-    )
-    assert source == read("examples/my_kernel.py")
+    assert kernel_of("docs/how-to/check.md") == read("examples/my_kernel.py")
 
 
-def test_the_kernel_of_the_ci_page_passes_the_gate_that_the_page_shows(tmp_path):
-    """Its gradients too: through a maximum that is not detached they have rounding of their own."""
+def kernel_of(name):
+    """Return the file ``my_kernel.py`` that a document shows."""
+    (source,) = re.findall(r"^```python my_kernel\.py$\n(.*?)^```$", read(name), re.M | re.S)
+    return source
+
+
+def test_kernel_of_the_ci_page_needs_its_detached_maximum(tmp_path):
+    """Gradients through the maximum, which would be rounded, are not within the bounds."""
     from attncheck.inputs.problem import Case, Problem
     from attncheck.subjects.load import load_subject
     from attncheck.verify.run_case import run_case
 
-    (source,) = re.findall(
-        r"^```python my_kernel\.py$\n(.*?)^```$", read("docs/tutorial/ci.md"), re.M | re.S
-    )
+    source = kernel_of("docs/tutorial/ci.md")
     sizes = {"query": 1, "kv": 129, "head_dim": 64, "dtype": "bf16", "backward": True}
     problem = Problem(**sizes, distribution="uniform", seed=1)
-    found = []
-    for name, text in (("shown", source), ("through_it", source.replace(".detach()", ""))):
+    statuses = []
+    for name, text in (("detached", source), ("attached", source.replace(".detach()", ""))):
         (tmp_path / f"{name}.py").write_text(text)
         kernel = load_subject(f"{tmp_path / name}.py::attention", None)
-        found.append(run_case(kernel, Case(problem=problem), device="cpu").status)
-    assert found == ["pass", "fail"]
+        statuses.append(run_case(kernel, Case(problem=problem), device="cpu").status)
+    assert statuses == ["pass", "fail"]
 
 
-def test_arguments_of_the_library_are_documented():
+def test_page_of_masks_lists_the_arguments_of_every_mod():
     from attncheck.mods.masks import MASKS
     from attncheck.mods.scores import SCORES
 
@@ -195,7 +196,7 @@ def test_arguments_of_the_library_are_documented():
                 assert code_in(arguments) == [*entries[name].arguments, *composed]
 
 
-def test_sdpa_math_is_at_the_floor_on_a_cpu_as_the_readme_says():
+def test_rmse_of_sdpa_math_on_a_cpu_is_at_the_floor_as_in_the_readme():
     from attncheck.core.mod_spec import Spec
     from attncheck.inputs.problem import Case, Problem
     from attncheck.reporting.number_text import ratio
@@ -218,7 +219,7 @@ def test_sdpa_math_is_at_the_floor_on_a_cpu_as_the_readme_says():
     assert out.rmse < out.ideal_rmse
 
 
-def test_the_floors_of_the_design_are_those_that_are_checked():
+def test_floors_of_the_design_page_are_those_that_import_linter_checks():
     contracts = tomllib.loads(read("pyproject.toml"))["tool"]["importlinter"]["contracts"]
     checked = [set(layer.split(" | ")) for layer in contracts[0]["layers"]]
     floors = {}
@@ -233,20 +234,20 @@ def test_the_floors_of_the_design_are_those_that_are_checked():
 
 
 def anchors(name):
-    """GitHub's anchors of the headings of a document."""
+    """Return GitHub's anchors of a document's headings."""
     headings = re.findall(r"^#+ (.+)$", prose(name), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def dead_links(text, folder):
-    """Relative links of ``text`` that lead nowhere."""
+    """Return the relative links of ``text`` without a target in the repository."""
     dead = []
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
         if "://" in path:
             continue
         file = (ROOT / folder / path).resolve()
-        if file.name in {"fault-models.md", "relations.md"}:
+        if file.name in {"fault-models.md", "relations.md"}:  # written by docs/conf.py
             continue
         inside = file.is_file() and file.is_relative_to(ROOT)
         if not inside or (anchor and anchor not in anchors(file.relative_to(ROOT))):
@@ -255,16 +256,16 @@ def dead_links(text, folder):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_links_lead_somewhere(name):
+def test_links_have_targets(name):
     assert dead_links(prose(name), Path(name).parent) == []
 
 
-def test_a_dead_link_is_found():
+def test_dead_link_is_detected():
     text = "[a](rmse.md#exit-codes) [b](rmse.md#gone) [c](gone.md) [d](../../../beside.md)"
     assert dead_links(text, "docs/reference") == ["rmse.md#gone", "gone.md", "../../../beside.md"]
 
 
-def test_the_index_lists_every_page():
+def test_index_lists_every_page():
     listed = re.findall(r"^[\w-]+/[\w-]+\.md$", read("docs/index.md"), re.MULTILINE)
     pages = {name.removeprefix("docs/") for name in DOCUMENTS if name.startswith("docs/")}
     assert set(listed) == pages - {"index.md"} | {
@@ -280,14 +281,14 @@ import importlib, json, pkgutil
 import attncheck
 
 exports, faults = {}, []
-found = pkgutil.walk_packages(attncheck.__path__, "attncheck.")
-for name in ["attncheck", *(module.name for module in found)]:
-    # The properties are tests, whose names pytest finds; they are there in a wheel alone.
+modules = pkgutil.walk_packages(attncheck.__path__, "attncheck.")
+for name in ["attncheck", *(module.name for module in modules)]:
+    # The properties, which are tests, are in the package only once it is installed from a wheel.
     if name.rpartition(".")[2].startswith("_") or ".properties" in name:
         continue
     module = importlib.import_module(name)
     names = getattr(module, "__all__", None)
-    if names is None:  # elsewhere names without an underscore are a room's own
+    if names is None:  # a module without public names
         continue
     faults += [f"{name}.{n} does not exist" for n in names if not hasattr(module, n)]
     if len(set(names)) != len(names):
@@ -299,22 +300,22 @@ print(json.dumps([exports, faults]))
 
 @pytest.fixture(scope="module")
 def exports():
-    """Names of ``__all__`` by module, and what is wrong with them; in a process of its own."""
-    done = subprocess.run(
+    """Names of ``__all__`` by module and faults in them, from a new process."""
+    run = subprocess.run(
         [sys.executable, "-c", EXPORTS], capture_output=True, text=True, check=True
     )
-    return json.loads(done.stdout)
+    return json.loads(run.stdout)
 
 
-def test_every_public_name_exists(exports):
-    found, faults = exports
+def test_names_in_all_exist_and_documented_names_are_in_all(exports):
+    names, faults = exports
     assert faults == []
     documented = re.findall(r":: ([\w.]+)\.(\w+)$", read("docs/reference/api.md"), re.MULTILINE)
     assert len(documented) > 10
-    assert [(m, n) for m, n in documented if n not in found.get(m, ())] == []
+    assert [(module, n) for module, n in documented if n not in names.get(module, ())] == []
 
 
-def test_the_calibration_of_the_bounds_page_is_the_measured_one():
+def test_calibration_table_of_the_bounds_page_has_the_numbers_of_the_report():
     runs = json.loads(read("reports/h200/calibration.json"))
     groups = [group for run in runs for group in run["groups"]]
     table = rows("docs/explanation/bounds.md", "dtype")
@@ -323,9 +324,9 @@ def test_the_calibration_of_the_bounds_page_is_the_measured_one():
         of_dtype = [group for group in groups if group["dtype"] == dtype]
         judged = sum(sum(group["statuses"].values()) for group in of_dtype)
         assert int(count.replace(",", "")) == judged
-        for said, name in ((out, "out_over_bound"), (lse, "lse_over_bound")):
+        for cell, name in ((out, "out_over_bound"), (lse, "lse_over_bound")):
             largest = max(r[name][0] for group in of_dtype if (r := group["ratios"])[name])
-            assert said == f"{largest:.3f}"
+            assert cell == f"{largest:.3f}"
     assert sum(group["statuses"]["fail"] for group in groups) == 0
     text = read("docs/explanation/bounds.md")
     for what in ("problems", "judgements"):

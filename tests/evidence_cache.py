@@ -1,7 +1,8 @@
-"""What kernels are held against, made once for all that are asked the same Case.
+"""A cache of the exact results that kernels are compared with, one for each Case.
 
-In a process of tests by the fixture ``shared_evidence``; in a server of ``warm_python.py`` for its
-forks, most of which ask a kernel first what it takes: on the same tiny Problems every time.
+In pytest's process, the fixture ``shared_evidence`` installs it. In a server of ``warm_python.py``,
+the forks inherit it: most of them first find out which problems a function takes, always with the
+same tiny Problems.
 """
 
 import importlib
@@ -11,7 +12,7 @@ from pathlib import Path
 from attncheck.inputs.problem import Case
 from attncheck.verify import evidence_builder
 
-# Those that ask kernels by a Case alone.
+# Modules that run a kernel on a Case without further arguments for its evidence.
 _MODULES = (
     "attncheck.diagnose.confirmation",
     "attncheck.diagnose.failing_kernel",
@@ -19,7 +20,7 @@ _MODULES = (
     "attncheck.verify.run_case",
     "attncheck.verify.verify",
 )
-# By both of these, plain functions of tests mostly are what torch's is called by.
+# Most plain functions in tests have one of these two signatures.
 _FUNCTIONS = """
 from torch.nn.functional import scaled_dot_product_attention as right
 def plain(q, k, v):
@@ -31,36 +32,41 @@ def wrong(q, k, v):
 """
 
 
-class Kept:
-    """Stands for ``EvidenceBuilder``: of one Case there is one, as long as it is kept."""
+class EvidenceCache:
+    """Replaces ``EvidenceBuilder`` and returns the same builder for the same Case and device.
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    Args:
+        capacity: Number of builders; the oldest is dropped for a new one.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self.evidence: dict[tuple[str, str], evidence_builder.EvidenceBuilder] = {}
 
-    def __call__(self, case: Case, device: str, *given, **more):
-        if given or more:
-            return evidence_builder.EvidenceBuilder(case, device, *given, **more)
+    def __call__(self, case: Case, device: str, *arguments, **options):
+        if arguments or options:
+            return evidence_builder.EvidenceBuilder(case, device, *arguments, **options)
         key = case.id, device
         if key not in self.evidence:
-            if len(self.evidence) == self.most:  # the oldest
-                del self.evidence[next(iter(self.evidence))]
+            if len(self.evidence) == self.capacity:
+                oldest = next(iter(self.evidence))
+                del self.evidence[oldest]
             self.evidence[key] = evidence_builder.EvidenceBuilder(case, device)
         return self.evidence[key]
 
-    def stands_in(self, setattr_=setattr) -> None:
-        """Have it called in place of ``EvidenceBuilder``."""
+    def install(self, setattr_=setattr) -> None:
+        """Replace ``EvidenceBuilder`` in every module that the cache is for."""
         for name in _MODULES:
             setattr_(importlib.import_module(name), "EvidenceBuilder", self)
 
-    def steps_down(self) -> None:
-        """Have each Case's evidence made where it is asked for, as ever."""
+    def uninstall(self) -> None:
+        """Put the real ``EvidenceBuilder`` back."""
         for name in _MODULES:
             importlib.import_module(name).EvidenceBuilder = evidence_builder.EvidenceBuilder
 
 
-def keep_for_forks() -> Kept:
-    """Keep what trials of functions, the plainest question and its diagnosis are held against."""
+def fill_cache_for_forks() -> EvidenceCache:
+    """Install a cache of evidence: claim trials, question ``plain`` and its diagnosis."""
     import torch
 
     from attncheck.cases.check_cases import check_cases
@@ -69,20 +75,25 @@ def keep_for_forks() -> Kept:
     from attncheck.verify import claims
     from attncheck.verify.run_case import run_case
 
-    kept = Kept(256)
-    kept.stands_in()
+    cache = EvidenceCache(256)
+    cache.install()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a fork has none of its threads
-    plain = [one for d in ("bf16", "fp32") for one in check_cases(d) if one.name == "plain"]
+    torch.set_num_threads(1)  # a fork inherits no threads
+    questions = [
+        question
+        for dtype in ("bf16", "fp32")
+        for question in check_cases(dtype)
+        if question.name == "plain"
+    ]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "functions.py"
         file.write_text(_FUNCTIONS)
         for name in ("plain", "masked", "wrong"):
             subject = load_subject(f"{file}::{name}")
             claims.find_claims(subject, kernel=f"{file}::{name}", device="cpu")
-            for one in plain:
-                record = run_case(subject, one.case, device="cpu")
+            for question in questions:
+                record = run_case(subject, question.case, device="cpu")
                 if name == "wrong":
                     diagnose_failure(record, subject, device="cpu")
     torch.set_num_threads(threads)
-    return kept
+    return cache
