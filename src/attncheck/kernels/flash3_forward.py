@@ -67,7 +67,7 @@ class Shape:
     """Compile-time choices of one launch."""
 
     keys: int  # per tile
-    stages: int  # tiles of keys, and as many of values, in shared memory
+    stages: int  # tiles of keys, and as many of values, in shared memory; with pingpong 2 or more
     groups: int = 2  # warpgroups that do arithmetic, of ``OWN`` rows each
     registers: int = 240  # per thread of these warpgroups
     pingpong: bool = False  # whether warpgroups take turns at the tensor cores
@@ -387,7 +387,7 @@ def walk(
 def _find_block(number, blocks, together, heads, tiles, LISTED: gl.constexpr):
     """Return block and batch · heads + head of work item ``number``, and (LISTED) its entry.
 
-    The entry is the block's place in ``VisitList.order`` and, times its size, in ``spans``.
+    The entry is the block's place in ``VisitList.counts``, and so the place of its ``spans``.
     """
     # Listed blocks differ in length: groups of 8 heads end more evenly than groups of 4.
     block, bh = place(number, blocks, together, 8 if LISTED else 4)

@@ -54,8 +54,8 @@ class Launch:
 class VisitList:
     """The tiles that each block of query rows has to visit, in order; all others are hidden.
 
-    They are listed in runs of consecutive tiles of one kind: the next tile follows from the last
-    one, so that its loads can start before anything of the list is read.
+    They are listed in runs of consecutive tiles of the same kinds: the next tile follows from the
+    last one, so that its loads can start before anything of the list is read.
 
     A block may be several groups of rows that visit its tiles together. A tile's kind for a group
     is 0 if the group sees nothing of it, 2 if the tile lies wholly inside and every row of the

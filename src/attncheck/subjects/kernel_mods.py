@@ -124,10 +124,11 @@ def visited_tiles(
     The mask itself is called at every index, on ``device``.
 
     Args:
-        block_query: Query rows of a tile.
+        block_query: Query rows of a tile; with ``groups``, of one group.
         block_kv: Keys of a tile.
         by_keys: Whether to list blocks of query rows for each block of keys, not the reverse.
-        groups: How many tiles' rows are a block of the list.
+        groups: Groups of rows that visit their tiles together: a block of the list has
+            ``groups`` times ``block_query`` rows.
     """
     key = ModKey.of(problem, device, "mask")
     return _visits(key, block_query, block_kv, by_keys=by_keys, groups=groups)
