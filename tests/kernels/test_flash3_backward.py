@@ -5,7 +5,7 @@ Whether its waits suffice on hardware, and its speed, can be tested on a GPU onl
 
 import pytest
 import torch
-from tests.kernels.gluon_emulation import Emulated, dawdle
+from tests.kernels.gluon_emulation import EmulatedKernel, delay_arrivals
 from tests.kernels.patched_kernels import PLANTED, copy_kernels
 
 from attncheck.core.mod_spec import FULL, Spec
@@ -51,7 +51,7 @@ def emulate(monkeypatch):
 
     def emulate(module, resident):
         callees = [getattr(module, name) for name in CALLEES]
-        kernel = Emulated(module._backward, [*callees, tile.place], resident)
+        kernel = EmulatedKernel(module._backward, [*callees, tile.place], resident)
         monkeypatch.setattr(module, "_backward", kernel)
         monkeypatch.setattr(module, "on_hopper", lambda device: True)
         return module.flash3_backward
@@ -91,12 +91,12 @@ def test_gradients_are_within_bounds_and_deterministic(shape, resident, emulate)
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_no_wait_depends_on_timing(head_dim, emulate, monkeypatch):
-    """With ``dawdle``, whoever releases something pauses, so a phase waited for late has passed.
+    """Threads pause after arriving at a barrier, so a phase that is waited for late has passed.
 
     That this catches a late wait is shown for the forward, where one is planted: planted here, it
     would leave threads that wait for ever.
     """
-    dawdle(monkeypatch)
+    delay_arrivals(monkeypatch)
     shape = {"heads": 1, "query": 700, "kv": 300, "head_dim": head_dim, "mask": WINDOW}
     assert is_right(emulate(flash3_backward, 64), shape)
 

@@ -1,4 +1,5 @@
-"""Our kernels compiled for Hopper, without one: they fit, hardly spill, and keep their order."""
+"""Our kernels compiled for Hopper, without a GPU: shared memory, spilled registers, and the machine
+code that their bits depend on."""
 
 import os
 from pathlib import Path
@@ -8,19 +9,19 @@ import pytest
 COMPILE = Path(__file__).with_name("compile_for_hopper.py")
 SPILLS = Path(__file__).parents[2] / "benchmarks" / "spills.py"
 SHARED_MEMORY = 232448  # bytes a block may use on Hopper
-MOST_SPILLED = 80  # bytes a thread: what tiles were chosen by (subjects/triton_flash.py)
+MOST_SPILLED = 80  # bytes a thread: the limit when tiles were chosen (subjects/triton_flash.py)
 
 
 @pytest.fixture
 def compile_kernels(tmp_path, warm_python):
-    """``compile_kernels(what, …)``: what it prints, in a process that compiles."""
+    """``compile_kernels(argument, …)``: what a script prints, in a process that compiles."""
 
     def run(*arguments, script=COMPILE):
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        how = {"cwd": tmp_path, "env": environment | {"TRITON_CACHE_DIR": str(tmp_path)}}
-        done = warm_python.run(str(script), *arguments, **how)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
+        environment["TRITON_CACHE_DIR"] = str(tmp_path)
+        process = warm_python.run(str(script), *arguments, cwd=tmp_path, env=environment)
+        assert process.returncode == 0, process.stderr
+        return process.stdout.splitlines()
 
     return run
 
@@ -36,9 +37,9 @@ def test_backwards_fit_and_hardly_spill(name, compile_kernels):
     for line in map(str.split, lines):
         *_, spilled, shared, products, _, _ = line
         assert int(shared) <= SHARED_MEMORY
-        # Tiles are not chosen for atomic sums.
+        # Tiles were not chosen for atomic sums.
         assert int(spilled) <= MOST_SPILLED or line[3] == "atomic", line
-        assert int(products) > 0  # of 16-bit operands by tensor cores
+        assert int(products) > 0  # tensor-core instructions of 16-bit operands
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_backwards_fit_and_hardly_spill(name, compile_kernels):
     ],
 )
 def test_forwards_fit(name, dtypes, head_dim, kinds, compile_kernels):
-    """And fp8's tensor-core accumulator is used where it is asked for alone."""
+    """Only the launch ``fastacc`` sums fp8 products in the tensor core's accumulator."""
     sizes = ("--dtype", *dtypes, "--head-dim", head_dim, "--kind", *kinds)
     lines = [x.split() for x in compile_kernels("--kernel", name, *sizes, script=SPILLS)[2:]]
     assert {line[1] for line in lines} == set(dtypes)
@@ -58,13 +59,13 @@ def test_forwards_fit(name, dtypes, head_dim, kinds, compile_kernels):
         assert (int(qgmma) > 0) == (kind == "fastacc")
 
 
-def test_dq_fits_with_the_gradients_of_what_a_score_mod_reads(compile_kernels):
-    """A table is loaded for the score, the slope and the place of each number."""
+def test_dq_with_gradients_of_captured_tensors_fits(compile_kernels):
+    """Tables are loaded for the score, its slope, and the index of each number."""
     sizes = ("--dtype", "bf16", "--head-dim", "256", "--kind", "dalibi", "dbias")
     lines = compile_kernels("--kernel", "flash2-dq", *sizes, script=SPILLS)[2:]
     assert [line.split()[3] for line in lines] == ["dalibi", "dbias"]
     assert all(int(line.split()[-4]) <= SHARED_MEMORY for line in lines)
-    assert all(int(line.split()[-3]) > 0 for line in lines)  # products of 16-bit operands
+    assert all(int(line.split()[-3]) > 0 for line in lines)  # instructions of 16-bit operands
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -98,56 +99,57 @@ def test_flash3_fits_with_mods_and_hardly_spills(head_dim, compile_kernels):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_backward_of_flash3_fits_and_its_products_overlap(head_dim, compile_kernels):
-    """Where registers do not suffice ptxas waits for each product before the next one begins."""
+def test_flash3_backward_fits_and_its_products_overlap(head_dim, compile_kernels):
+    """With too few registers ptxas would wait for each product before the next one starts."""
     kinds = compile_kernels("flash3_gradients", str(head_dim))
     for kind, line in zip(("full", "causal", "window"), kinds, strict=True):
         shared, spilled, in_loops, products, waits = map(int, line.split())
         assert shared <= SHARED_MEMORY, line
         assert spilled <= 5 * MOST_SPILLED, line
-        # One waits for all that was added to dQ before it.
+        # Windows wait for all earlier additions to dQ.
         assert in_loops == 0 or head_dim == 64 or kind == "window", line
         assert waits < products / 4, line
 
 
-def test_where_it_has_too_few_registers_the_loop_shows_it(compile_kernels):
-    assert int(compile_kernels("crowded")[0]) > 0
+def test_spills_in_loops_are_counted_with_too_few_registers(compile_kernels):
+    """Shows that the count of 0 elsewhere means something."""
+    assert int(compile_kernels("flash3_without_registers")[0]) > 0
 
 
-def test_softmax_loads_wide_and_does_not_spill(compile_kernels):
+def test_softmax_loads_vectors_and_does_not_spill(compile_kernels):
     compile_kernels("softmax")
 
 
-def test_decoding_hardly_spills(compile_kernels):
+def test_decode_hardly_spills_and_fuses_no_exponent(compile_kernels):
     compile_kernels("decode")
 
 
-def test_both_launches_add_a_row_up_in_one_order(compile_kernels):
-    """Or hidden values that are not finite move bits of rows that do not see them."""
+def test_careful_launch_adds_rows_up_in_the_same_order(compile_kernels):
+    """Otherwise hidden non-finite values would change bits of rows that do not see them."""
     tiles = ("tf32:128", "bf16:256", "tf32:128:64,32,8")
-    lines = compile_kernels("careful", *tiles)
-    # The last has two warps a row, as it had when an H200 showed it.
+    lines = compile_kernels("score_layouts", *tiles)
+    # The last has two warps a row in one launch: the case that failed on an H200.
     assert [line.split()[:2] for line in lines] == [
         [tile, verdict] for tile, verdict in zip(tiles, ("same", "same", "apart"), strict=True)
     ]
 
 
-def test_a_score_mod_and_its_slope_are_two_functions(compile_kernels):
-    """Triton tells callees apart by name and types alone, which the interpreter does not show.
+def test_score_mod_and_its_slope_are_compiled_as_two_functions(compile_kernels):
+    """Triton distinguishes callees by name and types only, unlike its interpreter.
 
-    Of one name the slope of a temperature would divide as the temperature does: the mod divides,
-    and its slope is a number.
+    If both had one name, the slope of a temperature, which is a number, would divide as the
+    temperature does.
     """
-    assert compile_kernels("names") == ["1"]
+    assert compile_kernels("mod_and_slope") == ["1"]
 
 
 @pytest.mark.parametrize("value_dim", [128, 44])
-@pytest.mark.parametrize("how", [(), ("specialised",)], ids=str)
-def test_the_layout_of_a_gradient_moves_no_bit_of_delta(value_dim, how, compile_kernels):
-    """As it did on an H200: how wide loads may be decides in which order a row is added up.
+@pytest.mark.parametrize("options", [(), ("specialised",)], ids=str)
+def test_all_layouts_of_dout_share_one_delta_kernel(value_dim, options, compile_kernels):
+    """A kernel for one layout alone may sum rows in another order: on an H200 delta's bits changed.
 
-    Rows of 44 numbers do not begin at 16 bytes.
+    How wide loads may be decides that order. Rows of 44 numbers do not begin at 16-byte boundaries.
     """
-    lines = compile_kernels("deltas", str(value_dim), *how)
+    lines = compile_kernels("delta_kernels", str(value_dim), *options)
     assert len(lines) == 5
-    assert (len(set(lines)) == 1) == (not how)
+    assert (len(set(lines)) == 1) == (not options)

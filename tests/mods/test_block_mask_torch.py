@@ -1,4 +1,4 @@
-"""Our block masks and torch's own, both ways."""
+"""Conversions between our block masks and torch's ``flex_attention`` BlockMask, both ways."""
 
 from itertools import product
 
@@ -34,20 +34,20 @@ def by_head_and_sequence(b, h, q_idx, kv_idx):
 BLOCKS = [(16, 16), (8, 32), (5, 7), (37, 50), (64, 64), (128, 128)]
 
 
-def theirs(mod, dimensions, blocks, **options):
-    """Torch's own, for every sequence and head."""
+def torch_block_mask(mod, dimensions, blocks, **options):
+    """The block mask that torch creates, for every sequence and head."""
     d = dimensions
     return flex.create_block_mask(
         mod, d.batch, d.heads, d.query, d.kv, device="cpu", BLOCK_SIZE=blocks, **options
     )
 
 
-def ours(mod, dimensions, blocks):
+def our_block_mask(mod, dimensions, blocks):
     return block_mask(mod, dimensions, block_query=blocks[0], block_kv=blocks[1])
 
 
-def listed(counts, indices):
-    """The lists of a pair of torch's tables: what stands beyond a count means nothing."""
+def listed_blocks(counts, indices):
+    """The lists of a pair of torch's tables; entries beyond a count are arbitrary."""
     places = product(*map(range, counts.shape))
     return {place: indices[place][: int(counts[place])].tolist() for place in places}
 
@@ -61,19 +61,19 @@ TABLES = (
 
 
 def all_tables(mask, dimensions):
-    """Every list that ``flex_attention`` reads of a BlockMask, for every sequence and head."""
+    """All lists that ``flex_attention`` reads from a BlockMask, for every sequence and head."""
     outer = (dimensions.batch, dimensions.heads)
     return {
-        names: listed(
+        names: listed_blocks(
             *(getattr(mask, n).expand(*outer, *getattr(mask, n).shape[2:]) for n in names)
         )
         for names in TABLES
     }
 
 
-def same(mod, dimensions, blocks):
-    """Whether ours and torch's say the same, tables and conversions, both ways."""
-    mine, other = ours(mod, dimensions, blocks), theirs(mod, dimensions, blocks)
+def assert_same(mod, dimensions, blocks):
+    """Assert that our block mask and torch's are equal, and so are conversions both ways."""
+    mine, other = our_block_mask(mod, dimensions, blocks), torch_block_mask(mod, dimensions, blocks)
     tables = all_tables(other, dimensions)
     converted = to_torch_block_mask(mine, mod)
     assert all_tables(converted, dimensions) == tables
@@ -89,57 +89,59 @@ def same(mod, dimensions, blocks):
 
 @pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 @pytest.mark.parametrize("mod", [written.causal, by_head_and_sequence], ids=["shared", "each"])
-def test_every_table_is_torchs(mod, blocks):
-    same(mod, SHARED, blocks)
+def test_tables_equal_those_of_torch(mod, blocks):
+    assert_same(mod, SHARED, blocks)
 
 
 @settings(deadline=None, max_examples=25)
 @given(data=st.data())
-def test_whatever_is_composed_at_whatever_length(data):
+def test_random_masks_and_lengths_equal_those_of_torch(data):
     lengths = st.integers(1, 24)
     dimensions = Dimensions(batch=2, heads=2, query=data.draw(lengths), kv=data.draw(lengths))
-    drawn = masks(dimensions=dimensions) | compositions(dimensions=dimensions)
-    mod = build_mask(data.draw(drawn, label="mask"), dimensions)
-    same(mod, dimensions, data.draw(st.tuples(*(st.integers(1, 26),) * 2), label="blocks"))
+    specs = masks(dimensions=dimensions) | compositions(dimensions=dimensions)
+    mod = build_mask(data.draw(specs, label="mask"), dimensions)
+    assert_same(mod, dimensions, data.draw(st.tuples(*(st.integers(1, 26),) * 2), label="blocks"))
 
 
 @pytest.mark.parametrize("was", [0, 1, 2])
-def test_a_tile_of_another_kind_is_found(was):
+def test_tile_of_another_kind_changes_the_tables(was):
     mod = build_mask(Spec.of("causal_bottom_right"), SHARED)
-    mine = ours(mod, SHARED, (8, 8))
+    mine = our_block_mask(mod, SHARED, (8, 8))
     kinds = mine.kinds.clone()
     kinds[tuple((kinds == was).nonzero()[0].tolist())] = (was + 1) % 3
     wrong = BlockMask(kinds=kinds, query=QUERY, kv=KV, block_query=8, block_kv=8)
-    tables = all_tables(theirs(mod, SHARED, (8, 8)), SHARED)
+    tables = all_tables(torch_block_mask(mod, SHARED, (8, 8)), SHARED)
     assert all_tables(to_torch_block_mask(mine, mod), SHARED) == tables
     assert all_tables(to_torch_block_mask(wrong, mod), SHARED) != tables
 
 
-def test_masks_without_full_tiles_of_their_own_are_all_partial():
+def test_torch_mask_without_separate_full_blocks_has_only_partial_tiles():
     mod = written.causal
-    merged = from_torch_block_mask(theirs(mod, SHARED, (8, 8), separate_full_blocks=False))
+    merged = from_torch_block_mask(
+        torch_block_mask(mod, SHARED, (8, 8), separate_full_blocks=False)
+    )
     kinds = merged.kinds
     assert not (kinds == FULL).any()
     assert torch.equal(
-        kinds != EMPTY, (ours(mod, SHARED, (8, 8)).kinds != EMPTY).expand(3, 4, 5, 7)
+        kinds != EMPTY, (our_block_mask(mod, SHARED, (8, 8)).kinds != EMPTY).expand(3, 4, 5, 7)
     )
 
 
-def test_tables_without_batch_and_heads_and_narrower_than_the_keys():
-    """As ``from_kv_blocks`` may be given: two tiles listed of six, in any order."""
-    given = flex.BlockMask.from_kv_blocks(
+def test_tables_without_batch_and_heads_and_narrower_than_the_keys_are_read():
+    """``from_kv_blocks`` accepts such tables: here of two of six tiles, in any order."""
+    other = flex.BlockMask.from_kv_blocks(
         torch.tensor([1, 2], dtype=torch.int32),
         torch.tensor([[3, 0], [5, 1]], dtype=torch.int32),
         BLOCK_SIZE=(16, 16),
         seq_lengths=(20, 90),
         compute_q_blocks=False,
     )
-    mask = from_torch_block_mask(given)
+    mask = from_torch_block_mask(other)
     assert mask.kinds.tolist() == [[[[0, 0, 0, 1, 0, 0], [0, 1, 0, 0, 0, 1]]]]
     assert mask.kv_indices[0, 0].tolist() == [[3, 0, 0, 0, 0, 0], [1, 5, 0, 0, 0, 0]]
 
 
-def test_a_tile_that_is_listed_twice_is_refused():
+def test_tile_listed_as_partial_and_as_full_is_refused():
     one, first = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
     twice = flex.BlockMask.from_kv_blocks(one, first, one, first, BLOCK_SIZE=(16, 16))
     with pytest.raises(ProblemError, match="hold 3"):
@@ -148,16 +150,16 @@ def test_a_tile_that_is_listed_twice_is_refused():
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("mod", [written.causal, by_head_and_sequence], ids=["shared", "each"])
-def test_flex_attention_takes_it_and_gives_the_same_bits(heads, mod):
-    """Heads of a mask are query heads, however many heads the keys have."""
+def test_flex_attention_gives_the_same_bits_with_our_block_mask(heads, mod):
+    """A mask's heads are query heads, however many heads the keys have."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, heads[0], QUERY, 16, generator=generator)
     k, v = (torch.randn(3, heads[1], KV, 16, generator=generator) for _ in range(2))
     from attncheck.subjects.conventions.torch_conventions import uncompiled_flex
 
-    def attended(mask):
+    def attend(mask):
         with uncompiled_flex():
             return flex.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
 
-    mine = to_torch_block_mask(ours(mod, SHARED, (16, 16)), mod)
-    assert torch.equal(attended(mine), attended(theirs(mod, SHARED, (16, 16))))
+    mine = to_torch_block_mask(our_block_mask(mod, SHARED, (16, 16)), mod)
+    assert torch.equal(attend(mine), attend(torch_block_mask(mod, SHARED, (16, 16))))
