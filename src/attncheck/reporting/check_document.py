@@ -51,7 +51,7 @@ from attncheck.reporting.record_text import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 _COLUMNS = (
@@ -114,7 +114,7 @@ def _document(
     report: Report, command: str, shown: Sequence[Record], *, remarks: bool = True
 ) -> Document:
     """Return the page with rows of ``shown``; ``remarks`` adds reasons and the worst in full."""
-    worst = worst_record(report)
+    worst = worst_record(report.records)
     dtypes = dict.fromkeys(problem_of(record).dtype for record in shown)
     sections = _causes(report, command)
     sections += [
@@ -198,9 +198,9 @@ def check_section(records: Sequence[Record], *, remarks: bool = True) -> Section
     return Section(problem_of(records[0]).dtype, (Table(shown, tuple(rows)),) if rows else ())
 
 
-def worst_record(report: Report) -> Record | None:
+def worst_record(records: Iterable[Record]) -> Record | None:
     """Return the worst failure: by the order of the rules, then by its size; None if none."""
-    return min((r for r in report.records if r.status in _FAILING), key=_rank, default=None)
+    return min((one for one in records if one.status in _FAILING), key=_rank, default=None)
 
 
 def _rank(record: Record) -> tuple[bool, int, float]:
@@ -218,7 +218,7 @@ def _rank(record: Record) -> tuple[bool, int, float]:
 
 def check_outcome(report: Report) -> str:
     """Return ``fail``, ``in doubt`` (oracles disagree), ``pass`` or ``untested`` (no answer)."""
-    if worst_record(report) is not None or _blind(report):
+    if worst_record(report.records) is not None or _blind(report):
         return "fail"
     if any(r.status in UNTRUSTED_STATUSES for r in report.records):
         return "in doubt"
