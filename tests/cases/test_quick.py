@@ -1,6 +1,7 @@
 """The quick plan: what it asks, that right kernels pass, and which question shows which fault."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -260,6 +261,16 @@ def test_a_question_asked_by_name_need_not_see_everything():
     report = msgspec.structs.replace(report, command=command)
     assert check_outcome(report) == "pass"
     assert "insensitive" not in page(report)
+
+
+def test_a_question_that_passes_in_another_dtype_than_bf16_says_so():
+    report = answered(PLANTED.RIGHT["torch's"], "one-key")
+    case = json.loads(json.dumps(report.records[0].case).replace("bf16", "fp32"))
+    records = (msgspec.structs.replace(report.records[0], case=case),)
+    for typed, sentence in (("", "1 question in fp32"), (" --dtype fp32", "1 question")):
+        command = f"attncheck check planted --question one-key{typed}"
+        in_fp32 = msgspec.structs.replace(report, command=command, records=records)
+        assert f"PASS planted: {sentence}" in page(in_fp32).splitlines()
 
 
 def test_nothing_tested_says_so():

@@ -78,9 +78,11 @@ def test_a_kernel_is_called_as_it_was_typed(attncheck, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "mine.py").write_text(WRONG)
     name = "in/mine.py::Wrong"
-    code, out, _ = attncheck("--kernel", "ideal", "--kernel", name, "--explain", f"{name}/causal")
-    assert code == 1
-    assert out.startswith("wrong · causal · MHA 2 · fp16 ")
+    # Also where the cell spells the file in another way.
+    for cell in (f"{name}/causal", f"./{name}/causal", f"{tmp_path}/{name}/causal"):
+        code, out, _ = attncheck("--kernel", "ideal", "--kernel", name, "--explain", cell)
+        assert code == 1
+        assert out.startswith("wrong · causal · MHA 2 · fp16 ")
 
 
 def test_an_unknown_cell_is_refused_before_the_trials(attncheck, tmp_path, monkeypatch):

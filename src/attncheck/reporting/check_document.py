@@ -64,6 +64,7 @@ _OF_GRADIENTS = Column("grad/bound")
 _PROBLEM = Column("problem", words=True, wrap=True)
 _WHAT = Column("what it is", words=True, wrap=True)
 _OPTION = "--question"
+_DEFAULT_DTYPE = "bf16"  # of the questions of a check, if the kernel takes it
 # Options that choose or show questions, and are dropped from the command that repeats one.
 _NOT_REPEATED = {"--last-failed", "--watch", "-q", "--quiet", "-v", "--verbose"}
 _FAILING = FAILED_STATUSES | {"flaky"}  # an answer that failed once and then not is no pass
@@ -267,8 +268,17 @@ def _sentence(report: Report) -> Verdict:
             doubt = "the oracles disagree, so nothing is said of the kernel"
             return Verdict("IN DOUBT", f"{name}: {doubt}{rest}", "bad")
         case "pass":
-            return Verdict("PASS", f"{name}: {questions}{rest}", "good")
+            return Verdict("PASS", f"{name}: {questions}{_unusual_dtypes(report)}{rest}", "good")
     return Verdict("NOTHING TESTED", f"{name}: it supports none of the questions{rest}", "notable")
+
+
+def _unusual_dtypes(report: Report) -> str:
+    """Return `` in fp32`` if chosen questions were asked in dtypes that nobody typed; else ""."""
+    dtypes = dict.fromkeys(problem_of(one).dtype for one in report.records if one.status in JUDGED)
+    typed = any(word.partition("=")[0] == "--dtype" for word in shlex.split(report.command))
+    if typed or not _is_chosen_by_hand(report) or set(dtypes) <= {_DEFAULT_DTYPE}:
+        return ""
+    return f" in {', '.join(dtypes)}"
 
 
 def _blind(report: Report) -> str:
