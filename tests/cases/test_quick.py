@@ -235,6 +235,11 @@ def test_the_larger_share_is_the_worse():
 def test_an_error_is_shown_where_nothing_else_is():
     both = answered(PLANTED.WRONG["raises"], "plain")
     assert "ValueError or NotImplementedError" in page(both)
+    # Beside a wrong answer, which comes first, too; and once, however many questions raise.
+    wrong = answered(PLANTED.WRONG["zeros"], "plain").records
+    raised = answered(PLANTED.WRONG["raises"], "plain", "ragged").records
+    every = msgspec.structs.replace(both, records=(*wrong, *raised))
+    assert page(every).count("ValueError or NotImplementedError") == 1
 
 
 @pytest.mark.parametrize("fmt", ["table", "md"])

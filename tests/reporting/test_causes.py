@@ -5,7 +5,7 @@ import pytest
 from tests.reporting import gate_reports as made
 
 from attncheck.core.judgement import Judgement, Unclaimed
-from attncheck.records.failure_causes import group_by_cause, symptom
+from attncheck.records.failure_causes import group_by_cause, symptom, unclaimed_findings
 from attncheck.records.record import Diagnosis, Explanation
 from attncheck.reporting.diagnosis_text import causes_section
 from attncheck.reporting.gate_document import gate_document
@@ -73,6 +73,10 @@ def test_what_lies_beyond_the_claims_of_a_kernel_is_one_finding():
     # What a model explains is told by its cause.
     known = msgspec.structs.replace(explained(WIDER), unclaimed=records[0].unclaimed)
     assert shape(known, explained(WIDER, seed=1)) == [(WIDER, True, (0, 1))]
+    # Ways with the same remedy stand together before it.
+    crashed = beyond("80", status="crash", judgement=None)
+    finding = "wrong, not refused, for head_dim 40; crash, no refusal, for head_dim 80"
+    assert unclaimed_findings([records[0], crashed]) == [f"{finding}: refuse them by ValueError"]
 
 
 def test_of_several_that_explain_as_well_the_one_that_explains_the_others_is_taken():

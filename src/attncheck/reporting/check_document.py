@@ -176,7 +176,8 @@ def _causes(report: Report, command: str) -> list[Section]:
         count = number_text.plural(sum(len(group.members) for group in others), "failure")
         last.append(Note(f"and {number_text.plural(len(others), 'more kind')} of failure, {count}"))
     # An error mostly means a size that the kernel does not support.
-    last += [Note(_REMEDY)] if causes[0][1].status == "error" else []
+    raises = any(record.status == "error" for _, record in causes[:_MOST_CAUSES])
+    last += [Note(_REMEDY)] if raises else []
     return [*sections, Section("", tuple(last))] if last else sections
 
 
