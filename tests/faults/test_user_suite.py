@@ -88,7 +88,7 @@ def suite(project):
 
 def test_the_control_passes_also_with_gradients_and_lse(suite):
     found = run_control(suite("tests"))
-    assert (found.status, found.left) == ("not shown", ())
+    assert (found.status, found.fallback_reasons) == ("not shown", ())
 
 
 def test_a_strict_suite_catches_a_fault_and_the_test_is_named(suite):

@@ -122,7 +122,7 @@ def test_every_measured_case_is_asked_of_both(monkeypatch):
     """As the plan has it: one right after the other."""
     found = SimpleNamespace(commit="0" * 40)
     planning = SimpleNamespace(
-        choices=SimpleNamespace(tree=found, held=None, dtypes=(), tier=tier_named("smoke")),
+        choices=SimpleNamespace(tree=found, baseline_cases=None, dtypes=(), tier=tier_named("smoke")),
         refused=[],
     )
     unit = Unit(kind="ask", stage="bounds", kernel="mine", device="cpu", case=CASES[0].to_json())
@@ -187,7 +187,7 @@ def test_a_kernel_that_fails_there_fails_nothing_here(repository):
 def test_a_tree_travels_as_text(repository):
     with commit_tree("main") as there:
         chosen = choices(
-            tree=there, held=BaselineCases(digest="0", cases=(("k", "d", "v", {"a": 1}),))
+            tree=there, baseline_cases=BaselineCases(digest="0", cases=(("k", "d", "v", {"a": 1}),))
         )
     text = json.dumps(chosen.options())
     assert Choices.of(json.loads(text)) == chosen

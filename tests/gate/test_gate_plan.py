@@ -261,17 +261,17 @@ def test_a_baseline_is_asked_what_it_was_made_of_whatever_the_plan_is_now():
         )
         for unit in before
     ]
-    held = BaselineCases.of(
+    baseline = BaselineCases.of(
         make_baseline(baseline_entries(records, {"e": here}), {here.id: here}, "0")
     )
     after = restricted(lambda problem: plainly(problem, "sliding_window"), dtypes="bf16")
     cases = [Case.from_json(unit.case).id for unit in plan(after)]
     assert not {Case.from_json(unit.case).id for unit in before} <= set(cases)
-    after.choices = replace(after.choices, held=held)
+    after.choices = replace(after.choices, baseline_cases=baseline)
     found = [Case.from_json(unit.case).id for unit in plan(after)]
     assert {*cases, *(Case.from_json(unit.case).id for unit in before)} == set(found)
     assert len(found) == len(set(found))
-    assert after.choices.plan()["baseline"] == held.digest
+    assert after.choices.plan()["baseline"] == baseline.digest
 
 
 def test_a_pair_that_is_lost_where_rows_are_moved_has_a_row_of_its_own():

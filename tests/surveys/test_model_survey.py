@@ -114,7 +114,7 @@ def test_a_right_kernel_passes_beside_others(tmp_path):
     # One of those that it is compared with: it cannot be further than all of them.
     kernel = Ideal(right_tilings(SMALL.length, 1)[0])
     found = records(kernel, tmp_path, "mistral", beside=[Sdpa("math")])
-    assert [(one.kernel, one.beside, one.status) for one in found] == [
+    assert [(one.kernel, one.for_comparison, one.status) for one in found] == [
         ("ideal", False, "pass"),
         ("sdpa-math", True, "pass"),
     ]

@@ -237,7 +237,7 @@ def plan_run(
         failures=str(Path(FAILURES).absolute()),
         sanitizer=options.sanitizer,
         tree=tree,
-        held=BaselineCases.of(baseline) if baseline else None,
+        baseline_cases=BaselineCases.of(baseline) if baseline else None,
     )
     if (baseline or tree) and "baseline" not in choices.stages:
         raise UsageError(

@@ -98,14 +98,14 @@ class SuiteRun:
         return tuple(self.events.get("failed", ()))
 
     @property
-    def left(self) -> tuple[str, ...]:
+    def fallback_reasons(self) -> tuple[str, ...]:
         """Return why calls went to the suite's own function."""
         return tuple(self.events.get("left", ()))
 
     def unreached(self) -> str:
         """Return why no kernel of attncheck's was called."""
-        if self.left:
-            return f"no kernel of ours takes its calls: {self.left[0]}"
+        if self.fallback_reasons:
+            return f"no kernel of ours takes its calls: {self.fallback_reasons[0]}"
         return "no test calls the function from where it is replaced"
 
     def status(self, suite: UserSuite) -> tuple[Status, str]:
@@ -283,7 +283,7 @@ def run_control(suite: UserSuite, kernel: str = "ideal") -> OwnTestsScore:
         host=kernel,
         status="not shown" if run.called else "not reached",
         reason="" if run.called else run.unreached(),
-        left=run.left,
+        fallback_reasons=run.fallback_reasons,
         seconds=run.seconds,
     )
 
@@ -308,7 +308,7 @@ def score_suite(suite: UserSuite, fault: str, host: HostName = "ideal") -> OwnTe
         status=status,
         reason=reason,
         tests=run.failed,
-        left=run.left,
+        fallback_reasons=run.fallback_reasons,
         seconds=run.seconds,
     )
 

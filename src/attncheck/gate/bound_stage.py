@@ -255,7 +255,7 @@ def _sampled_units(planning: Planning) -> Iterator[Unit]:
 
 def _baseline_cases(planning: Planning) -> Iterator[Unit]:
     """Yield the cases of the baseline, including those that the kernel refuses now."""
-    baseline, dtypes = planning.choices.held, planning.choices.dtypes
+    baseline, dtypes = planning.choices.baseline_cases, planning.choices.dtypes
     if baseline is None:
         return
     # Other architectures round differently and cannot be compared.

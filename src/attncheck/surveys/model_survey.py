@@ -380,7 +380,7 @@ def survey_model(
     for subject in beside:
         attend = _Kernel(subject=subject, executor=InProcess(), device=size.device, judged=False)
         record = _run_with_kernel(baseline, attend, size, subject.name)
-        yield replace(record, beside=True, chance=None)
+        yield replace(record, for_comparison=True, chance=None)
         advance(f"{name} {subject.name}")
 
 
