@@ -178,7 +178,7 @@ def failing(kernel, case, answers=None):
 def test_few_answers_confirm_nothing():
     kernel, case = with_fault("mask-one-key-wider"), Case(problem=CAUSAL)
     every = confirm(["mask-one-key-wider"], failing(kernel, case), seconds=0.0)
-    assert (every.confirmed, every.left) == (True, ("mask-one-key-wider",))
+    assert (every.confirmed, every.unrefuted) == (True, ("mask-one-key-wider",))
     number = itertools.count()
     two = failing(kernel, case, lambda responses: responses if next(number) < 2 else [])
     few = confirm(["mask-one-key-wider"], two, seconds=0.0)
@@ -195,7 +195,7 @@ def test_a_tile_is_no_other_one_each_time():
 
     kernel = failing(with_fault("maximum-from-zero"), case, without_tiles)
     told = confirm(["maximum-from-zero", "first-tile-dropped"], kernel, seconds=0.0)
-    assert (told.confirmed, told.left) == (True, ("maximum-from-zero",))
+    assert (told.confirmed, told.unrefuted) == (True, ("maximum-from-zero",))
 
 
 @pytest.mark.parametrize("mean", [False, True], ids=["nan", "mean"])

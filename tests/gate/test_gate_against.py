@@ -122,7 +122,9 @@ def test_every_measured_case_is_asked_of_both(monkeypatch):
     """As the plan has it: one right after the other."""
     found = SimpleNamespace(commit="0" * 40)
     planning = SimpleNamespace(
-        choices=SimpleNamespace(tree=found, baseline_cases=None, dtypes=(), tier=tier_named("smoke")),
+        choices=SimpleNamespace(
+            tree=found, baseline_cases=None, dtypes=(), tier=tier_named("smoke")
+        ),
         refused=[],
     )
     unit = Unit(kind="ask", stage="bounds", kernel="mine", device="cpu", case=CASES[0].to_json())

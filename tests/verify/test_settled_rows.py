@@ -36,7 +36,7 @@ def large(monkeypatch):
     """Every problem is one of which some rows are sampled."""
     monkeypatch.setattr(row_conditions, "_CPU_WHOLE", 1)
     monkeypatch.setattr(row_conditions, "_FEWEST_ROWS", 8)
-    monkeypatch.setattr(room, "_FEWEST_SETTLED", 4)
+    monkeypatch.setattr(room, "_FEWEST_BOUNDED", 4)
 
 
 def facts(report) -> list:
@@ -169,7 +169,7 @@ def test_a_single_wrong_element_outside_the_sample_is_found(dtype, factor):
     """Also one that is beyond its floor, and within its bound by a millionth."""
     found, whole = evidence(dtype=dtype), evidence(dtype=dtype)
     every = whole.allowance(Ideal().arithmetic(whole.case.problem, "cpu"))
-    assert every.exact is None or bool(every.exact[whole.alive].all())
+    assert every.full_rows is None or bool(every.full_rows[whole.alive].all())
     sampled = {int(row) for some in every.samples for row in some.rows.query}
     row = next(row for row in range(40, 96) if row not in sampled)
     out = found.truth.out.clone()
@@ -180,10 +180,10 @@ def test_a_single_wrong_element_outside_the_sample_is_found(dtype, factor):
     assert wrong == (factor > 1)
     assert largest == pytest.approx(factor, rel=2.0**-30)
     assert place == (96 + row) * 16 + 3
-    assert bool(allowed.exact[0, 1, row])
+    assert bool(allowed.full_rows[0, 1, row])
     # And no more was computed than that and the sample, of a dtype whose floors are near.
     if dtype == "bf16":
-        assert int(allowed.exact.sum()) < 2 * len(sampled) + 8
+        assert int(allowed.full_rows.sum()) < 2 * len(sampled) + 8
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
@@ -193,17 +193,17 @@ def test_what_is_no_number_has_its_bound(wrong):
     out[0, 1, 41, 3] = wrong
     beyond, largest, _, allowed = judged(Outputs(out), found)
     assert (beyond, largest) == (1, math.inf)
-    assert bool(allowed.exact[0, 1, 41])
+    assert bool(allowed.full_rows[0, 1, 41])
 
 
 def test_a_right_kernel_needs_few_rows_and_a_wrong_one_all():
     found, given = evidence(), Ideal().run(evidence().inputs)
     few = judged(given, found)[-1]
-    assert 16 <= int(few.exact.sum()) < 64
+    assert 16 <= int(few.full_rows.sum()) < 64
     doubled = Outputs(2 * given.out, given.lse)
     every = judged(doubled, found)[-1]
     assert every is few
-    assert bool(every.exact.all())
+    assert bool(every.full_rows.all())
 
 
 def test_floors_that_are_too_high_are_found_out(monkeypatch):
@@ -230,7 +230,7 @@ def test_where_a_floor_says_too_little_every_row_has_its_bound(changes):
     else:
         found = evidence(**changes)
     assert room.totals_of_rows(found.evidence) is None
-    assert found.allowance(Ideal().arithmetic(found.case.problem, "cpu")).exact is None
+    assert found.allowance(Ideal().arithmetic(found.case.problem, "cpu")).full_rows is None
 
 
 def test_the_rows_of_kernels_of_one_arithmetic_add_up():
@@ -240,7 +240,7 @@ def test_the_rows_of_kernels_of_one_arithmetic_add_up():
     for row in (41, 42, 43):
         out = found.truth.out.clone()
         out[0, 0, row] += 1
-        counts.append(int(found.allowance(arithmetic, Outputs(out)).exact.sum()))
+        counts.append(int(found.allowance(arithmetic, Outputs(out)).full_rows.sum()))
     assert counts == sorted(counts)
     other = dataclasses.replace(arithmetic, exp2_ulps=64.0)
-    assert int(found.allowance(other, Outputs(found.truth.out)).exact.sum()) < counts[-1]
+    assert int(found.allowance(other, Outputs(found.truth.out)).full_rows.sum()) < counts[-1]
