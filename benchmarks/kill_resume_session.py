@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from attncheck.workers import worker_main
 from attncheck.workers.journal import Journal
 from attncheck.workers.pool import run_units
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 from attncheck.workers.worker_pool import WorkerPlace
 
 if TYPE_CHECKING:
@@ -70,13 +70,13 @@ def _unit(name: str, **case: Any) -> Unit:
 class Stub:
     """A Work that does what a unit's case says; each doing has a token of its own."""
 
-    def do(self, unit: Unit) -> Done:
+    def do(self, unit: Unit) -> UnitResult:
         """Sleeps, dies, or gives further units."""
         case = unit.case
         if case.get("die"):
             os.kill(os.getpid(), signal.SIGSEGV)
         time.sleep(case["seconds"])
-        return Done(
+        return UnitResult(
             unit=unit.id,
             units=tuple(_unit(**one) for one in case["follow"]),
             facts={"token": os.urandom(8).hex(), "name": case["name"]},
@@ -94,9 +94,9 @@ def work() -> Stub:
 class Hasty(Journal):
     """The planted fault: a result is acknowledged one result before it is written."""
 
-    _held: Done | None = None
+    _held: UnitResult | None = None
 
-    def done(self, done: Done, *, quarantined: bool = False) -> None:
+    def done(self, done: UnitResult, *, quarantined: bool = False) -> None:
         """Writes the one before."""
         held, self._held = self._held, done
         if held is not None:
@@ -107,11 +107,11 @@ class Forgetful(Journal):
     """The planted fault: what it resumes is forgotten."""
 
     @property
-    def results(self) -> dict[str, Done]:
+    def results(self) -> dict[str, UnitResult]:
         """Nothing."""
         return {}
 
-    def done(self, done: Done, *, quarantined: bool = False) -> None:
+    def done(self, done: UnitResult, *, quarantined: bool = False) -> None:
         """Whatever there is already."""
         self.content.results.pop(done.unit, None)
         super().done(done, quarantined=quarantined)

@@ -18,7 +18,7 @@ from attncheck.records.failure_causes import without_place
 from attncheck.reporting.check_document import check_document, check_outcome, worst_record
 from attncheck.reporting.record_text import missed_faults
 from attncheck.reporting.rendering import render
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.verify.verify import verify
 
 pytestmark = pytest.mark.usefixtures("shared_evidence")
@@ -39,7 +39,7 @@ FP16 = {question.name: question for question in check_cases("fp16")}
 
 def answered(function, *names, known=NAMED):
     """The Report of a kernel asked ``names``."""
-    subject = adopted(function, "planted", "sdpa")
+    subject = make_subject(function, "planted", "sdpa")
     cases = [(name, known[name].case) for name in names]
     return verify(subject, cases, device="cpu", command="attncheck check planted")
 

@@ -106,7 +106,7 @@ def test_formats_for_machines_are_alone_on_standard_output(run):
 
 def test_a_journal_is_read(run, folder):
     from attncheck.workers.journal import Journal
-    from attncheck.workers.units import Done, Unit
+    from attncheck.workers.units import Unit, UnitResult
 
     head = {"kernels": ["k"], "device": "cpu", "tier": "smoke", "stages": "bounds"}
     head["started"] = "2026-11-22T17:30:00Z"
@@ -120,7 +120,7 @@ def test_a_journal_is_read(run, folder):
         journal.queued(units)
         for unit, told in zip(units, ({"facts": facts}, {"answers": (answer,)}), strict=True):
             journal.begun(unit)
-            journal.done(Done(unit=unit.id, **told))
+            journal.done(UnitResult(unit=unit.id, **told))
     shown = run("results.jsonl", "--format", "json")
     found = load_report(shown, GateReport)
     assert found.answers == (answer,)

@@ -9,7 +9,7 @@ from attncheck.faults.score_report import fault_report, score_of, totals
 from attncheck.records.fault_scores import FaultScore, PeerVerdict
 from attncheck.records.record import Explanation
 from attncheck.workers.journal_format import JournalContent
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 
 
 def score(fault, outcome, category="gqa", **fields):
@@ -56,7 +56,7 @@ def test_a_unit_without_a_result_is_unfinished():
     facts = {"score": to_builtins(score("missing-alpha-on-acc", "caught")), "kind": "fault"}
     content = JournalContent(
         head={"tier": "smoke", "device": "cpu"},
-        results={first.id: Done(unit=first.id, facts=facts)},
+        results={first.id: UnitResult(unit=first.id, facts=facts)},
         why="interrupted",
     )
     found = fault_report(content, FaultSelection(units=(first, second)), command="attncheck faults")
@@ -66,6 +66,6 @@ def test_a_unit_without_a_result_is_unfinished():
 
 def test_a_unit_that_was_given_up_has_no_score_and_says_why():
     one = unit("missing-alpha-on-acc")
-    found = score_of(one, Done(unit=one.id, harness="its process died twice"))
+    found = score_of(one, UnitResult(unit=one.id, harness="its process died twice"))
     assert (found.outcome, found.reason) == ("harness", "its process died twice")
     assert found.category == "online softmax"

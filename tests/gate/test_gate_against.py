@@ -20,7 +20,7 @@ from attncheck.gate.property_stage import KnownFailures
 from attncheck.inputs.problem import Case, Problem
 from attncheck.reporting.gate_verdict import Policy, gate_exit_code
 from attncheck.workers.journal_format import JournalContent
-from attncheck.workers.units import Done, Shard, Unit
+from attncheck.workers.units import Shard, Unit, UnitResult
 
 KERNEL = """\
 import math
@@ -81,7 +81,7 @@ def beside(there, kernel="mine"):
     content = JournalContent(head={**chosen.plan(), "tier": "smoke"})
     content.units = {unit.id: unit for unit in (first, *units)}
     gate = GateWorker(chosen, KnownFailures(()))
-    content.results = {first.id: Done(unit=first.id, facts=facts)}
+    content.results = {first.id: UnitResult(unit=first.id, facts=facts)}
     content.results |= {unit.id: gate.do(unit) for unit in units}
     gate.close()
     return content

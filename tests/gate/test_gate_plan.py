@@ -15,7 +15,7 @@ from attncheck.cases.tier import TIERS
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
-from attncheck.gate.bound_stage import AGAIN, axes_of, bound_units
+from attncheck.gate.bound_stage import REUSE_SUFFIX, axes_of, bound_units
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import (
     covering_units,
@@ -299,13 +299,13 @@ def test_on_a_gpu_what_is_compiled_anyway_is_asked_again():
     found = on_a_gpu("pr")
     units = plan(found)
     bounds = [unit for unit in units if unit.stage == "bounds"]
-    again = [unit for unit in bounds if unit.variant.endswith(AGAIN)]
+    again = [unit for unit in bounds if unit.variant.endswith(REUSE_SUFFIX)]
     assert len(bounds) > TIERS["pr"].threes_gpu > len(again) > len(bounds) / 2
     # Of two stages that need them they are planned, and refusals said, once.
     assert [unit for unit in bounds if unit.variant != SOFTMAX][-1] in found.bounds
     assert len(found.refused) == len({answer.record.case_id for answer in found.refused})
     on_cpu = plan(planning(tier="pr", stages="bounds"))
-    assert not any(unit.variant.endswith(AGAIN) for unit in on_cpu)
+    assert not any(unit.variant.endswith(REUSE_SUFFIX) for unit in on_cpu)
 
 
 def test_tier_pr_has_every_problem_of_smoke():

@@ -7,7 +7,7 @@ import pytest
 from attncheck.cli.gate import GateProgress
 from attncheck.reporting.gate_document import _pace
 from attncheck.workers.pool import RunEvent
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 
 
 def unit(stage, number, kind="ask", commit=""):
@@ -22,7 +22,7 @@ BOUNDS = [unit("bounds", n) for n in range(88)]
 
 
 def event(one, finished, *, seconds=1.0, units=(), kind="done", running=1):
-    done = Done(unit=one.id, seconds=seconds, units=tuple(units)) if kind != "begun" else None
+    done = UnitResult(unit=one.id, seconds=seconds, units=tuple(units)) if kind != "begun" else None
     return RunEvent(
         kind=kind,
         unit=one,

@@ -15,7 +15,7 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import ConventionOptions
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.verify.executor import Execution, Failure, InProcess
 
 CAUSAL, BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
@@ -122,7 +122,7 @@ def subject_of(convention, fault=""):
         found = Native()
         found.fault = fault
         return found
-    found = adopted(wrong(kernel, fault) if fault else kernel, "kernel", convention)
+    found = make_subject(wrong(kernel, fault) if fault else kernel, "kernel", convention)
     assert isinstance(found, Subject), found
     return found
 
@@ -176,7 +176,7 @@ def test_a_call_may_be_repeated_and_a_forward_alone_is_not_followed():
         return scaled_dot_product_attention(q, k, v)
 
     plain = small(backward=False, kv_heads=4, value_dim=16)
-    assert run(adopted(kernel, "kernel"), draw_inputs(plain)).gradients() == {}
+    assert run(make_subject(kernel, "kernel"), draw_inputs(plain)).gradients() == {}
     assert graded == [False]
 
 
@@ -187,9 +187,9 @@ def test_dlse_in_base_2():
         return (out, lse / math.log(2)) if return_lse else out
 
     inputs = draw_inputs(small(dlse=True))
-    right = adopted(base2, "kernel", options=ConventionOptions(lse="base2"))
+    right = make_subject(base2, "kernel", options=ConventionOptions(lse="base2"))
     assert exact_gradients(inputs).excess(run(right, inputs)) <= 1
-    assert exact_gradients(inputs).excess(run(adopted(base2, "kernel"), inputs)) > 1
+    assert exact_gradients(inputs).excess(run(make_subject(base2, "kernel"), inputs)) > 1
 
 
 def test_gradients_of_sinks():
@@ -201,8 +201,8 @@ def test_gradients_of_sinks():
         return kernel(query, key, value, sinks.detach(), enable_gqa)
 
     inputs = draw_inputs(small(sink=True))
-    assert exact_gradients(inputs).excess(run(adopted(kernel, "kernel"), inputs)) <= 1
-    found = InProcess().run(adopted(constant, "kernel"), inputs)
+    assert exact_gradients(inputs).excess(run(make_subject(kernel, "kernel"), inputs)) <= 1
+    found = InProcess().run(make_subject(constant, "kernel"), inputs)
     assert isinstance(found, Failure)
     assert found.kind == "refused"
     assert found.message == "its result has no gradient with respect to its sinks"

@@ -15,7 +15,7 @@ from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.capability_table import read_table, render_table
 from attncheck.subjects.capabilities.declared import Declared
 from attncheck.subjects.conventions.convention import ConventionOptions
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import load_subject
 from attncheck.verify.executor import Execution, Failure, InProcess
@@ -72,7 +72,7 @@ def without_causal(dout, q, k, v, out, lse, softmax_scale=None):
 
 
 def subject_with(function):
-    return adopted(forward, "kernel", "flash_attn", ConventionOptions(backward=function))
+    return make_subject(forward, "kernel", "flash_attn", ConventionOptions(backward=function))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_what_a_table_declares_must_be_given():
     assert not silent.declares(problem)
     assert silent.declares(problem.replace(backward=False))
     assert said.declares(problem)
-    subject = Declared(adopted(forward, "kernel", "flash_attn"), said, "mine")
+    subject = Declared(make_subject(forward, "kernel", "flash_attn"), said, "mine")
     found = InProcess().run(subject, draw_inputs(problem))
     assert isinstance(found, Failure)
     assert found.kind == "error"
@@ -205,14 +205,14 @@ def test_a_table_declares_what_gradients_round():
     said = {"rounds_value_products": "bf16", "sums_rounded_heads": False}
     table = read_table({"entry": "mine.py::kernel", "arithmetic": said}, "mine")
     assert 'rounds_value_products = "bf16"' in render_table(table, "kernels.mine", {})
-    subject = Declared(adopted(forward, "kernel", "flash_attn"), table, "mine")
+    subject = Declared(make_subject(forward, "kernel", "flash_attn"), table, "mine")
     assert subject.summary.endswith("declares looser arithmetic: rounds_value_products=bf16")
     arithmetic = subject.arithmetic(small(dtype="fp16"), "cpu")
     assert arithmetic.rounds_value_products == FORMATS["bf16"]
     assert not arithmetic.sums_rounded_heads
     fused = {"rounds_value_products": False}
     table = read_table({"entry": "mine.py::kernel", "arithmetic": fused}, "mine")
-    subject = Declared(adopted(forward, "kernel", "flash_attn"), table, "mine")
+    subject = Declared(make_subject(forward, "kernel", "flash_attn"), table, "mine")
     assert subject.arithmetic(small(), "cpu").rounds_value_products is None
     assert "rounds_value_products = false" in render_table(table, "kernels.mine", {})
     with pytest.raises(UsageError, match="rounds_value_products=true must be a format or false"):
@@ -220,7 +220,7 @@ def test_a_table_declares_what_gradients_round():
 
 
 def test_a_function_is_assumed_to_round_as_an_unfused_formula_does():
-    subject = adopted(forward, "kernel", "flash_attn")
+    subject = make_subject(forward, "kernel", "flash_attn")
     for dtype, fmt in (("bf16", FORMATS["bf16"]), ("fp16", FORMATS["fp16"]), ("fp32", None)):
         arithmetic = subject.arithmetic(small(dtype=dtype), "cpu")
         assert arithmetic.rounds_value_products == fmt
@@ -279,7 +279,9 @@ def test_a_kernel_without_lse_may_refuse_a_loss_of_it_whatever_its_table_says():
 
     table = {"entry": "mine.py::kernel", "dtypes": ["bf16"], "masks": ["none"], "head_dims": "any"}
     table |= {"gqa": True, "rectangular": True, "scale": True, "backward": "autograd", "lse": False}
-    subject = Declared(adopted(plain, "kernel", "flash_attn"), read_table(table, "mine"), "mine")
+    subject = Declared(
+        make_subject(plain, "kernel", "flash_attn"), read_table(table, "mine"), "mine"
+    )
     found = InProcess().run(subject, draw_inputs(small(dlse=True)))
     assert isinstance(found, Failure)
     assert found.kind == "refused"

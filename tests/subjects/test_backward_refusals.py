@@ -11,7 +11,7 @@ from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.subjects.conventions.convention import ConventionOptions
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.verify.executor import Failure, InProcess
 
 
@@ -56,14 +56,14 @@ def backward_raises(q, k, v, causal=False, softmax_scale=None):
     ],
 )
 def test_what_has_no_gradient_says_so(function, changes, kind, message):
-    found = InProcess().run(adopted(function, "kernel"), draw_inputs(small(**changes)))
+    found = InProcess().run(make_subject(function, "kernel"), draw_inputs(small(**changes)))
     assert isinstance(found, Failure)
     assert (found.kind, found.message) == (kind, message)
 
 
 def test_torchs_flex_attention_refuses_on_the_cpu():
     found = InProcess().run(
-        adopted(flex_attention, "flex"), draw_inputs(small(head_dim=16, value_dim=16))
+        make_subject(flex_attention, "flex"), draw_inputs(small(head_dim=16, value_dim=16))
     )
     assert isinstance(found, Failure)
     assert found.kind == "refused"
@@ -74,7 +74,7 @@ def test_a_wrong_shape_is_the_executors_to_say():
     def transposed(q, k, v, is_causal=False, enable_gqa=False):
         return sdpa(q, k, v).transpose(1, 2)
 
-    found = InProcess().run(adopted(transposed, "kernel"), draw_inputs(small()))
+    found = InProcess().run(make_subject(transposed, "kernel"), draw_inputs(small()))
     assert isinstance(found, Failure)
     assert found.kind == "contract"
     assert found.message.startswith("out.shape=")
@@ -90,15 +90,15 @@ def test_rows_that_see_no_key_and_give_something_are_no_part_of_the_loss(how):
         return scores.softmax(-1) @ value
 
     inputs = draw_inputs(small(dtype="fp32", mask=Spec.of("padding", lengths=[0, 30])))
-    zero = adopted(sentinel, "kernel")
-    said = adopted(sentinel, "kernel", options=ConventionOptions(empty_row=how))
+    zero = make_subject(sentinel, "kernel")
+    said = make_subject(sentinel, "kernel", options=ConventionOptions(empty_row=how))
     assert exact_gradients(inputs).excess(zero.run(inputs)) > 1
     assert exact_gradients(inputs).excess(run(said, inputs)) <= 1
 
 
 def test_rows_of_nan_leave_no_gradient_to_ask_for():
     options = ConventionOptions(empty_row="nan")
-    subject = adopted(sdpa, "kernel", "sdpa", options)
+    subject = make_subject(sdpa, "kernel", "sdpa", options)
     dead = small(mask=Spec.of("padding", lengths=[0, 30]))
     assert subject.unsupported(dead, "cpu") == (
         "its rows that see no key are NaN, and so is every gradient of a key beside them"
@@ -111,10 +111,10 @@ def test_who_is_asked():
     asked, forward = small(), small(backward=False)
     without = ConventionOptions(backward=None)
     for options in (ConventionOptions(), without):
-        subject = adopted(sdpa, "kernel", "sdpa", options)
+        subject = make_subject(sdpa, "kernel", "sdpa", options)
         assert subject.backward == subject.concerns(asked) == (options is not without)
         assert subject.concerns(forward)
-    quiet = adopted(detached_lse, "kernel", options=ConventionOptions(returns_lse=False))
+    quiet = make_subject(detached_lse, "kernel", options=ConventionOptions(returns_lse=False))
     assert quiet.unsupported(small(dlse=True), "cpu") == (
         "it gives no LSE, of which the loss is a function"
     )
@@ -132,7 +132,7 @@ def test_the_paged_convention_has_no_gradients():
     def paged(q, k, v, cache_seqlens, block_table):
         return q
 
-    subject = adopted(paged, "kernel")
+    subject = make_subject(paged, "kernel")
     assert not subject.backward
     assert not subject.concerns(small())
     assert subject.concerns(small(backward=False, paging=Paging(size=16)))

@@ -15,7 +15,7 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import ConventionOptions
-from attncheck.subjects.conventions.declarations import CONVENTIONS, adopted, convention_named
+from attncheck.subjects.conventions.declarations import CONVENTIONS, convention_named, make_subject
 from attncheck.subjects.load import load_subject
 from attncheck.verify.executor import Execution, Failure, InProcess
 
@@ -28,7 +28,7 @@ def small(**changes) -> Problem:
 
 
 def sdpa(function) -> Subject:
-    subject = adopted(function, "kernel", "sdpa")
+    subject = make_subject(function, "kernel", "sdpa")
     assert isinstance(subject, Subject)
     return subject
 
@@ -172,7 +172,7 @@ def one_mask(q, k, v, mask=None, softmax_scale=None):
 )
 def test_other_names_for_the_same_are_known(function, changes, reason, exact):
     problem = small(**changes)
-    subject = adopted(function, "kernel")
+    subject = make_subject(function, "kernel")
     assert subject.summary.startswith("sdpa convention")
     assert subject.unsupported(problem, "cpu") == reason
     if reason is None:
@@ -194,7 +194,7 @@ def test_what_goes_into_keywords_has_torchs_names():
 
 def test_a_flag_that_is_aligned_otherwise_is_not_asked_of_the_other_mask():
     options = ConventionOptions(causal="bottom_right")
-    subject = adopted(tutorial, "kernel", "sdpa", options)
+    subject = make_subject(tutorial, "kernel", "sdpa", options)
     assert subject.unsupported(small(mask=CAUSAL), "cpu") == "takes no attn_mask"
     assert subject.unsupported(small(mask=Spec.of("causal_bottom_right")), "cpu") is None
 
@@ -208,7 +208,7 @@ def test_lse_is_asked_for_where_the_signature_has_a_flag():
     inputs = draw_inputs(small(dtype="fp32"))
     assert sdpa(flagged).run(inputs).lse is not None
     options = ConventionOptions(returns_lse=False)
-    assert adopted(flagged, "kernel", None, options).run(inputs).lse is None
+    assert make_subject(flagged, "kernel", None, options).run(inputs).lse is None
     notes = Notes()
     sdpa(notes).run(inputs)
     assert "return_lse" not in notes.keywords
@@ -217,7 +217,7 @@ def test_lse_is_asked_for_where_the_signature_has_a_flag():
 def test_a_softmax_is_no_question_for_a_function_of_attention():
     softmax = Problem(operation="softmax", query=8)
     for name in ("sdpa", "flash_attn", "flex"):
-        subject = adopted(bare, "kernel", name)
+        subject = make_subject(bare, "kernel", name)
         assert subject.unsupported(softmax, "cpu") == f"the {name} convention is of attention"
 
 
@@ -243,20 +243,22 @@ of_flash_attn.__module__ = "flash_attn.flash_attn_interface"
 )
 def test_the_convention_that_a_signature_shows_is_taken_and_said(signature, convention):
     kernel = eval(f"lambda {signature}: q")  # noqa: S307  # a signature of this file's
-    assert adopted(kernel, "kernel").summary.startswith(f"{convention} convention: takes ")
+    assert make_subject(kernel, "kernel").summary.startswith(f"{convention} convention: takes ")
 
 
 def test_a_name_shows_it_where_the_signature_does_not():
-    assert adopted(of_flash_attn, "kernel").summary.startswith("flash_attn convention")
+    assert make_subject(of_flash_attn, "kernel").summary.startswith("flash_attn convention")
     from torch.nn.attention.flex_attention import flex_attention
 
     taken = "score_mod, block_mask, scale, enable_gqa, return_aux, return_lse"
-    assert adopted(flex_attention, "kernel").summary == f"flex convention: takes {taken}"
+    assert make_subject(flex_attention, "kernel").summary == f"flex convention: takes {taken}"
 
 
 def test_a_subject_has_no_options_but_its_own():
     options = ConventionOptions(lse="base2")
-    assert adopted(sdpa(bare), "kernel", None, options).startswith("is no function: a Subject says")
+    assert make_subject(sdpa(bare), "kernel", None, options).startswith(
+        "is no function: a Subject says"
+    )
 
 
 def test_options_are_checked_and_promises_kept():
@@ -265,7 +267,7 @@ def test_options_are_checked_and_promises_kept():
     with pytest.raises(UnknownName, match="empty_row 'one' is not known"):
         ConventionOptions(empty_row="one")
     options = ConventionOptions(promises=frozenset({"batch"}))
-    assert adopted(bare, "kernel", None, options).promises == {"batch"}
+    assert make_subject(bare, "kernel", None, options).promises == {"batch"}
 
 
 # What it gives.
@@ -316,7 +318,7 @@ OF_SDPA = [
     ids=range(41),
 )
 def test_what_it_may_give(convention, gives, kind, message):
-    subject = adopted(of_convention(convention, gives), "kernel", convention)
+    subject = make_subject(of_convention(convention, gives), "kernel", convention)
     result = InProcess().run(subject, draw_inputs(small(kv=20)))
     if not kind:
         assert isinstance(result, Execution)
@@ -424,7 +426,7 @@ FIRST_THREE = "a kernel's first three arguments are query, key and value, withou
     ],
 )
 def test_what_is_no_such_function(found, reason):
-    assert str(adopted(found, "kernel", "sdpa")).startswith(reason)
+    assert str(make_subject(found, "kernel", "sdpa")).startswith(reason)
 
 
 def test_a_triton_function_is_not_what_launches_it():
@@ -434,7 +436,7 @@ def test_a_triton_function_is_not_what_launches_it():
     def kernel(q, k, v):
         pass
 
-    assert "name the Python function that launches" in str(adopted(kernel, "kernel", "sdpa"))
+    assert "name the Python function that launches" in str(make_subject(kernel, "kernel", "sdpa"))
 
 
 def test_conventions_by_name():
@@ -443,12 +445,12 @@ def test_conventions_by_name():
     with pytest.raises(UnknownName, match=f"'ragged' is not known: choose from {known}\\."):
         convention_named("ragged")
     subject = sdpa(bare)
-    assert adopted(subject, "kernel") is subject
-    assert adopted(subject, "kernel", "native") is subject
-    assert adopted(bare, "kernel", "native") == "is function, and must be a Subject"
+    assert make_subject(subject, "kernel") is subject
+    assert make_subject(subject, "kernel", "native") is subject
+    assert make_subject(bare, "kernel", "native") == "is function, and must be a Subject"
     number = "is int, and must be a function of query, key and value"
-    assert adopted(3, "kernel", "sdpa") == number
-    assert adopted(3, "kernel") == f"{number}, or a Subject"
+    assert make_subject(3, "kernel", "sdpa") == number
+    assert make_subject(3, "kernel") == f"{number}, or a Subject"
 
 
 # By name, from files and modules.

@@ -11,7 +11,7 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import ConventionOptions
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.verify.executor import Execution, InProcess
 from attncheck.verify.run_case import run_case
 
@@ -46,7 +46,7 @@ def small(**changes) -> Problem:
 
 
 def subject_of(function, convention, **options) -> Subject:
-    subject = adopted(function, "kernel", convention, ConventionOptions(**options))
+    subject = make_subject(function, "kernel", convention, ConventionOptions(**options))
     assert isinstance(subject, Subject), subject
     return subject
 
@@ -257,7 +257,7 @@ def test_scales_of_blocks_are_none_of_the_convention(convention):
     def packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *, k_block_scales): ...
 
     function = {"flash_attn": fixed, "varlen": packed}[convention]
-    assert adopted(function, "kernel", convention) == (
+    assert make_subject(function, "kernel", convention) == (
         f"needs 'k_block_scales', which the {convention} convention does not pass: give it a "
         "default, or write an adapter (docs/how-to/adapters.md)"
     )
@@ -324,7 +324,7 @@ def test_rows_without_keys_may_have_either_infinite_lse():
 def test_a_function_without_its_tensors_is_none_of_the_convention():
     def kernel(q, k, v, cu_seqlens_q): ...
 
-    assert adopted(kernel, "kernel", "varlen") == (
+    assert make_subject(kernel, "kernel", "varlen") == (
         "takes no cu_seqlens_k, which the varlen convention passes"
     )
-    assert adopted(lambda q, k, v: q, "kernel", "varlen").startswith("takes no cu_seqlens_q")
+    assert make_subject(lambda q, k, v: q, "kernel", "varlen").startswith("takes no cu_seqlens_q")

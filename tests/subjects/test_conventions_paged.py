@@ -12,7 +12,7 @@ from attncheck.core.paged_layout import Paging
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.capabilities.subject import Subject
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.verify.run_case import run_case
 
 PAGING = Paging(size=8, seed=1)
@@ -30,7 +30,7 @@ def both(*parts):
 
 
 def subject_of(function, convention="paged") -> Subject:
-    subject = adopted(function, "kernel", convention)
+    subject = make_subject(function, "kernel", convention)
     assert isinstance(subject, Subject), subject
     return subject
 
@@ -163,7 +163,7 @@ def kernel(q, k_cache, v_cache, {table}, {lengths}, sm_scale, page_size, max_seq
     )
 """
     exec(source, scope)  # noqa: S102  # signatures are what is tested
-    subject = adopted(scope["kernel"], "kernel")
+    subject = make_subject(scope["kernel"], "kernel")
     assert subject.convention == "paged"
     assert record_of(subject, small(mask=PADDING)).status == "pass"
 
@@ -175,7 +175,7 @@ def test_it_is_asked_about_pages_alone():
     assert not subject.concerns(Problem(operation="softmax", query=4))
     record = record_of(subject, plain)
     assert (record.status, record.case["problem"]["paging"]["size"]) == ("pass", 16)
-    other = adopted(lambda query, key, value, is_causal=False: query, "other")
+    other = make_subject(lambda query, key, value, is_causal=False: query, "other")
     assert not other.concerns(small())
     assert record_of(other, small()).reason == "it takes no paged keys and values"
 
@@ -203,7 +203,7 @@ def test_a_sink_is_asked_where_there_is_an_argument_for_it():
 def test_what_it_has_no_value_for_is_refused(argument, reason):
     scope = {}
     exec(f"def kernel(q, k, v, cache_seqlens, block_table, {argument}): ...", scope)  # noqa: S102
-    said = adopted(scope["kernel"], "kernel", "paged")
+    said = make_subject(scope["kernel"], "kernel", "paged")
     assert isinstance(said, str)
     assert said.startswith(reason)
 
@@ -213,7 +213,7 @@ def test_a_table_and_lengths_are_needed(missing):
     there = {"cache_seqlens": "block_table", "block_table": "cache_seqlens"}[missing]
     scope = {}
     exec(f"def kernel(q, k_cache, v_cache, {there}): ...", scope)  # noqa: S102
-    assert adopted(scope["kernel"], "kernel", "paged") == (
+    assert make_subject(scope["kernel"], "kernel", "paged") == (
         f"takes no {missing}, which the paged convention passes"
     )
 

@@ -11,7 +11,7 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.conventions.call_tensors import attention_mask
 from attncheck.subjects.conventions.convention import ConventionOptions
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 
 CAUSAL = Spec.of("causal")
 SOFTCAP, ALIBI = Spec.of("softcap", cap=2), Spec.of("alibi")
@@ -77,7 +77,7 @@ def problem_of(changes):
 @pytest.mark.parametrize("called_like", KERNELS)
 def test_a_script_gives_the_same_bits(called_like, name):
     function = KERNELS[called_like]
-    subject, inputs = adopted(function, "kernel"), draw_inputs(problem_of(PROBLEMS[name]))
+    subject, inputs = make_subject(function, "kernel"), draw_inputs(problem_of(PROBLEMS[name]))
     text = subject.render(inputs.problem)
     if subject.unsupported(inputs.problem, "cpu"):
         assert text is None
@@ -92,7 +92,7 @@ def test_every_convention_has_scripts():
     """Or the test above asks nothing."""
     able = {
         kernel: sum(
-            adopted(function, "kernel").render(problem_of(changes)) is not None
+            make_subject(function, "kernel").render(problem_of(changes)) is not None
             for changes in PROBLEMS.values()
         )
         for kernel, function in KERNELS.items()
@@ -104,7 +104,7 @@ def test_every_convention_has_scripts():
 @pytest.mark.parametrize("options", [{"lse": "base2"}, {"returns_lse": False}], ids=str)
 def test_options_are_in_the_script(options):
     function = plain.flash_attn_with("base2")
-    subject = adopted(function, "kernel", None, ConventionOptions(**options))
+    subject = make_subject(function, "kernel", None, ConventionOptions(**options))
     inputs = draw_inputs(problem_of({"mask": Spec.of("causal_bottom_right"), "query": 31}))
     out, lse = called(subject.render(inputs.problem), function, inputs)
     ours = subject.run(inputs)
@@ -114,13 +114,13 @@ def test_options_are_in_the_script(options):
 
 def test_what_cannot_be_said_in_a_line_is_none():
     learned = problem_of({"score": Spec.of("relative_bias", distance=4, seed=0)})
-    assert adopted(flex, "kernel").render(learned) is None
+    assert make_subject(flex, "kernel").render(learned) is None
 
 
 def test_a_script_that_says_otherwise_is_found():
     """The comparison above would see a wrong alignment."""
     function = KERNELS["flash_attn"]
     inputs = draw_inputs(problem_of(PROBLEMS["causal"]))
-    text = adopted(function, "kernel").render(inputs.problem)
+    text = make_subject(function, "kernel").render(inputs.problem)
     out, _ = called(text.replace("causal=True", "causal=False"), function, inputs)
-    assert not torch.equal(out, adopted(function, "kernel").run(inputs).out)
+    assert not torch.equal(out, make_subject(function, "kernel").run(inputs).out)

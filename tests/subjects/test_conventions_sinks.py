@@ -10,7 +10,7 @@ from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.conventions.convention import SINKS, ConventionOptions
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.verify.relation_runs import check_relation
 from attncheck.verify.run_case import run_case
 
@@ -50,14 +50,14 @@ MASKS = {"sdpa": PADDED, "flash_attn": Spec.of("causal_bottom_right"), "varlen":
 
 
 def status(kernel, of: Problem, **options: object) -> str:
-    subject = adopted(kernel, "kernel", options=ConventionOptions(**options))
+    subject = make_subject(kernel, "kernel", options=ConventionOptions(**options))
     assert subject.concerns(of)
     return run_case(subject, Case(problem=of), device="cpu").status
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_right_kernels_pass(name):
-    subject = adopted(KERNELS[name], "kernel")
+    subject = make_subject(KERNELS[name], "kernel")
     assert subject.convention == name
     assert subject.sinks
     for mask in (Spec.of("full"), MASKS[name]):
@@ -93,7 +93,7 @@ def test_what_takes_no_sinks_is_not_asked():
         return sdpa(q, k, v, **keywords)
 
     for kernel in (plain, anything, torch.nn.functional.scaled_dot_product_attention):
-        subject = adopted(kernel, "kernel", "sdpa")
+        subject = make_subject(kernel, "kernel", "sdpa")
         assert not subject.sinks
         assert not subject.concerns(problem())
         assert subject.concerns(problem(sink=False))
@@ -114,7 +114,7 @@ def test_sinks_are_fp32_whatever_the_dtype():
         return sdpa(q, k, v, sinks=sinks)
 
     inputs = draw_inputs(problem(kv_heads=4))
-    adopted(kernel, "kernel").run(inputs)
+    make_subject(kernel, "kernel").run(inputs)
     assert torch.equal(given[0], inputs.sink)
     assert given[0].dtype == torch.float32
     assert given[0].shape == (4,)
@@ -128,7 +128,7 @@ def test_rows_without_keys_are_as_any_where_there_is_a_sink():
 
 @pytest.mark.parametrize("question", ["head_permutation", "split_merge", "strides_gapped"])
 def test_relations_pass_sinks_too(question):
-    subject = adopted(sdpa, "kernel")
+    subject = make_subject(sdpa, "kernel")
     allowed = {"turn": 1} if question == "head_permutation" else {}
     allowed = {"cut": 5} if question == "split_merge" else allowed
     assert (
@@ -142,11 +142,11 @@ def test_the_call_as_a_script(name):
     for sink in (True, False):
         of = problem(sink=sink)
         inputs, scope = draw_inputs(of), {"torch": torch}
-        text = adopted(KERNELS[name], "kernel").render(of)
+        text = make_subject(KERNELS[name], "kernel").render(of)
         assert ("sink" in text) == sink
         exec(text, scope | ({"sink": inputs.sink} if sink else {}), scope)  # noqa: S102
         scope["call"].__globals__.update(scope)
         out, lse = scope["call"](KERNELS[name], inputs.q, inputs.k, inputs.v)
-        mine = adopted(KERNELS[name], "kernel").run(inputs)
+        mine = make_subject(KERNELS[name], "kernel").run(inputs)
         assert torch.equal(out, mine.out)
         assert torch.equal(lse, mine.lse)

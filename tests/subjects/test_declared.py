@@ -50,7 +50,7 @@ def table(**fields):
 
 
 def declared(function, **fields):
-    subject = declarations.adopted(function, "mine", "sdpa", ConventionOptions())
+    subject = declarations.make_subject(function, "mine", "sdpa", ConventionOptions())
     assert not isinstance(subject, str), subject
     return Declared(subject, table(**fields), "mine")
 
@@ -114,7 +114,7 @@ def test_declared_but_refused_beforehand_is_a_failure():
 def test_what_is_refused_only_together_is_not_in_the_table():
     """Top-left causal is a flag for equal lengths, where this flag is bottom-right otherwise."""
     options = ConventionOptions(causal="bottom_right")
-    subject = declarations.adopted(right, "mine", "sdpa", options)
+    subject = declarations.make_subject(right, "mine", "sdpa", options)
     causal = PLAIN.replace(mask=Spec.of("causal"))
     kernel = Declared(subject, table(**WHOLE, rectangular=True), "mine")
     assert record(kernel, causal).status == "pass"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from attncheck.cases.mask_samples import ProblemKind, sample_problems
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite.kernel_support import NOT_APPLICABLE, KernelSupport
 from attncheck.suite.property_spec import PropertySpec
@@ -45,7 +45,10 @@ def test_samples_have_a_sink(family):
 
 
 def test_kernels_without_sinks_are_not_concerned():
-    for subject, takes in ((adopted(plain, "plain"), False), (adopted(with_sinks, "with"), True)):
+    for subject, takes in (
+        (make_subject(plain, "plain"), False),
+        (make_subject(with_sinks, "with"), True),
+    ):
         said = KernelSupport(subject, "cpu").refusal("causal", "bf16", ProblemKind(sink=True))
         assert said == ("" if takes else NOT_APPLICABLE)
         assert not KernelSupport(subject, "cpu").refusal("causal", "bf16")

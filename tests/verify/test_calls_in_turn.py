@@ -11,7 +11,7 @@ from attncheck.cases.check_cases import call_cases
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case
 from attncheck.relations import RELATIONS
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.subjects.load import load_subject
 from attncheck.verify.relation_runs import relation_inputs
 from attncheck.verify.run_case import run_case
@@ -138,7 +138,7 @@ FAULTS = {
 
 
 def first_failure(kernel):
-    subject = adopted(kernel, "planted")
+    subject = make_subject(kernel, "planted")
     for question in call_cases("bf16"):
         record = run_case(subject, question.case, device="cpu", variant=question.name)
         if record.status != "pass":
@@ -196,7 +196,7 @@ def test_a_kernel_of_one_length_is_asked_nothing_of_shorter_calls():
 
 
 def test_mask_order_is_asked_in_turn_too():
-    assert [name for name, each in RELATIONS.items() if each.in_turn] == [
+    assert [name for name, each in RELATIONS.items() if each.consecutive_calls] == [
         "call_order",
         "mask_order",
     ]

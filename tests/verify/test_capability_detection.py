@@ -101,7 +101,7 @@ def ask(monkeypatch):
         monkeypatch.setattr(capability_detection, "RELATIONS", few)
         candidate = Candidate(kernel="mine", target=found, name="mine", entry="mine.py::kernel")
         return detect_capabilities(
-            candidate.adopted,
+            candidate.make_subject,
             conventions,
             ConventionOptions(),
             device="cpu",
@@ -151,7 +151,7 @@ def test_an_lse_in_base_2_is_found_out(ask):
     # As a natural logarithm, which nobody has declared, it is wrong.
     candidate = Candidate(kernel="mine", target=base2, name="mine", entry="mine.py::kernel")
     natural = capability_detection.Detection(
-        candidate.adopted, ConventionOptions(), "cpu", lambda what: None
+        candidate.make_subject, ConventionOptions(), "cpu", lambda what: None
     )
     natural._load("sdpa", ConventionOptions(lse="natural"))
     natural.base = found.base

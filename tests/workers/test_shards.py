@@ -11,7 +11,7 @@ from attncheck.records.record import Record
 from attncheck.records.run_reports import Answer
 from attncheck.workers.journal import Journal, merge_journals, merged_journal_bytes, missing_shards
 from attncheck.workers.journal_format import JournalError, read_journal
-from attncheck.workers.units import Done, Shard
+from attncheck.workers.units import Shard, UnitResult
 
 UNITS = [unit(f"u{n}") for n in range(200)]
 FIRST = unit("k", kind="describe")
@@ -61,7 +61,7 @@ def test_what_makes_a_failure_smaller_is_done_where_it_failed():
 def part(folder, text, *, seconds=1.0, facts=None, said=None, finished=True, **header):
     """The journal of a part."""
     shard, path = Shard.parse(text), folder / f"{text.replace('/', '-')}.jsonl"
-    described = Done(
+    described = UnitResult(
         unit=FIRST.id,
         units=tuple(UNITS),
         facts=facts or {"name": "k"},
@@ -73,7 +73,7 @@ def part(folder, text, *, seconds=1.0, facts=None, said=None, finished=True, **h
         journal.done(described)
         mine = [one for one in UNITS if shard.has(one)]
         for one in mine if finished else mine[:-1]:
-            journal.done(Done(unit=one.id, seconds=seconds))
+            journal.done(UnitResult(unit=one.id, seconds=seconds))
     return path
 
 

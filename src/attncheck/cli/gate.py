@@ -40,7 +40,7 @@ from attncheck.records.run_reports import Answer, GateReport
 from attncheck.reporting.gate_verdict import Policy, failure_groups, gate_exit_code
 from attncheck.workers.journal_format import JournalContent
 from attncheck.workers.pool import RunEnd, RunEvent
-from attncheck.workers.units import Done, Shard, Unit
+from attncheck.workers.units import Shard, Unit, UnitResult
 from attncheck.workers.worker_pool import Cluster
 
 if TYPE_CHECKING:
@@ -285,7 +285,7 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
     usage_errors: list[str] = []
 
     # Called for each finished unit; returns whether to stop the run.
-    def stop(unit: Unit, done: Done) -> bool:
+    def stop(unit: Unit, done: UnitResult) -> bool:
         if "usage" in done.facts:
             usage_errors.append(str(done.facts["usage"]))
             return True

@@ -35,7 +35,7 @@ from attncheck.faults.planting import plant
 from attncheck.faults.replacement_plugin import VARIABLE, Replacement
 from attncheck.records.fault_scores import OwnTestsScore
 from attncheck.subjects.conventions.declarations import READERS
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 
 Status = Literal["caught", "missed", "not shown", "not reached", "not scored"]
 
@@ -237,11 +237,11 @@ class SuiteScorer:
     def close(self) -> None:
         """Do nothing: each run has ended all its processes."""
 
-    def do(self, unit: Unit) -> Done:
+    def do(self, unit: Unit) -> UnitResult:
         """Return the score of ``unit``, a fault in a host, in ``facts``."""
         name, _, host = unit.kernel.rpartition("@")
         score = score_suite(self._suite, name, host)  # type: ignore[arg-type]  # one of HOSTS
-        return Done(unit=unit.id, facts={"score": to_builtins(score)}, seconds=score.seconds)
+        return UnitResult(unit=unit.id, facts={"score": to_builtins(score)}, seconds=score.seconds)
 
 
 def check_scorable(suite: UserSuite, faults: Sequence[str], host: HostName) -> None:

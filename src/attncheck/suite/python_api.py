@@ -145,10 +145,10 @@ def _subject(kernel: Callable[..., object] | Subject | str, convention: str | No
         return kernel
     if isinstance(kernel, str):
         return _load_once(kernel, convention)
-    from attncheck.subjects.conventions.declarations import adopted, possible_conventions
+    from attncheck.subjects.conventions.declarations import make_subject, possible_conventions
 
     name = getattr(kernel, "__name__", type(kernel).__name__)
-    subject = adopted(kernel, name, convention)
+    subject = make_subject(kernel, name, convention)
     if isinstance(subject, str):
         raise UsageError(f"kernel {name!r} {subject}.")
     subject.conventions = (convention,) if convention else possible_conventions(kernel)
