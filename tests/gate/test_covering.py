@@ -26,6 +26,7 @@ from attncheck.cases.covering import (
     row_problem,
 )
 from attncheck.cases.covering import AXES as ALL_AXES
+from attncheck.core.errors import ProblemError
 from attncheck.inputs.problem import Case
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.verify import verify
@@ -106,6 +107,12 @@ def test_of_few_values_there_are_as_many_rows():
     first, again = compiled_rows(one, "medium", 40)
     assert (len(first), len(again)) == (1, 39)
     assert compiled_rows(one | {"dtype": ()}, "medium", 40) == ([], [])
+
+
+def test_values_that_cannot_be_combined_raise_an_error():
+    one = {name: values[:1] for name, values in COMPILED.items()}
+    with pytest.raises(ProblemError, match="no values of these axes can be combined"):
+        compiled_rows(one | {"mask": ("full",), "extent": ("half",)}, "medium", 40)
 
 
 def test_nothing_excluded_is_in_a_row():

@@ -94,8 +94,10 @@ def check(
         hypothesis.assume(any(record.status != "unsupported" for record in records))
     diagnosed = _diagnosed_later(records, subject, device)
     wrong = [
-        WrongAnswer(record, kernel=name, device=device, diagnose=lambda _, i=i: diagnosed()[i])
-        for i, record in enumerate(records)
+        WrongAnswer(
+            record, kernel=name, device=device, diagnose=functools.partial(diagnosed, place)
+        )
+        for place, record in enumerate(records)
         if record.status in UNTRUSTED_STATUSES
     ]
     if len(wrong) == 1:
@@ -113,10 +115,11 @@ def check(
 
 def _diagnosed_later(
     records: Sequence[Record], subject: Subject, device: str
-) -> Callable[[], Sequence[Record]]:
-    """Return a function that returns ``records`` with diagnoses of all failures, made only once.
+) -> Callable[[int, Record], Record]:
+    """Return a function of the place of a failure in ``records``, and it, which diagnoses it.
 
-    Failures share causes: a search among all fault models for each would take minutes.
+    The first call diagnoses all failures, which share causes: a search among all fault models for
+    each of them would take minutes.
     """
 
     @functools.cache
@@ -129,7 +132,7 @@ def _diagnosed_later(
             search.note(record)
         return search.diagnose_all(records, subject, device=device, first=worst)
 
-    return diagnosed
+    return lambda place, _record: diagnosed()[place]
 
 
 def _prepare_device(device: str | None) -> str:
