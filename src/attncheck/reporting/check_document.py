@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections import Counter
 from dataclasses import replace
@@ -324,6 +325,10 @@ def _sections_of(record: Record) -> Iterator[Section]:
     blocks += [Note(f"└ {one.text}", one.look) for one in verdict_remarks(judgement)]
     likely = tuple(explanation_facts(record.diagnosis))
     blocks += [Facts(likely)] if likely else []
+    # A single frame is already in the reason.
+    frames = () if record.frames is msgspec.UNSET else record.frames
+    names = itertools.chain(["raised in"], itertools.repeat(""))
+    blocks += [Facts(tuple(zip(names, frames, strict=False)))] if frames[1:] else []
     yield Section(_record_title(record), tuple(blocks))
     if judgement is None:
         return
