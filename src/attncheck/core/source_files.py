@@ -211,8 +211,8 @@ def kernel_frames(error: BaseException) -> tuple[str, ...]:
     """Return ``mine.py:7 in forward`` for each frame of a kernel, and for what it called, in order.
 
     Frames of attncheck and torch that called the kernel, or that stand between a kernel's call of
-    torch and its execution, are left out, as they do not help its author. Repeated frames are
-    counted, and of many different ones the last are returned.
+    torch and its execution, are left out, as they do not help its author. Repetitions of a frame
+    are not counted, since a recursion's depth varies, and of many frames the last are returned.
     """
     shown, is_of_interest = [], False
     for frame in traceback.extract_tb(error.__traceback__):
@@ -222,8 +222,8 @@ def kernel_frames(error: BaseException) -> tuple[str, ...]:
             is_of_interest = is_of_kernel(file)
         if is_of_interest:
             shown.append(f"{Path(file).name}:{frame.lineno} in {frame.name}")
-    counts = [(place, len(list(same))) for place, same in itertools.groupby(shown)]
-    several = (f"{place} ({count:,} times)" if count > 1 else place for place, count in counts)
+    repeated = [(place, len(list(same)) > 1) for place, same in itertools.groupby(shown)]
+    several = (f"{place}, repeatedly" if often else place for place, often in repeated)
     return tuple(several)[-_MOST_FRAMES:]
 
 
