@@ -30,7 +30,7 @@ def event(one, finished, *, seconds=1.0, units=(), kind="done", running=1):
         finished=finished,
         known=101,
         running=running,
-        left=1e6,
+        seconds_left=1e6,
     )
 
 
@@ -41,7 +41,7 @@ def test_nothing_is_estimated_from_what_a_kernel_is():
     assert count.line(first) == "starting 1/101"
     for number, one in enumerate(CONTRACT[:9], 2):
         count.hear(event(one, number))
-    assert count.left(event(CONTRACT[8], 10)) is None
+    assert count.seconds_left(event(CONTRACT[8], 10)) is None
 
 
 def test_each_stage_takes_as_long_as_it_has_taken():
@@ -49,11 +49,13 @@ def test_each_stage_takes_as_long_as_it_has_taken():
     count.hear(event(FIRST, 1, seconds=90.0, units=(*CONTRACT, *BOUNDS)))
     for number, one in enumerate(CONTRACT, 2):
         count.hear(event(one, number, seconds=1.0))
-    assert count.left(event(CONTRACT[-1], 13)) == pytest.approx(88)  # of bounds nothing is known
+    assert count.seconds_left(event(CONTRACT[-1], 13)) == pytest.approx(
+        88
+    )  # of bounds nothing is known
     for number, one in enumerate(BOUNDS[:8], 14):
         count.hear(event(one, number, seconds=5.0, running=2))
     last = event(BOUNDS[7], 21, running=2)
-    assert count.left(last) == pytest.approx(80 * 5 / 2)
+    assert count.seconds_left(last) == pytest.approx(80 * 5 / 2)
     assert count.line(last).endswith("about 3 min left")
 
 
@@ -62,16 +64,16 @@ def test_nothing_is_estimated_before_it_is_known_how_many_questions_the_bounds_h
     count.hear(event(FIRST, 1, units=(*CONTRACT, draw)))
     for number, one in enumerate(CONTRACT, 2):
         count.hear(event(one, number))
-    assert count.left(event(CONTRACT[-1], 13)) is None
+    assert count.seconds_left(event(CONTRACT[-1], 13)) is None
     count.hear(event(draw, 14, units=BOUNDS))
-    assert count.left(event(draw, 14)) is not None
+    assert count.seconds_left(event(draw, 14)) is not None
 
 
 def test_what_the_journal_had_and_what_was_before_count_for_nothing():
     count = GateProgress()
     for number, one in enumerate(CONTRACT, 1):
         count.hear(event(one, number, kind="recalled"))
-    assert count.left(event(CONTRACT[-1], 12)) is None
+    assert count.seconds_left(event(CONTRACT[-1], 12)) is None
     assert count.hear(event(unit("baseline", 0, commit="0" * 40), 13)) == []
 
 

@@ -100,7 +100,7 @@ def test_several_problems_are_explained_by_what_explains_each():
 
 
 def test_what_explains_all_of_each_is_told_by_the_larger_error():
-    large = FaultExplanation(name="one", share=0.999, all=True, left=0.1)
+    large = FaultExplanation(name="one", share=0.999, all=True, unexplained=0.1)
     small = dataclasses.replace(large, share=0.2)
     part = dataclasses.replace(small, all=False)
     assert [one.share for one in combine_rankings([large], [small])] == [0.999]

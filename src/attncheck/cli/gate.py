@@ -431,7 +431,7 @@ class GateProgress:
         self.failed += len(wrong)
         return [_failure_line(answer) for answer in wrong] if event.kind == "done" else []
 
-    def left(self, event: RunEvent) -> float | None:
+    def seconds_left(self, event: RunEvent) -> float | None:
         """Return the estimated seconds of the remaining known units; None before enough are done.
 
         A unit is estimated by the mean of its kind, or of all units if none of its kind is done.
@@ -465,7 +465,7 @@ class GateProgress:
         """Return ``bounds 120/243, 2 failed, about 35 s left``."""
         parts = [f"{self.stage} {event.finished}/{event.known}"]
         parts += [f"{self.failed} failed"] if self.failed else []
-        left = self.left(event)
+        left = self.seconds_left(event)
         parts += [time_left(left)] if left is not None else []
         return ", ".join(parts)
 

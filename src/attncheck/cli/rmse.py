@@ -13,7 +13,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from attncheck.cli import verb
-from attncheck.cli.long_runs import BY_HAND, claimed, collect
+from attncheck.cli.long_runs import BY_HAND, collect, restrict_to_claims
 from attncheck.cli.options import (
     end_without_gpu,
     not_applicable,
@@ -229,7 +229,7 @@ def _measure_kernels(
         cells, hosts = _choose(options.explained, cells, hosts, device)
     load_ahead([cell.problem for cell in cells], hosts, device)
     typed = options.shapes or options.recording
-    claims = claimed(
+    claims = restrict_to_claims(
         hosts,
         device,
         quiet=options.quiet,

@@ -302,7 +302,7 @@ class NotAttention(AssertionError):
     def __init__(self, judgement: Judgement, answer: UserOutputs) -> None:
         super().__init__(judgement.reason)
         self.judgement = judgement
-        self._answer = answer.kept()
+        self._answer = answer.own_copy()
         self._text = ""
 
     def __str__(self) -> str:

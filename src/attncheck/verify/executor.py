@@ -127,7 +127,7 @@ class CallReport:
     arithmetic: Arithmetic  # the declared arithmetic, or the one assumed
     notes: CallNotes = dataclasses.field(default_factory=CallNotes)  # observations around the call
     # ``obligations.inputs_digest`` of the inputs after the call; empty if not requested.
-    left: str = ""
+    inputs_digest: str = ""
     compiling: float = 0.0  # seconds that compilers took in its calls; 0 if not measured
 
 
@@ -316,7 +316,7 @@ class InProcess:
             tiling=tiling,
             arithmetic=arithmetic,
             notes=around.notes,
-            left=inputs_digest(copies) if self._digests else "",
+            inputs_digest=inputs_digest(copies) if self._digests else "",
         )
 
 

@@ -160,7 +160,7 @@ class RunEvent:
     known: int  # Number of units known so far; more may follow.
     running: int  # Number of units that workers are doing.
     # Estimated seconds for the known remaining units; None before the first result.
-    left: float | None
+    seconds_left: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,7 +318,7 @@ class _Run:
                 finished=self.finished,
                 known=self.schedule.known,
                 running=len(self.running),
-                left=seconds / self.now_done * rest if self.now_done else None,
+                seconds_left=seconds / self.now_done * rest if self.now_done else None,
             )
         )
 

@@ -357,7 +357,7 @@ class Convention:
     claims_function: Callable[[frozenset[str], str], bool]
     # The reverse of ``bind``: parses a user's call; None if calls are not parsed.
     parse: Callable[[CallArguments], ParsedCall] | None = None
-    most: int = 2  # the longest tuple of results of a function
+    most_results: int = 2  # the longest tuple of results of a function
     bottom_right: bool = False  # whether causal masks and windows are aligned bottom-right
     empty_lse: tuple[float, ...] = (-math.inf,)  # valid LSE of a row that sees no key
     # Context manager around a call on (device).

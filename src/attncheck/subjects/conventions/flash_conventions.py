@@ -65,7 +65,9 @@ _PARAMETERS = (
 )
 
 # flash-attn's LSE is +∞ unless it splits the keys (``normalize_softmax_lse``), else -∞.
-_convention = partial(Convention, most=4, bottom_right=True, empty_lse=(-math.inf, math.inf))
+_convention = partial(
+    Convention, most_results=4, bottom_right=True, empty_lse=(-math.inf, math.inf)
+)
 
 _NO_WINDOW = (-1, -1)
 
