@@ -224,7 +224,8 @@ def kernel_frames(error: BaseException) -> tuple[str, ...]:
             shown.append(f"{Path(file).name}:{frame.lineno} in {frame.name}")
     repeated = [(place, len(list(same)) > 1) for place, same in itertools.groupby(shown)]
     several = (f"{place}, repeatedly" if often else place for place, often in repeated)
-    return tuple(several)[-_MOST_FRAMES:]
+    # A function may have any name: a line each, as an exception has.
+    return tuple(" ".join(each.split())[:LONGEST] for each in several)[-_MOST_FRAMES:]
 
 
 class DivertedOutput(io.TextIOWrapper):
