@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attncheck.workers import worker_main
 from attncheck.workers.journal import Journal
 from attncheck.workers.pool import run_units
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 from attncheck.workers.worker_pool import WorkerPlace
 
 if TYPE_CHECKING:
@@ -67,13 +67,13 @@ def _unit(name: str, **case: Any) -> Unit:
 class Stub:
     """A Work that does what a unit's case says; each execution has a new token."""
 
-    def do(self, unit: Unit) -> Done:
+    def do(self, unit: Unit) -> UnitResult:
         """Sleep, die, or return further units."""
         case = unit.case
         if case.get("die"):
             os.kill(os.getpid(), signal.SIGSEGV)
         time.sleep(case["seconds"])
-        return Done(
+        return UnitResult(
             unit=unit.id,
             units=tuple(_unit(**one) for one in case["follow"]),
             facts={"token": os.urandom(8).hex(), "name": case["name"]},
@@ -91,9 +91,9 @@ def work() -> Stub:
 class Hasty(Journal):
     """A planted fault: a result is acknowledged one result before it is written."""
 
-    _held: Done | None = None
+    _held: UnitResult | None = None
 
-    def done(self, done: Done, *, quarantined: bool = False) -> None:
+    def done(self, done: UnitResult, *, quarantined: bool = False) -> None:
         """Write the previous result."""
         held, self._held = self._held, done
         if held is not None:
@@ -104,11 +104,11 @@ class Forgetful(Journal):
     """A planted fault: results of earlier sessions are ignored and overwritten."""
 
     @property
-    def results(self) -> dict[str, Done]:
+    def results(self) -> dict[str, UnitResult]:
         """No results."""
         return {}
 
-    def done(self, done: Done, *, quarantined: bool = False) -> None:
+    def done(self, done: UnitResult, *, quarantined: bool = False) -> None:
         """Write a result, and drop an earlier one of the same unit."""
         self.content.results.pop(done.unit, None)
         super().done(done, quarantined=quarantined)

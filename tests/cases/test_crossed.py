@@ -6,7 +6,7 @@ from tests.planted_kernels.by_convention import BY_CHECK, BY_GATE, MAKERS
 from attncheck.cases.check_cases import check_cases, crossed_cases
 from attncheck.cases.covering import AXES, FewRows, plain_row, row_problem
 from attncheck.inputs.problem import Case, Problem
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.claims import subject_takes
 from attncheck.verify.run_case import run_case
@@ -17,7 +17,7 @@ FAILED = {"fail", "error"}
 
 
 def load_kernel(convention, fault=""):
-    subject = adopted(MAKERS[convention](fault), "planted", convention)
+    subject = make_subject(MAKERS[convention](fault), "planted", convention)
     return subject, subject_takes(subject, "cpu")
 
 

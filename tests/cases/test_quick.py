@@ -1,6 +1,7 @@
 """The questions of ``attncheck check``: their cases, which faults each finds, and the page."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from attncheck.records.failure_causes import without_place
 from attncheck.reporting.check_document import check_document, check_outcome, worst_record
 from attncheck.reporting.record_text import missed_faults
 from attncheck.reporting.rendering import render
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.verify.verify import verify
 
 pytestmark = pytest.mark.usefixtures("shared_evidence")
@@ -38,7 +39,7 @@ FP16 = {question.name: question for question in check_cases("fp16")}
 
 def check(function, *names, questions=BF16):
     """The Report of a kernel on the questions ``names``."""
-    subject = adopted(function, "planted", "sdpa")
+    subject = make_subject(function, "planted", "sdpa")
     cases = [(name, questions[name].case) for name in names]
     return verify(subject, cases, device="cpu", command="attncheck check planted")
 
@@ -100,7 +101,7 @@ def test_correct_kernel_passes_every_question_and_no_fault_would_be_missed():
     report = check(PLANTED.RIGHT["wrapped"], *BF16)
     assert {record.status for record in report.records} == {"pass"}
     assert check_outcome(report) == "pass"
-    assert worst_record(report) is None
+    assert worst_record(report.records) is None
     assert missed_faults(report.records) == ()
     assert all(record.seconds is None for record in report.records)
 
@@ -163,7 +164,7 @@ def test_planted_fault_fails_its_question(fault, question, rule):
     (record,) = report.records
     assert (record.status, record.judgement.rule) == ("fail", rule), record.judgement.reason
     assert check_outcome(report) == "fail"
-    assert worst_record(report) == record
+    assert worst_record(report.records) == record
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ def page(report, fmt="table"):
 
 def test_failed_exact_probe_is_shown_first():
     report = check(PLANTED.WRONG["causal sees the next key"], "causal", "decode-causal")
-    assert worst_record(report).variant == "decode-causal"
+    assert worst_record(report.records).variant == "decode-causal"
     text = page(report)
     assert "FAIL planted: 2 of 2 questions failed" in text
     assert "key 1 is too many" in text
@@ -225,11 +226,17 @@ def test_failed_exact_probe_is_shown_first():
 def test_worst_record_has_the_largest_error_over_its_bound():
     report = check(PLANTED.WRONG["zeros"], "plain", "one-hot")
     shares = {r.variant: r.judgement.out_over_bound for r in report.records}
-    assert worst_record(report).variant == max(shares, key=shares.get)
+    assert worst_record(report.records).variant == max(shares, key=shares.get)
 
 
 def test_page_of_an_error_tells_how_to_refuse_a_problem():
-    assert "ValueError or NotImplementedError" in page(check(PLANTED.WRONG["raises"], "plain"))
+    report = check(PLANTED.WRONG["raises"], "plain")
+    assert "ValueError or NotImplementedError" in page(report)
+    # Beside a wrong answer, which comes first, too; and once, however many questions raise.
+    wrong = check(PLANTED.WRONG["zeros"], "plain").records
+    raised = check(PLANTED.WRONG["raises"], "plain", "ragged").records
+    several = msgspec.structs.replace(report, records=(*wrong, *raised))
+    assert page(several).count("ValueError or NotImplementedError") == 1
 
 
 @pytest.mark.parametrize("fmt", ["table", "md"])
@@ -256,6 +263,16 @@ def test_insensitive_question_passes_when_asked_by_name():
     report = msgspec.structs.replace(report, command=command)
     assert check_outcome(report) == "pass"
     assert "insensitive" not in page(report)
+
+
+def test_pass_in_another_dtype_than_bf16_names_the_dtype():
+    report = check(PLANTED.RIGHT["torch's"], "one-key")
+    case = json.loads(json.dumps(report.records[0].case).replace("bf16", "fp32"))
+    records = (msgspec.structs.replace(report.records[0], case=case),)
+    for typed, sentence in (("", "1 question in fp32"), (" --dtype fp32", "1 question")):
+        command = f"attncheck check planted --question one-key{typed}"
+        in_fp32 = msgspec.structs.replace(report, command=command, records=records)
+        assert f"PASS planted: {sentence}" in page(in_fp32).splitlines()
 
 
 def test_page_says_when_nothing_was_tested():

@@ -299,6 +299,18 @@ def test_output_of_failing_kernel_is_shown_and_of_passing_kernel_counted(
         assert rest == [f"line {i}" for i in range(30, 50)]
 
 
+def test_exception_is_shown_with_frames_of_the_kernel_alone(check, tmp_path):
+    body = (
+        "def inner(q):\n    return q @ q\ndef kernel(q, k, v):\n    return inner(q[:, :, :, 1:])\n"
+    )
+    (tmp_path / "mine.py").write_text(f"import torch\n{body}")
+    run = check("mine.py::kernel", "--question", "plain", "-q", "-v", cwd=tmp_path)
+    lines = run.stdout.splitlines()
+    first = lines.index("  raised in  mine.py:5 in kernel")
+    # No frames of attncheck's before, and none of torch's and attncheck's below.
+    assert [line.strip() for line in lines[first + 1 : first + 3]] == ["mine.py:3 in inner", ""]
+
+
 def test_kernel_raising_a_base_exception_is_recorded_as_error(check, tmp_path):
     body = "class E(BaseException):\n    def __str__(self): raise RuntimeError('planted')\n"
     (tmp_path / "raises.py").write_text(f"{body}def kernel(q, k, v): raise E\n")

@@ -14,7 +14,7 @@ from attncheck.cli.long_runs import worker_places
 from attncheck.faults.fault_selection import select_from_file
 from attncheck.records.fault_scores import FaultScore
 from attncheck.workers.journal import Journal
-from attncheck.workers.units import Done
+from attncheck.workers.units import UnitResult
 
 FAULTY_KERNELS = Path(__file__).parents[1] / "faults" / "faulty_kernels.py"
 
@@ -65,7 +65,7 @@ def test_interrupted_run_resumes(run, tmp_path, monkeypatch):
         unit = selection.units[1]
         journal.begun(unit)
         facts = {"score": msgspec.to_builtins(first), "kind": "fault"}
-        journal.done(Done(unit=unit.id, facts=facts))
+        journal.done(UnitResult(unit=unit.id, facts=facts))
         journal.end("interrupted")
     words = ["--kernel-file", str(FAULTY_KERNELS), "--fault", "next key", "--fault", "exit"]
     result = run(*words, "--device", "cpu", "--json", "r.json", "-q")

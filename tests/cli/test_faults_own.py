@@ -11,7 +11,7 @@ from attncheck.faults.fault_selection import FaultSelection, select_faults
 from attncheck.faults.user_suite import UserSuite
 from attncheck.records.fault_scores import OwnTestsScore
 from attncheck.workers.journal import Journal
-from attncheck.workers.units import Done
+from attncheck.workers.units import UnitResult
 
 FUNCTION = """
 import torch
@@ -72,7 +72,7 @@ def interrupted(project):
         journal.queued(selection.units)
         (unit,) = (each for each in selection.units if each.kernel.startswith(FAULTS[0]))
         journal.begun(unit)
-        journal.done(Done(unit=unit.id, facts={"score": msgspec.to_builtins(first)}))
+        journal.done(UnitResult(unit=unit.id, facts={"score": msgspec.to_builtins(first)}))
         journal.end("interrupted")
 
 

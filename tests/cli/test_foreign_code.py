@@ -172,6 +172,16 @@ def test_kernel_output_goes_to_stderr_without_warnings(attncheck, tmp_path, fmt)
     elif fmt == "csv":
         assert {row["kernel"] for row in csv.DictReader(io.StringIO(out))} == {"mine"}
     assert "called" not in out
+    # What it printed would stand between the rows: of a pass only the number of lines is shown.
+    count = r"attncheck: mine\.py::Mine printed \d+ lines in all its calls"
+    assert re.fullmatch(rf"{count}: attncheck check -v shows them\.\n", err)
+
+
+def test_the_last_lines_that_a_failing_kernel_prints_are_shown(attncheck, tmp_path):
+    (tmp_path / "mine.py").write_text(KERNEL.replace("return call()", "raise RuntimeError"))
+    code, out, err = attncheck("rmse", "--kernel", "mine.py::Mine", *RMSE)
+    assert code == 1
+    assert "called" not in out
     lines = set(re.sub(r" \(\d+ times more\)", "", err).splitlines())
     assert lines == {"imported", "made", "prepared", "called"}
 

@@ -56,12 +56,12 @@ import sys
 from torch.nn.functional import scaled_dot_product_attention
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.verify.run_case import run_case
 
 problem = Problem(query=8, kv=8, heads=1, head_dim=8, dtype="fp32", backward=True)
 problem = problem.replace(mask=Spec.of("causal"))
-kernel = adopted(scaled_dot_product_attention, "f")
+kernel = make_subject(scaled_dot_product_attention, "f")
 print(run_case(kernel, Case(problem=problem), device="cpu").status)
 print("torch.fx.experimental.symbolic_shapes" in sys.modules)
 """

@@ -105,7 +105,7 @@ def test_machine_formats_are_alone_on_stdout(run):
 
 def test_journal_is_shown_as_report(run, folder):
     from attncheck.workers.journal import Journal
-    from attncheck.workers.units import Done, Unit
+    from attncheck.workers.units import Unit, UnitResult
 
     head = {"kernels": ["k"], "device": "cpu", "tier": "smoke", "stages": "bounds"}
     head["started"] = "2026-11-22T17:30:00Z"
@@ -119,7 +119,7 @@ def test_journal_is_shown_as_report(run, folder):
         journal.queued(units)
         for unit, result in zip(units, ({"facts": facts}, {"answers": (answer,)}), strict=True):
             journal.begun(unit)
-            journal.done(Done(unit=unit.id, **result))
+            journal.done(UnitResult(unit=unit.id, **result))
     report = load_report(run("results.jsonl", "--format", "json"), GateReport)
     assert report.answers == (answer,)
     assert report.kernels == {"k": "s"}

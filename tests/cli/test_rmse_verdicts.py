@@ -78,9 +78,11 @@ def test_explain_accepts_the_kernel_as_typed(attncheck, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "mine.py").write_text(KERNELS)
     name = "in/mine.py::Wrong"
-    code, out, _ = attncheck("--kernel", "ideal", "--kernel", name, "--explain", f"{name}/causal")
-    assert code == 1
-    assert out.startswith("wrong · causal · MHA 2 · fp16 ")
+    # Also where the cell spells the file in another way.
+    for cell in (f"{name}/causal", f"./{name}/causal", f"{tmp_path}/{name}/causal"):
+        code, out, _ = attncheck("--kernel", "ideal", "--kernel", name, "--explain", cell)
+        assert code == 1
+        assert out.startswith("wrong · causal · MHA 2 · fp16 ")
 
 
 def test_explain_rejects_unknown_cell_before_probing(attncheck, tmp_path, monkeypatch):

@@ -167,7 +167,7 @@ def failing_kernel(kernel, case, change_responses=None):
 def test_too_few_responses_confirm_nothing():
     kernel, case = with_fault("mask-one-key-wider"), Case(problem=CAUSAL)
     every = confirm(["mask-one-key-wider"], failing_kernel(kernel, case), seconds=0.0)
-    assert (every.confirmed, every.left) == (True, ("mask-one-key-wider",))
+    assert (every.confirmed, every.unrefuted) == (True, ("mask-one-key-wider",))
     number = itertools.count()
     two = failing_kernel(kernel, case, lambda responses: responses if next(number) < 2 else [])
     few = confirm(["mask-one-key-wider"], two, seconds=0.0)
@@ -184,7 +184,7 @@ def test_tile_model_must_keep_its_tile_in_every_problem():
 
     kernel = failing_kernel(with_fault("maximum-from-zero"), case, without_tiles)
     confirmation = confirm(["maximum-from-zero", "first-tile-dropped"], kernel, seconds=0.0)
-    assert (confirmation.confirmed, confirmation.left) == (True, ("maximum-from-zero",))
+    assert (confirmation.confirmed, confirmation.unrefuted) == (True, ("maximum-from-zero",))
 
 
 @pytest.mark.parametrize("mean", [False, True], ids=["nan", "mean"])

@@ -125,7 +125,7 @@ def test_models_of_absent_features_are_not_reported():
     record = run_case(WAVY, Case(problem=plain), device="cpu")
     absent = [name for name, model in FAULT_MODELS.items() if not model.applies(plain)]
     assert len(absent) > 50
-    ranking = [FaultExplanation(name=name, share=1.0, all=True, left=0.0) for name in absent]
+    ranking = [FaultExplanation(name=name, share=1.0, all=True, unexplained=0.0) for name in absent]
     before = Findings(ranking=ranking, tried=1, tiles=None, finite=True)
     assert diagnose_failure(record, WAVY, device="cpu", before=before).diagnosis.ranked == ()
     for one in ranking:

@@ -19,7 +19,7 @@ from attncheck.faults.score_report import mutant_report
 from attncheck.records.fault_scores import MutantScore
 from attncheck.reporting import exit_codes, rendering
 from attncheck.workers.journal_format import JournalContent
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 
 KERNEL = """
 import torch
@@ -232,7 +232,7 @@ def report_of(**outcomes):
     for unit, (name, facts) in zip(units, outcomes.items(), strict=True):
         score = {"mutant": f"k:o:1:{name}", "kernel": "k", "operator": "o", "line": 1}
         score |= {"diff": "- a\n+ b", "tool": "check", **facts}
-        results[unit.id] = Done(
+        results[unit.id] = UnitResult(
             unit=unit.id, facts={"score": score} if facts else {}, harness="lost"
         )
     content = JournalContent(head={}, results=results)

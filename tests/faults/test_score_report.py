@@ -9,7 +9,7 @@ from attncheck.faults.score_report import fault_report, score_of, totals
 from attncheck.records.fault_scores import FaultScore, PeerVerdict
 from attncheck.records.record import Explanation
 from attncheck.workers.journal_format import JournalContent
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 
 
 def score(fault, outcome, category="gqa", **fields):
@@ -56,7 +56,7 @@ def test_report_counts_units_without_a_result_as_unfinished():
     facts = {"score": to_builtins(score("missing-alpha-on-acc", "caught")), "kind": "fault"}
     content = JournalContent(
         head={"tier": "smoke", "device": "cpu"},
-        results={first.id: Done(unit=first.id, facts=facts)},
+        results={first.id: UnitResult(unit=first.id, facts=facts)},
         why="interrupted",
     )
     selection = FaultSelection(units=(first, second))
@@ -67,6 +67,6 @@ def test_report_counts_units_without_a_result_as_unfinished():
 
 def test_unit_that_failed_in_the_harness_keeps_its_reason():
     failed = unit("missing-alpha-on-acc")
-    result = score_of(failed, Done(unit=failed.id, harness="its process died twice"))
+    result = score_of(failed, UnitResult(unit=failed.id, harness="its process died twice"))
     assert (result.outcome, result.reason) == ("harness", "its process died twice")
     assert result.category == "online softmax"

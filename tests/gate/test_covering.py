@@ -26,6 +26,7 @@ from attncheck.cases.covering import (
     row_problem,
 )
 from attncheck.cases.covering import AXES as ALL_AXES
+from attncheck.core.errors import ProblemError
 from attncheck.inputs.problem import Case
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.verify import verify
@@ -106,6 +107,12 @@ def test_compiled_rows_reach_the_requested_number():
     distinct, repeated = compiled_rows(axes, "medium", 40)
     assert (len(distinct), len(repeated)) == (1, 39)
     assert compiled_rows(axes | {"dtype": ()}, "medium", 40) == ([], [])
+
+
+def test_values_that_cannot_be_combined_raise_an_error():
+    one = {name: values[:1] for name, values in COMPILED.items()}
+    with pytest.raises(ProblemError, match="no values of these axes can be combined"):
+        compiled_rows(one | {"mask": ("full",), "extent": ("half",)}, "medium", 40)
 
 
 def test_covering_rows_contain_nothing_excluded():

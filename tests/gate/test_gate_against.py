@@ -20,7 +20,7 @@ from attncheck.gate.property_stage import KnownFailures
 from attncheck.inputs.problem import Case, Problem
 from attncheck.reporting.gate_verdict import Policy, gate_exit_code
 from attncheck.workers.journal_format import JournalContent
-from attncheck.workers.units import Done, Shard, Unit
+from attncheck.workers.units import Shard, Unit, UnitResult
 
 KERNEL = """\
 import math
@@ -81,7 +81,7 @@ def run_both_commits(tree, kernel="mine"):
     content = JournalContent(head={**gate_choices.plan(), "tier": "smoke"})
     content.units = {unit.id: unit for unit in (describe_unit, *units)}
     gate = GateWorker(gate_choices, KnownFailures(()))
-    content.results = {describe_unit.id: Done(unit=describe_unit.id, facts=facts)}
+    content.results = {describe_unit.id: UnitResult(unit=describe_unit.id, facts=facts)}
     content.results |= {unit.id: gate.do(unit) for unit in units}
     gate.close()
     return content
@@ -123,7 +123,9 @@ def test_refactoring_that_changes_no_bit_is_identical(repository):
 def test_baseline_units_alternate_between_both_commits(monkeypatch):
     other = SimpleNamespace(commit="0" * 40)
     planning = SimpleNamespace(
-        choices=SimpleNamespace(tree=other, held=None, dtypes=(), tier=tier_named("smoke")),
+        choices=SimpleNamespace(
+            tree=other, baseline_cases=None, dtypes=(), tier=tier_named("smoke")
+        ),
         refused=[],
     )
     unit = Unit(kind="ask", stage="bounds", kernel="mine", device="cpu", case=CASES[0].to_json())
@@ -190,7 +192,7 @@ def test_failures_of_the_other_commit_do_not_fail_this_one(repository):
 def test_choices_with_a_tree_survive_json(repository):
     with commit_tree("main") as tree:
         gate_choices = choices(
-            tree=tree, held=BaselineCases(digest="0", cases=(("k", "d", "v", {"a": 1}),))
+            tree=tree, baseline_cases=BaselineCases(digest="0", cases=(("k", "d", "v", {"a": 1}),))
         )
     text = json.dumps(gate_choices.options())
     assert Choices.of(json.loads(text)) == gate_choices

@@ -20,7 +20,7 @@ from attncheck.records.run_reports import GateReport
 from attncheck.verify.run_case import blank_record
 from attncheck.workers.journal import Journal, merge_journals, merged_journal_bytes
 from attncheck.workers.journal_format import JournalError, read_journal
-from attncheck.workers.units import Done
+from attncheck.workers.units import UnitResult
 
 PLANTED = Path(__file__).with_name("planted_kernels.py")
 LITTLE = ("--tier", "smoke", "--dtype", "fp32", "--stage", "contract", "--jobs", "1", "-q")
@@ -113,7 +113,7 @@ def run_shard(shard, seed, folder):
         for unit in run_plan.units:
             journal.done(gate.do(unit))
         for unit in journal.content.unfinished:
-            journal.done(Done(unit=unit.id))
+            journal.done(UnitResult(unit=unit.id))
     gate.close()
     return path
 

@@ -15,7 +15,7 @@ from attncheck.cases.tier import TIERS
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
-from attncheck.gate.bound_stage import AGAIN, axes_of, bound_units
+from attncheck.gate.bound_stage import REUSE_SUFFIX, axes_of, bound_units
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import (
     covering_units,
@@ -269,7 +269,7 @@ def test_baseline_cases_are_asked_even_if_the_plan_has_changed():
     changed = restricted(lambda problem: is_plain(problem, "sliding_window"), dtypes="bf16")
     cases = [Case.from_json(unit.case).id for unit in full_plan(changed)]
     assert not {Case.from_json(unit.case).id for unit in old_plan} <= set(cases)
-    changed.choices = replace(changed.choices, held=baseline_cases)
+    changed.choices = replace(changed.choices, baseline_cases=baseline_cases)
     ids = [Case.from_json(unit.case).id for unit in full_plan(changed)]
     assert {*cases, *(Case.from_json(unit.case).id for unit in old_plan)} == set(ids)
     assert len(ids) == len(set(ids))
@@ -301,13 +301,13 @@ def test_gpu_plan_asks_again_what_is_compiled_anyway():
     planning = gpu_planning("pr")
     units = full_plan(planning)
     bounds = [unit for unit in units if unit.stage == "bounds"]
-    repeated = [unit for unit in bounds if unit.variant.endswith(AGAIN)]
+    repeated = [unit for unit in bounds if unit.variant.endswith(REUSE_SUFFIX)]
     assert len(bounds) > TIERS["pr"].threes_gpu > len(repeated) > len(bounds) / 2
     # Two stages need these units; they are planned once, and refusals are listed once.
     assert [unit for unit in bounds if unit.variant != SOFTMAX][-1] in planning.bounds
     assert len(planning.refused) == len({answer.record.case_id for answer in planning.refused})
     on_cpu = full_plan(planning_for(tier="pr", stages="bounds"))
-    assert not any(unit.variant.endswith(AGAIN) for unit in on_cpu)
+    assert not any(unit.variant.endswith(REUSE_SUFFIX) for unit in on_cpu)
 
 
 def test_tier_pr_has_every_problem_of_smoke():

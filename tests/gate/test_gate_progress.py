@@ -7,7 +7,7 @@ import pytest
 from attncheck.cli.gate import GateProgress
 from attncheck.reporting.gate_document import _pace
 from attncheck.workers.pool import RunEvent
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 
 
 def unit(stage, number, kind="ask", commit=""):
@@ -22,7 +22,11 @@ BOUNDS = [unit("bounds", n) for n in range(88)]
 
 
 def event(done_unit, finished, *, seconds=1.0, units=(), kind="done", running=1):
-    done = Done(unit=done_unit.id, seconds=seconds, units=tuple(units)) if kind != "begun" else None
+    done = (
+        UnitResult(unit=done_unit.id, seconds=seconds, units=tuple(units))
+        if kind != "begun"
+        else None
+    )
     return RunEvent(
         kind=kind,
         unit=done_unit,
@@ -30,7 +34,7 @@ def event(done_unit, finished, *, seconds=1.0, units=(), kind="done", running=1)
         finished=finished,
         known=101,
         running=running,
-        left=1e6,
+        seconds_left=1e6,
     )
 
 
@@ -41,7 +45,7 @@ def test_describing_a_kernel_gives_no_estimate():
     assert progress.line(first) == "starting 1/101"
     for number, done_unit in enumerate(CONTRACT[:9], 2):
         progress.hear(event(done_unit, number))
-    assert progress.left(event(CONTRACT[8], 10)) is None
+    assert progress.seconds_left(event(CONTRACT[8], 10)) is None
 
 
 def test_estimate_extrapolates_each_stage_from_its_own_speed():
@@ -49,12 +53,14 @@ def test_estimate_extrapolates_each_stage_from_its_own_speed():
     progress.hear(event(FIRST, 1, seconds=90.0, units=(*CONTRACT, *BOUNDS)))
     for number, done_unit in enumerate(CONTRACT, 2):
         progress.hear(event(done_unit, number, seconds=1.0))
-    assert progress.left(event(CONTRACT[-1], 13)) == pytest.approx(88)  # no bounds measured yet
+    assert progress.seconds_left(event(CONTRACT[-1], 13)) == pytest.approx(
+        88
+    )  # no bounds measured yet
     for number, done_unit in enumerate(BOUNDS[:8], 14):
         progress.hear(event(done_unit, number, seconds=5.0, running=2))
     last = event(BOUNDS[7], 21, running=2)
-    assert progress.left(last) == pytest.approx(80 * 5 / 2)
-    assert progress.line(last).endswith("about 3 min left")
+    assert progress.seconds_left(last) == pytest.approx(80 * 5 / 2)
+    assert progress.line(last).endswith("about 3 min seconds_left")
 
 
 def test_no_estimate_before_the_bounds_are_drawn():
@@ -62,16 +68,16 @@ def test_no_estimate_before_the_bounds_are_drawn():
     progress.hear(event(FIRST, 1, units=(*CONTRACT, draw)))
     for number, done_unit in enumerate(CONTRACT, 2):
         progress.hear(event(done_unit, number))
-    assert progress.left(event(CONTRACT[-1], 13)) is None
+    assert progress.seconds_left(event(CONTRACT[-1], 13)) is None
     progress.hear(event(draw, 14, units=BOUNDS))
-    assert progress.left(event(draw, 14)) is not None
+    assert progress.seconds_left(event(draw, 14)) is not None
 
 
 def test_recalled_results_and_other_commits_do_not_count():
     progress = GateProgress()
     for number, done_unit in enumerate(CONTRACT, 1):
         progress.hear(event(done_unit, number, kind="recalled"))
-    assert progress.left(event(CONTRACT[-1], 12)) is None
+    assert progress.seconds_left(event(CONTRACT[-1], 12)) is None
     assert progress.hear(event(unit("baseline", 0, commit="0" * 40), 13)) == []
 
 

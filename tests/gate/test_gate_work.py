@@ -10,7 +10,7 @@ from tests.gate.gate_driver import answers, choices, drive, planted
 from attncheck.core.mod_spec import Spec
 from attncheck.diagnose.reproduce import new_failure
 from attncheck.fault_models.fault_model import FAMILIES
-from attncheck.gate.bound_stage import AGAIN
+from attncheck.gate.bound_stage import REUSE_SUFFIX
 from attncheck.gate.gate_report import build_report
 from attncheck.gate.gate_worker import GateWorker, work
 from attncheck.gate.plan import describe_units, replay_units
@@ -26,7 +26,7 @@ from attncheck.reporting.gate_document import not_covered
 from attncheck.suite.known_failures import KnownFailure
 from attncheck.verify.run_case import blank_record
 from attncheck.workers.journal_format import JournalContent
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 
 pytestmark = pytest.mark.usefixtures("forked_workers", "shared_evidence")
 
@@ -87,7 +87,7 @@ def test_repeated_questions_keep_only_the_verdict():
         variant="full",
         case=Case(problem=Problem(query=4)).to_json(),
     )
-    for variant, brief in (("full", False), (f"full {AGAIN}", True)):
+    for variant, brief in (("full", False), (f"full {REUSE_SUFFIX}", True)):
         (answer,) = gate.do(replace(question, variant=variant)).answers
         assert (answer.record.status, answer.record.out is None) == ("pass", brief)
 
@@ -255,7 +255,7 @@ def test_unfinished_run_lists_what_was_not_asked_of_each_kernel(tmp_path):
         (unit,) = describe_units([kernel], device="cpu", tier="smoke", convention="")
         content.units[unit.id] = unit
         if kernel in kernels:
-            content.results[unit.id] = Done(unit=unit.id, facts=kernels[kernel])
+            content.results[unit.id] = UnitResult(unit=unit.id, facts=kernels[kernel])
             for stage, commit in (("memory", ""), ("memory", "a1"), ("baseline", "")):
                 case = Case(problem=Problem(query=4)).to_json()
                 pending = Unit(

@@ -13,7 +13,7 @@ from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units
 from attncheck.gate.sources import changed_source, file_hashes, source_fingerprint
 from attncheck.workers.journal_format import JournalContent
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 
 KERNEL = """\
 import sys
@@ -43,7 +43,7 @@ def journal(facts, kernel=ENTRY, **changes):
     pending = Unit(kind="ask", stage="contract", kernel=kernel, device="cpu", tier="smoke")
     content = JournalContent(head={"sources": "as they were"} | changes)
     content.units |= {unit.id: unit, pending.id: pending}
-    content.results[unit.id] = Done(unit=unit.id, facts=facts)
+    content.results[unit.id] = UnitResult(unit=unit.id, facts=facts)
     return content
 
 

@@ -100,7 +100,7 @@ def test_combined_ranking_keeps_hypotheses_that_explain_every_problem():
 
 
 def test_combined_share_is_the_larger_where_both_are_fully_explained():
-    large = FaultExplanation(name="one", share=0.999, all=True, left=0.1)
+    large = FaultExplanation(name="one", share=0.999, all=True, unexplained=0.1)
     small = dataclasses.replace(large, share=0.2)
     part = dataclasses.replace(small, all=False)
     assert [one.share for one in combine_rankings([large], [small])] == [0.999]

@@ -535,7 +535,7 @@ SAMPLES = {
                     again=False,
                 ),
             ),
-            ModelRecord(model="mistral", kernel="sdpa-math", beside=True, status="pass"),
+            ModelRecord(model="mistral", kernel="sdpa-math", for_comparison=True, status="pass"),
             ModelRecord(model="mistral", kernel="o", status="unsupported", reason="it takes none"),
         ),
     ),

@@ -9,7 +9,7 @@ import pytest
 from tests.reporting import gate_reports as gates
 
 from attncheck.core.judgement import Judgement, Unclaimed
-from attncheck.records.failure_causes import group_by_cause, symptom
+from attncheck.records.failure_causes import group_by_cause, symptom, unclaimed_findings
 from attncheck.records.record import Diagnosis, Explanation
 from attncheck.reporting.diagnosis_text import causes_section
 from attncheck.reporting.gate_document import gate_document
@@ -77,6 +77,10 @@ def test_failures_beyond_the_declared_claims_form_one_group():
     # A model that explains the failure takes precedence.
     known = msgspec.structs.replace(explained(WIDER), unclaimed=records[0].unclaimed)
     assert grouped(known, explained(WIDER, seed=1)) == [(WIDER, True, (0, 1))]
+    # Ways with the same remedy stand together before it.
+    crashed = beyond("80", status="crash", judgement=None)
+    finding = "wrong, not refused, for head_dim 40; crash, no refusal, for head_dim 80"
+    assert unclaimed_findings([records[0], crashed]) == [f"{finding}: refuse them by ValueError"]
 
 
 def test_tie_goes_to_the_model_that_explains_other_failures():

@@ -15,7 +15,7 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import ConventionOptions
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.verify.executor import Execution, Failure, InProcess
 
 CAUSAL, BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
@@ -116,13 +116,13 @@ KERNELS = {
 }
 
 
-def make_subject(convention, fault=""):
+def wrap_kernel(convention, fault=""):
     kernel = KERNELS[convention][0]
     if convention == "native":
         subject = Native()
         subject.fault = fault
         return subject
-    subject = adopted(with_fault(kernel, fault) if fault else kernel, "kernel", convention)
+    subject = make_subject(with_fault(kernel, fault) if fault else kernel, "kernel", convention)
     assert isinstance(subject, Subject), subject
     return subject
 
@@ -136,7 +136,7 @@ def run(subject, inputs) -> Outputs:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("convention", KERNELS)
 def test_gradients_are_within_rounding(convention, dtype):
-    subject = make_subject(convention)
+    subject = wrap_kernel(convention)
     problem = small(dtype=dtype, **KERNELS[convention][1])
     assert subject.concerns(problem)
     assert subject.unsupported(problem, "cpu") is None
@@ -149,15 +149,15 @@ def test_gradients_are_within_rounding(convention, dtype):
 def test_wrong_backward_is_more_than_rounding_and_leaves_out_unchanged(convention, fault):
     problem = small(dtype="bf16", **KERNELS[convention][1])
     inputs = draw_inputs(problem)
-    outputs = run(make_subject(convention, fault), inputs)
+    outputs = run(wrap_kernel(convention, fault), inputs)
     assert exact_gradients(inputs).excess(outputs) > 1
-    right = run(make_subject(convention), inputs)
+    right = run(wrap_kernel(convention), inputs)
     assert torch.equal(outputs.out, right.out)
 
 
 def test_padded_keys_have_gradients_of_zero_in_varlen():
     inputs = draw_inputs(small(mask=PADDING))
-    outputs = run(make_subject("varlen"), inputs)
+    outputs = run(wrap_kernel("varlen"), inputs)
     assert exact_gradients(inputs).excess(outputs) <= 1
     assert outputs.dk[0, :, :9].any()
     assert not outputs.dk[0, :, 9:].any()
@@ -165,7 +165,7 @@ def test_padded_keys_have_gradients_of_zero_in_varlen():
 
 def test_repeated_calls_give_equal_tensors_without_a_graph():
     inputs = draw_inputs(small(mask=DOCUMENTS, query=30))
-    call = make_subject("varlen").prepare(inputs)
+    call = wrap_kernel("varlen").prepare(inputs)
     one, other = call().tensors(), call().tensors()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert not any(tensor.requires_grad for tensor in one.values())
@@ -179,7 +179,7 @@ def test_forward_alone_runs_without_autograd():
         return scaled_dot_product_attention(q, k, v)
 
     plain = small(backward=False, kv_heads=4, value_dim=16)
-    assert run(adopted(kernel, "kernel"), draw_inputs(plain)).gradients() == {}
+    assert run(make_subject(kernel, "kernel"), draw_inputs(plain)).gradients() == {}
     assert tracked == [False]
 
 
@@ -190,9 +190,9 @@ def test_gradient_of_base_2_lse_is_converted():
         return (out, lse / math.log(2)) if return_lse else out
 
     inputs = draw_inputs(small(dlse=True))
-    right = adopted(base2, "kernel", options=ConventionOptions(lse="base2"))
+    right = make_subject(base2, "kernel", options=ConventionOptions(lse="base2"))
     assert exact_gradients(inputs).excess(run(right, inputs)) <= 1
-    assert exact_gradients(inputs).excess(run(adopted(base2, "kernel"), inputs)) > 1
+    assert exact_gradients(inputs).excess(run(make_subject(base2, "kernel"), inputs)) > 1
 
 
 def test_gradients_of_sinks_are_within_rounding_or_refused():
@@ -204,8 +204,8 @@ def test_gradients_of_sinks_are_within_rounding_or_refused():
         return kernel(query, key, value, sinks.detach(), enable_gqa)
 
     inputs = draw_inputs(small(sink=True))
-    assert exact_gradients(inputs).excess(run(adopted(kernel, "kernel"), inputs)) <= 1
-    failure = InProcess().run(adopted(constant, "kernel"), inputs)
+    assert exact_gradients(inputs).excess(run(make_subject(kernel, "kernel"), inputs)) <= 1
+    failure = InProcess().run(make_subject(constant, "kernel"), inputs)
     assert isinstance(failure, Failure)
     assert failure.kind == "refused"
     assert failure.message == "its result has no gradient with respect to its sinks"

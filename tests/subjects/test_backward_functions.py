@@ -15,7 +15,7 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.subjects.capabilities.capability_table import read_table, render_table
 from attncheck.subjects.capabilities.declared import Declared
 from attncheck.subjects.conventions.convention import ConventionOptions
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import load_subject
 from attncheck.verify.executor import Failure, InProcess
@@ -67,7 +67,7 @@ def without_causal(dout, q, k, v, out, lse, softmax_scale=None):
 
 
 def subject_with_backward(function):
-    return adopted(forward, "kernel", "flash_attn", ConventionOptions(backward=function))
+    return make_subject(forward, "kernel", "flash_attn", ConventionOptions(backward=function))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_declared_backward_that_refuses_is_an_error():
     assert forward_only.declares(problem.replace(backward=False))
     table = read_table(DECLARATION | {"backward": "autograd"}, "mine")
     assert table.declares(problem)
-    subject = Declared(adopted(forward, "kernel", "flash_attn"), table, "mine")
+    subject = Declared(make_subject(forward, "kernel", "flash_attn"), table, "mine")
     failure = InProcess().run(subject, draw_inputs(problem))
     assert isinstance(failure, Failure)
     assert failure.kind == "error"
@@ -208,14 +208,14 @@ def test_table_declares_the_roundings_of_gradients():
     rounded = {"rounds_value_products": "bf16", "sums_rounded_heads": False}
     table = read_table({"entry": "mine.py::kernel", "arithmetic": rounded}, "mine")
     assert 'rounds_value_products = "bf16"' in render_table(table, "kernels.mine", {})
-    subject = Declared(adopted(forward, "kernel", "flash_attn"), table, "mine")
+    subject = Declared(make_subject(forward, "kernel", "flash_attn"), table, "mine")
     assert subject.summary.endswith("declares looser arithmetic: rounds_value_products=bf16")
     arithmetic = subject.arithmetic(small(dtype="fp16"), "cpu")
     assert arithmetic.rounds_value_products == FORMATS["bf16"]
     assert not arithmetic.sums_rounded_heads
     fused = {"rounds_value_products": False}
     table = read_table({"entry": "mine.py::kernel", "arithmetic": fused}, "mine")
-    subject = Declared(adopted(forward, "kernel", "flash_attn"), table, "mine")
+    subject = Declared(make_subject(forward, "kernel", "flash_attn"), table, "mine")
     assert subject.arithmetic(small(), "cpu").rounds_value_products is None
     assert "rounds_value_products = false" in render_table(table, "kernels.mine", {})
     with pytest.raises(UsageError, match="rounds_value_products=true must be a format or false"):
@@ -223,7 +223,7 @@ def test_table_declares_the_roundings_of_gradients():
 
 
 def test_undeclared_function_is_assumed_to_round_as_an_unfused_formula():
-    subject = adopted(forward, "kernel", "flash_attn")
+    subject = make_subject(forward, "kernel", "flash_attn")
     for dtype, fmt in (("bf16", FORMATS["bf16"]), ("fp16", FORMATS["fp16"]), ("fp32", None)):
         arithmetic = subject.arithmetic(small(dtype=dtype), "cpu")
         assert arithmetic.rounds_value_products == fmt
@@ -274,7 +274,7 @@ def test_kernel_declared_without_lse_may_refuse_a_loss_of_lse():
         return forward(q, k, v, softmax_scale=softmax_scale, causal=causal)
 
     table = read_table(DECLARATION | {"backward": "autograd", "lse": False}, "mine")
-    subject = Declared(adopted(plain, "kernel", "flash_attn"), table, "mine")
+    subject = Declared(make_subject(plain, "kernel", "flash_attn"), table, "mine")
     failure = InProcess().run(subject, draw_inputs(small(dlse=True)))
     assert isinstance(failure, Failure)
     assert failure.kind == "refused"

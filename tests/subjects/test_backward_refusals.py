@@ -17,7 +17,7 @@ from attncheck.diagnose.standalone_script import render_script
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.conventions.convention import ConventionOptions
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.executor import Failure, InProcess
 from attncheck.verify.run_case import run_case
@@ -64,14 +64,14 @@ def backward_raises(q, k, v, causal=False, softmax_scale=None):
     ],
 )
 def test_missing_gradient_is_refused_or_breaks_the_contract(function, changes, kind, message):
-    failure = InProcess().run(adopted(function, "kernel"), draw_inputs(small(**changes)))
+    failure = InProcess().run(make_subject(function, "kernel"), draw_inputs(small(**changes)))
     assert isinstance(failure, Failure)
     assert (failure.kind, failure.message) == (kind, message)
 
 
 def test_flex_attention_refuses_a_backward_on_the_cpu():
     failure = InProcess().run(
-        adopted(flex_attention, "flex"), draw_inputs(small(head_dim=16, value_dim=16))
+        make_subject(flex_attention, "flex"), draw_inputs(small(head_dim=16, value_dim=16))
     )
     assert isinstance(failure, Failure)
     assert failure.kind == "refused"
@@ -82,7 +82,7 @@ def test_wrong_shape_of_out_is_reported_before_gradients_are_taken():
     def transposed(q, k, v, is_causal=False, enable_gqa=False):
         return sdpa(q, k, v).transpose(1, 2)
 
-    failure = InProcess().run(adopted(transposed, "kernel"), draw_inputs(small()))
+    failure = InProcess().run(make_subject(transposed, "kernel"), draw_inputs(small()))
     assert isinstance(failure, Failure)
     assert failure.kind == "contract"
     assert failure.message.startswith("out.shape=")
@@ -98,15 +98,15 @@ def test_empty_rows_declared_nonzero_are_excluded_from_the_loss(empty_row):
         return scores.softmax(-1) @ value
 
     inputs = draw_inputs(small(dtype="fp32", mask=Spec.of("padding", lengths=[0, 30])))
-    undeclared = adopted(sentinel, "kernel")
-    declared = adopted(sentinel, "kernel", options=ConventionOptions(empty_row=empty_row))
+    undeclared = make_subject(sentinel, "kernel")
+    declared = make_subject(sentinel, "kernel", options=ConventionOptions(empty_row=empty_row))
     assert exact_gradients(inputs).excess(undeclared.run(inputs)) > 1
     assert exact_gradients(inputs).excess(run(declared, inputs)) <= 1
 
 
 def test_backward_with_empty_rows_of_nan_is_unsupported():
     options = ConventionOptions(empty_row="nan")
-    subject = adopted(sdpa, "kernel", "sdpa", options)
+    subject = make_subject(sdpa, "kernel", "sdpa", options)
     with_empty_rows = small(mask=Spec.of("padding", lengths=[0, 30]))
     assert subject.unsupported(with_empty_rows, "cpu") == (
         "its rows that see no key are NaN, and so is every gradient of a key beside them"
@@ -121,8 +121,8 @@ def test_backward_concerns_only_subjects_that_declare_one():
 
     without = ConventionOptions(backward=None)
     for subject, backward in (
-        (adopted(sdpa, "kernel", "sdpa", ConventionOptions()), True),
-        (adopted(sdpa, "kernel", "sdpa", without), False),
+        (make_subject(sdpa, "kernel", "sdpa", ConventionOptions()), True),
+        (make_subject(sdpa, "kernel", "sdpa", without), False),
         (Native(), True),
         (ForwardOnly(), False),
     ):
@@ -131,7 +131,7 @@ def test_backward_concerns_only_subjects_that_declare_one():
 
 
 def test_loss_of_lse_is_unsupported_without_lse():
-    subject = adopted(detached_lse, "kernel", options=ConventionOptions(returns_lse=False))
+    subject = make_subject(detached_lse, "kernel", options=ConventionOptions(returns_lse=False))
     reason = "it gives no LSE, of which the loss is a function"
     assert subject.unsupported(small(dlse=True), "cpu") == reason
     assert subject.unsupported(small(), "cpu") is None
@@ -141,7 +141,7 @@ def test_paged_convention_has_no_gradients():
     def paged(q, k, v, cache_seqlens, block_table):
         return q
 
-    subject = adopted(paged, "kernel")
+    subject = make_subject(paged, "kernel")
     assert not subject.backward
     assert not subject.concerns(small())
     assert subject.concerns(small(backward=False, paging=Paging(size=16)))

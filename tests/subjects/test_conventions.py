@@ -15,7 +15,7 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import ConventionOptions
-from attncheck.subjects.conventions.declarations import CONVENTIONS, adopted, convention_named
+from attncheck.subjects.conventions.declarations import CONVENTIONS, convention_named, make_subject
 from attncheck.subjects.load import load_subject
 from attncheck.verify.executor import Execution, Failure, InProcess
 
@@ -28,7 +28,7 @@ def small(**changes) -> Problem:
 
 
 def sdpa(function) -> Subject:
-    subject = adopted(function, "kernel", "sdpa")
+    subject = make_subject(function, "kernel", "sdpa")
     assert isinstance(subject, Subject)
     return subject
 
@@ -173,7 +173,7 @@ def one_mask(q, k, v, mask=None, softmax_scale=None):
 )
 def test_other_names_of_arguments_are_recognised(function, changes, reason, exact):
     problem = small(**changes)
-    subject = adopted(function, "kernel")
+    subject = make_subject(function, "kernel")
     assert subject.summary.startswith("sdpa convention")
     assert subject.unsupported(problem, "cpu") == reason
     if reason is None:
@@ -195,7 +195,7 @@ def test_starred_keywords_are_passed_with_torch_names():
 
 def test_causal_flag_declared_bottom_right_does_not_support_top_left():
     options = ConventionOptions(causal="bottom_right")
-    subject = adopted(tutorial, "kernel", "sdpa", options)
+    subject = make_subject(tutorial, "kernel", "sdpa", options)
     assert subject.unsupported(small(mask=CAUSAL), "cpu") == "takes no attn_mask"
     assert subject.unsupported(small(mask=Spec.of("causal_bottom_right")), "cpu") is None
 
@@ -209,7 +209,7 @@ def test_lse_is_requested_only_through_a_flag_of_the_signature():
     inputs = draw_inputs(small(dtype="fp32"))
     assert sdpa(flagged).run(inputs).lse is not None
     options = ConventionOptions(returns_lse=False)
-    assert adopted(flagged, "kernel", None, options).run(inputs).lse is None
+    assert make_subject(flagged, "kernel", None, options).run(inputs).lse is None
     recorder = KeywordRecorder()
     sdpa(recorder).run(inputs)
     assert "return_lse" not in recorder.keywords
@@ -218,7 +218,7 @@ def test_lse_is_requested_only_through_a_flag_of_the_signature():
 @pytest.mark.parametrize("name", ["sdpa", "flash_attn", "flex"])
 def test_softmax_is_unsupported_by_conventions_of_attention(name):
     softmax = Problem(operation="softmax", query=8)
-    subject = adopted(bare, "kernel", name)
+    subject = make_subject(bare, "kernel", name)
     assert subject.unsupported(softmax, "cpu") == f"the {name} convention is of attention"
 
 
@@ -244,20 +244,22 @@ flash_attn_function.__module__ = "flash_attn.flash_attn_interface"
 )
 def test_convention_is_detected_from_the_signature(signature, convention):
     kernel = eval(f"lambda {signature}: q")  # noqa: S307  # a signature of this file's
-    assert adopted(kernel, "kernel").summary.startswith(f"{convention} convention: takes ")
+    assert make_subject(kernel, "kernel").summary.startswith(f"{convention} convention: takes ")
 
 
 def test_convention_is_detected_from_the_module_of_a_function():
-    assert adopted(flash_attn_function, "kernel").summary.startswith("flash_attn convention")
+    assert make_subject(flash_attn_function, "kernel").summary.startswith("flash_attn convention")
     from torch.nn.attention.flex_attention import flex_attention
 
     arguments = "score_mod, block_mask, scale, enable_gqa, return_aux, return_lse"
-    assert adopted(flex_attention, "kernel").summary == f"flex convention: takes {arguments}"
+    assert make_subject(flex_attention, "kernel").summary == f"flex convention: takes {arguments}"
 
 
 def test_options_are_refused_for_a_subject():
     options = ConventionOptions(lse="base2")
-    assert adopted(sdpa(bare), "kernel", None, options).startswith("is no function: a Subject says")
+    assert make_subject(sdpa(bare), "kernel", None, options).startswith(
+        "is no function: a Subject says"
+    )
 
 
 def test_unknown_options_are_refused_and_promises_are_passed_on():
@@ -266,7 +268,7 @@ def test_unknown_options_are_refused_and_promises_are_passed_on():
     with pytest.raises(UnknownName, match="empty_row 'one' is not known"):
         ConventionOptions(empty_row="one")
     options = ConventionOptions(promises=frozenset({"batch"}))
-    assert adopted(bare, "kernel", None, options).promises == {"batch"}
+    assert make_subject(bare, "kernel", None, options).promises == {"batch"}
 
 
 # Results.
@@ -317,7 +319,7 @@ SDPA_RESULTS = [
     ids=range(41),
 )
 def test_result_of_a_function_is_checked(convention, make_result, kind, message):
-    subject = adopted(kernel_of(convention, make_result), "kernel", convention)
+    subject = make_subject(kernel_of(convention, make_result), "kernel", convention)
     result = InProcess().run(subject, draw_inputs(small(kv=20)))
     if not kind:
         assert isinstance(result, Execution)
@@ -428,7 +430,7 @@ FIRST_THREE = "a kernel's first three arguments are query, key and value, withou
     ],
 )
 def test_unfit_function_is_refused_with_a_reason(function, reason):
-    assert str(adopted(function, "kernel", "sdpa")).startswith(reason)
+    assert str(make_subject(function, "kernel", "sdpa")).startswith(reason)
 
 
 def test_triton_jit_function_is_refused_in_favour_of_its_launcher():
@@ -438,7 +440,7 @@ def test_triton_jit_function_is_refused_in_favour_of_its_launcher():
     def kernel(q, k, v):
         pass
 
-    assert "name the Python function that launches" in str(adopted(kernel, "kernel", "sdpa"))
+    assert "name the Python function that launches" in str(make_subject(kernel, "kernel", "sdpa"))
 
 
 def test_conventions_are_listed_and_native_takes_only_subjects():
@@ -447,12 +449,12 @@ def test_conventions_are_listed_and_native_takes_only_subjects():
     with pytest.raises(UnknownName, match=f"'ragged' is not known: choose from {known}\\."):
         convention_named("ragged")
     subject = sdpa(bare)
-    assert adopted(subject, "kernel") is subject
-    assert adopted(subject, "kernel", "native") is subject
-    assert adopted(bare, "kernel", "native") == "is function, and must be a Subject"
+    assert make_subject(subject, "kernel") is subject
+    assert make_subject(subject, "kernel", "native") is subject
+    assert make_subject(bare, "kernel", "native") == "is function, and must be a Subject"
     number = "is int, and must be a function of query, key and value"
-    assert adopted(3, "kernel", "sdpa") == number
-    assert adopted(3, "kernel") == f"{number}, or a Subject"
+    assert make_subject(3, "kernel", "sdpa") == number
+    assert make_subject(3, "kernel") == f"{number}, or a Subject"
 
 
 # Names of functions in files and modules.

@@ -11,7 +11,7 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import ConventionOptions
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.verify.executor import Execution, InProcess
 from attncheck.verify.run_case import run_case
 
@@ -45,8 +45,8 @@ def small(**changes) -> Problem:
     return Problem(**(sizes | changes))
 
 
-def make_subject(function, convention, **options) -> Subject:
-    subject = adopted(function, "kernel", convention, ConventionOptions(**options))
+def wrap_kernel(function, convention, **options) -> Subject:
+    subject = make_subject(function, "kernel", convention, ConventionOptions(**options))
     assert isinstance(subject, Subject), subject
     return subject
 
@@ -91,7 +91,7 @@ KERNELS = {"flash_attn": plain.flash_attn_with, "varlen": plain.varlen_with}
     ids=label,
 )
 def test_correct_kernel_passes(convention, changes, options):
-    subject = make_subject(KERNELS[convention](), convention, **options)
+    subject = wrap_kernel(KERNELS[convention](), convention, **options)
     record = judge(subject, small(**changes))
     assert record.status == "pass", (record.reason, record.judgement)
     assert record.lse is not None
@@ -117,7 +117,7 @@ def test_correct_kernel_passes(convention, changes, options):
     ids=label,
 )
 def test_planted_fault_or_wrong_option_fails(convention, fault, changes, options):
-    subject = make_subject(KERNELS[convention](fault), convention, **options)
+    subject = wrap_kernel(KERNELS[convention](fault), convention, **options)
     record = judge(subject, small(**changes))
     assert record.status == "fail", record.reason
 
@@ -134,7 +134,7 @@ def test_planted_fault_or_wrong_option_fails(convention, fault, changes, options
     ids=label,
 )
 def test_declared_deviation_passes(fault, options, changes):
-    subject = make_subject(plain.flash_attn_with(fault), "flash_attn", **options)
+    subject = wrap_kernel(plain.flash_attn_with(fault), "flash_attn", **options)
     record = judge(subject, small(**changes))
     assert record.status == "pass", record.reason
     assert (record.lse is None) == (options.get("returns_lse") is False)
@@ -142,7 +142,7 @@ def test_declared_deviation_passes(fault, options, changes):
 
 @pytest.mark.parametrize("fault", ["total_first", "padded_lse"])
 def test_packed_lse_with_other_axes_passes(fault):
-    subject = make_subject(plain.varlen_with(fault), "varlen", returns_lse=True)
+    subject = wrap_kernel(plain.varlen_with(fault), "varlen", returns_lse=True)
     for mask in (DOCUMENTS, Spec.of("full")):
         assert judge(subject, small(mask=mask)).status == "pass"
 
@@ -180,7 +180,7 @@ def test_packed_lse_with_other_axes_passes(fault):
     ids=label,
 )
 def test_problem_that_the_convention_cannot_express_is_unsupported(convention, changes, reason):
-    subject = make_subject(KERNELS[convention](), convention)
+    subject = wrap_kernel(KERNELS[convention](), convention)
     assert reason in (subject.unsupported(small(**changes), "cpu") or "")
 
 
@@ -209,7 +209,7 @@ def test_required_keywords_and_those_of_the_mask_are_passed(takes, mask, passed)
     items = ", ".join(f"{name}={name}" for name in takes.split(", "))
     # A function per signature, made here to keep the table short.
     exec(f"def kernel(q, k, v, {takes}):\n    received.update({items})\n    return v", scope)  # noqa: S102
-    subject, problem = make_subject(scope["kernel"], "flash_attn"), small(mask=mask)
+    subject, problem = wrap_kernel(scope["kernel"], "flash_attn"), small(mask=mask)
     if isinstance(passed, str):
         assert subject.unsupported(problem, "cpu") == passed
         return
@@ -225,7 +225,7 @@ def test_descales_of_fp8_are_passed():
         return q.bfloat16()
 
     inputs = draw_inputs(small(dtype="e4m3", kv_heads=2))
-    assert isinstance(InProcess().run(make_subject(kernel, None), inputs), Execution)
+    assert isinstance(InProcess().run(wrap_kernel(kernel, None), inputs), Execution)
     assert all(torch.equal(received[name], getattr(inputs.descale, name)) for name in "qkv")
     assert received["q"].shape == (2, 2)
 
@@ -241,7 +241,7 @@ def test_packed_descales_are_repeated_for_each_part():
         return q.bfloat16()
 
     inputs = draw_inputs(small(dtype="e4m3", kv_heads=2, mask=DOCUMENTS))
-    assert isinstance(InProcess().run(make_subject(kernel, None), inputs), Execution)
+    assert isinstance(InProcess().run(wrap_kernel(kernel, None), inputs), Execution)
     assert (received["parts"], received["dropout_p"]) == (8, 0.0)
     for name in "qkv":
         whole = getattr(inputs.descale, name)
@@ -255,7 +255,7 @@ def test_required_block_scales_are_refused(convention):
     def packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *, k_block_scales): ...
 
     function = {"flash_attn": fixed, "varlen": packed}[convention]
-    assert adopted(function, "kernel", convention) == (
+    assert make_subject(function, "kernel", convention) == (
         f"needs 'k_block_scales', which the {convention} convention does not pass: give it a "
         "default, or write an adapter (docs/how-to/adapters.md)"
     )
@@ -275,11 +275,11 @@ def test_tensors_have_the_axes_of_the_convention():
         return q[..., :8]
 
     problem = small(kv=30, kv_heads=2, value_dim=8)
-    assert make_subject(fixed, None).run(draw_inputs(problem)).out.shape == (2, 4, 20, 8)
+    assert wrap_kernel(fixed, None).run(draw_inputs(problem)).out.shape == (2, 4, 20, 8)
     whole = [((2, 20, 4, 16), True), ((2, 30, 2, 16), True), ((2, 30, 2, 8), True)]
     assert shapes["flash_attn"] == whole
     assert (
-        make_subject(packed, None).run(draw_inputs(problem.replace(mask=PADDING))).out.shape[0] == 2
+        wrap_kernel(packed, None).run(draw_inputs(problem.replace(mask=PADDING))).out.shape[0] == 2
     )
     assert shapes["varlen"] == [((40, 4, 16), True), ((37, 2, 16), True), ((37, 2, 8), True)]
     assert shapes["places"] == [[0, 20, 40], [0, 30, 37]]
@@ -296,7 +296,7 @@ def test_strides_of_the_inputs_reach_the_kernel():
     inputs = draw_inputs(small())
     wide = torch.zeros(2, 4, 20, 32)
     wide[..., ::2] = inputs.q
-    make_subject(kernel, None).run(inputs.replace(q=wide[..., ::2]))
+    wrap_kernel(kernel, None).run(inputs.replace(q=wide[..., ::2]))
     assert strides == [(2560, 32, 640, 2)]
 
 
@@ -304,7 +304,7 @@ def test_declared_lse_that_is_not_returned_breaks_the_contract():
     def kernel(q, k, v, window_size=(-1, -1)):
         return v
 
-    record = judge(make_subject(kernel, "flash_attn", returns_lse=True), small())
+    record = judge(wrap_kernel(kernel, "flash_attn", returns_lse=True), small())
     assert (record.status, record.judgement.rule) == ("fail", "contract")
     assert record.judgement.reason == "it gave no LSE, which it is declared to give."
 
@@ -313,7 +313,7 @@ def test_lse_of_plus_infinity_in_empty_rows_is_read_as_minus_infinity():
     """flash-attn gives +∞ in rows without keys, and −∞ where it splits the keys."""
     problem = small(mask=BOTTOM_RIGHT, query=31, kv=20)
     inputs = draw_inputs(problem)
-    outputs = make_subject(plain.flash_attn_with(), "flash_attn").run(inputs)
+    outputs = wrap_kernel(plain.flash_attn_with(), "flash_attn").run(inputs)
     assert (outputs.lse[:, :, :11] == -math.inf).all()
     assert outputs.lse[:, :, 11:].isfinite().all()
 
@@ -321,7 +321,7 @@ def test_lse_of_plus_infinity_in_empty_rows_is_read_as_minus_infinity():
 def test_varlen_function_without_cu_seqlens_is_refused():
     def kernel(q, k, v, cu_seqlens_q): ...
 
-    assert adopted(kernel, "kernel", "varlen") == (
+    assert make_subject(kernel, "kernel", "varlen") == (
         "takes no cu_seqlens_k, which the varlen convention passes"
     )
-    assert adopted(lambda q, k, v: q, "kernel", "varlen").startswith("takes no cu_seqlens_q")
+    assert make_subject(lambda q, k, v: q, "kernel", "varlen").startswith("takes no cu_seqlens_q")

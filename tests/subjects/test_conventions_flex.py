@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.conventions.convention import ConventionOptions
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.verify.run_case import run_case
 
 CAUSAL = Spec.of("causal")
@@ -20,7 +20,7 @@ def small(**changes) -> Problem:
 
 
 def judge(function, problem, **options):
-    subject = adopted(function, "kernel", "flex", ConventionOptions(**options))
+    subject = make_subject(function, "kernel", "flex", ConventionOptions(**options))
     return run_case(subject, Case(problem=problem), device="cpu")
 
 
@@ -115,7 +115,7 @@ def test_planted_fault_or_wrong_option_fails(fault, changes, options):
 )
 def test_problem_that_the_signature_cannot_express_is_unsupported(parameters, changes, reason):
     kernel = eval(f"lambda q, k, v, {parameters}: q")  # noqa: S307  # a signature of this file's
-    assert reason in (adopted(kernel, "kernel").unsupported(small(**changes), "cpu") or "")
+    assert reason in (make_subject(kernel, "kernel").unsupported(small(**changes), "cpu") or "")
 
 
 def test_declared_lse_is_required_and_undeclared_lse_not_requested():

@@ -12,7 +12,7 @@ from attncheck.core.paged_layout import Paging
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.capabilities.subject import Subject
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.verify.run_case import run_case
 
 PAGING = Paging(size=8, seed=1)
@@ -29,8 +29,8 @@ def both(*parts):
     return Spec.of("and", *parts)
 
 
-def make_subject(function) -> Subject:
-    subject = adopted(function, "kernel", "paged")
+def wrap_kernel(function) -> Subject:
+    subject = make_subject(function, "kernel", "paged")
     assert isinstance(subject, Subject), subject
     return subject
 
@@ -69,7 +69,7 @@ SUPPORTED = {
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_correct_kernel_passes(name):
-    subject, problem = make_subject(with_kvcache()), small(**SUPPORTED[name])
+    subject, problem = wrap_kernel(with_kvcache()), small(**SUPPORTED[name])
     record = judge(subject, problem)
     assert record.status == "pass", (record.reason, record.judgement)
     assert subject.run(draw_inputs(problem)).lse is not None
@@ -88,13 +88,13 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_fails(fault):
-    record = judge(make_subject(with_kvcache(fault)), small(**SUPPORTED[FAULTS[fault]]))
+    record = judge(wrap_kernel(with_kvcache(fault)), small(**SUPPORTED[FAULTS[fault]]))
     assert record.status == "fail", record.reason
 
 
 def test_reading_shared_pages_of_another_sequence_fails_when_its_keys_change():
     """The fault is invisible while shared pages are equal; a relation that changes one finds it."""
-    subject = make_subject(with_kvcache("shared"))
+    subject = wrap_kernel(with_kvcache("shared"))
     problem = small(**SUPPORTED["shared"])
     assert judge(subject, problem).status == "pass"
     # The first sequence reads its own pages in either case.
@@ -122,11 +122,11 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_problem_that_the_convention_cannot_express_is_unsupported(name):
     changes, reason = REFUSED[name]
-    assert make_subject(with_kvcache()).unsupported(small(**changes), "cpu").startswith(reason)
+    assert wrap_kernel(with_kvcache()).unsupported(small(**changes), "cpu").startswith(reason)
 
 
 def test_reason_names_mask_and_lengths():
-    subject = make_subject(with_kvcache())
+    subject = wrap_kernel(with_kvcache())
     reason = subject.unsupported(small(**REFUSED["lengths differ"][0]), "cpu")
     assert reason.endswith(
         "and(padding(lengths=(30,13)), causal_bottom_right), of lengths [30, 13]"
@@ -141,7 +141,7 @@ def test_decoding_of_padded_sequences_needs_no_causal_flag():
         received.update(causal=causal, lengths=cache_seqlens.tolist())
         return q
 
-    make_subject(kernel).run(draw_inputs(small(query=1, mask=PADDING)))
+    wrap_kernel(kernel).run(draw_inputs(small(query=1, mask=PADDING)))
     assert received == {"causal": False, "lengths": [30, 13]}
 
 
@@ -165,19 +165,19 @@ def kernel(q, k_cache, v_cache, {table}, {lengths}, sm_scale, page_size, max_seq
     )
 """
     exec(source, scope)  # noqa: S102  # signatures are what is tested
-    subject = adopted(scope["kernel"], "kernel")
+    subject = make_subject(scope["kernel"], "kernel")
     assert subject.convention == "paged"
     assert judge(subject, small(mask=PADDING)).status == "pass"
 
 
 def test_paged_kernel_is_given_pages_and_others_refuse_them():
-    subject = make_subject(with_kvcache())
+    subject = wrap_kernel(with_kvcache())
     plain = small(paging=None)
     assert not subject.concerns(plain)
     assert not subject.concerns(Problem(operation="softmax", query=4))
     record = judge(subject, plain)
     assert (record.status, record.case["problem"]["paging"]["size"]) == ("pass", 16)
-    other = adopted(lambda query, key, value, is_causal=False: query, "other")
+    other = make_subject(lambda query, key, value, is_causal=False: query, "other")
     assert not other.concerns(small())
     assert judge(other, small()).reason == "it takes no paged keys and values"
 
@@ -186,8 +186,8 @@ def test_sink_concerns_only_kernels_with_an_argument_for_it():
     def without_sink(q, k_cache, v_cache, cache_seqlens, block_table):
         return q
 
-    assert make_subject(with_kvcache()).concerns(small(sink=True))
-    assert not make_subject(without_sink).concerns(small(sink=True))
+    assert wrap_kernel(with_kvcache()).concerns(small(sink=True))
+    assert not wrap_kernel(without_sink).concerns(small(sink=True))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_sink_concerns_only_kernels_with_an_argument_for_it():
 def test_required_argument_without_a_value_is_refused(argument, reason):
     scope = {}
     exec(f"def kernel(q, k, v, cache_seqlens, block_table, {argument}): ...", scope)  # noqa: S102
-    refusal = adopted(scope["kernel"], "kernel", "paged")
+    refusal = make_subject(scope["kernel"], "kernel", "paged")
     assert isinstance(refusal, str)
     assert refusal.startswith(reason)
 
@@ -215,7 +215,7 @@ def test_required_argument_without_a_value_is_refused(argument, reason):
 def test_function_without_block_table_or_lengths_is_refused(missing, present):
     scope = {}
     exec(f"def kernel(q, k_cache, v_cache, {present}): ...", scope)  # noqa: S102
-    assert adopted(scope["kernel"], "kernel", "paged") == (
+    assert make_subject(scope["kernel"], "kernel", "paged") == (
         f"takes no {missing}, which the paged convention passes"
     )
 
@@ -226,7 +226,7 @@ def test_function_that_writes_to_its_cache_fails():
         k_cache[0, 0] = 0.0
         return out
 
-    record = judge(make_subject(kernel), small())
+    record = judge(wrap_kernel(kernel), small())
     assert (record.status, record.judgement.rule) == ("fail", "mutation")
     assert record.judgement.reason == "wrote to its input k."
 
@@ -242,7 +242,7 @@ def test_function_that_writes_to_its_tables_fails(name, copied, monkeypatch):
         {"cache_seqlens": cache_seqlens, "block_table": block_table}[name].add_(1)
         return out
 
-    record = judge(make_subject(kernel), small())
+    record = judge(wrap_kernel(kernel), small())
     assert (record.status, record.judgement.rule) == ("fail", "mutation")
     assert record.judgement.reason == f"wrote to its input {name}."
 
@@ -252,7 +252,7 @@ def test_correct_kernel_passes_strides_relations(shared):
     problem = small(mask=PADDING, paging=Paging(size=8, shared=shared))
     for question in ("strides_transposed", "strides_packed", "strides_expanded"):
         case = Case(problem=problem, question=question)
-        assert run_case(make_subject(with_kvcache()), case, device="cpu").status == "pass"
+        assert run_case(wrap_kernel(with_kvcache()), case, device="cpu").status == "pass"
 
 
 def test_fp8_kernel_gets_descales_of_sequences_and_heads():
@@ -270,14 +270,14 @@ def test_fp8_kernel_gets_descales_of_sequences_and_heads():
         return torch.cat(outs).bfloat16()
 
     problem = small(dtype="e4m3", mask=PADDING, paging=Paging(size=8, shared=1))
-    record = judge(make_subject(kernel), problem)
+    record = judge(wrap_kernel(kernel), problem)
     assert record.status == "pass", (record.reason, record.judgement)
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_rendered_script_gives_the_same_bits(name):
     function, problem = with_kvcache(), small(**SUPPORTED[name])
-    subject, inputs = make_subject(function), draw_inputs(problem)
+    subject, inputs = wrap_kernel(function), draw_inputs(problem)
     text = subject.render(problem)
     assert "attncheck" not in text
     scope = {"torch": torch, "sink": inputs.sink}
@@ -295,7 +295,7 @@ def test_questions_of_a_check_use_pages_of_a_size_that_the_kernel_takes():
                 raise ValueError(f"pages of {size}")
             return with_kvcache()(q, k_cache, v_cache, None, None, cache_seqlens, block_table)
 
-        return make_subject(kernel)
+        return wrap_kernel(kernel)
 
     question = next(q for q in check_cases.check_cases("bf16", [16]) if q.name == "padding")
     for size, status in ((16, "pass"), (256, "pass"), (100, "unsupported")):

@@ -11,7 +11,7 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.conventions.call_tensors import attention_mask
 from attncheck.subjects.conventions.convention import ConventionOptions
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 
 CAUSAL = Spec.of("causal")
 SOFTCAP, ALIBI = Spec.of("softcap", cap=2), Spec.of("alibi")
@@ -77,7 +77,7 @@ def make_problem(changes):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_script_gives_the_same_bits(kernel, name):
     function = KERNELS[kernel]
-    subject, inputs = adopted(function, "kernel"), draw_inputs(make_problem(PROBLEMS[name]))
+    subject, inputs = make_subject(function, "kernel"), draw_inputs(make_problem(PROBLEMS[name]))
     text = subject.render(inputs.problem)
     if subject.unsupported(inputs.problem, "cpu"):
         assert text is None
@@ -92,7 +92,7 @@ def test_every_convention_renders_scripts():
     """Without scripts, the test above would check nothing."""
     counts = {
         kernel: sum(
-            adopted(function, "kernel").render(make_problem(changes)) is not None
+            make_subject(function, "kernel").render(make_problem(changes)) is not None
             for changes in PROBLEMS.values()
         )
         for kernel, function in KERNELS.items()
@@ -104,7 +104,7 @@ def test_every_convention_renders_scripts():
 @pytest.mark.parametrize("options", [{"lse": "base2"}, {"returns_lse": False}], ids=str)
 def test_script_applies_the_options(options):
     function = plain.flash_attn_with("base2")
-    subject = adopted(function, "kernel", None, ConventionOptions(**options))
+    subject = make_subject(function, "kernel", None, ConventionOptions(**options))
     inputs = draw_inputs(make_problem({"mask": Spec.of("causal_bottom_right"), "query": 31}))
     out, lse = run_script(subject.render(inputs.problem), function, inputs)
     expected = subject.run(inputs)
@@ -114,13 +114,13 @@ def test_script_applies_the_options(options):
 
 def test_score_mod_with_a_captured_tensor_has_no_script():
     learned = make_problem({"score": Spec.of("relative_bias", distance=4, seed=0)})
-    assert adopted(flex, "kernel").render(learned) is None
+    assert make_subject(flex, "kernel").render(learned) is None
 
 
 def test_script_with_another_mask_gives_other_bits():
     """The comparison of the tests above would notice a wrong mask."""
     function = KERNELS["flash_attn"]
     inputs = draw_inputs(make_problem(PROBLEMS["causal"]))
-    text = adopted(function, "kernel").render(inputs.problem)
+    text = make_subject(function, "kernel").render(inputs.problem)
     out, _ = run_script(text.replace("causal=True", "causal=False"), function, inputs)
-    assert not torch.equal(out, adopted(function, "kernel").run(inputs).out)
+    assert not torch.equal(out, make_subject(function, "kernel").run(inputs).out)

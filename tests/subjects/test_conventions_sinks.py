@@ -10,7 +10,7 @@ from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.conventions.convention import SINKS, ConventionOptions
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.verify.relation_runs import check_relation
 from attncheck.verify.run_case import run_case
 
@@ -51,14 +51,14 @@ MASKS = {"sdpa": PADDED, "flash_attn": Spec.of("causal_bottom_right"), "varlen":
 
 def judge(kernel, problem: Problem, **options: object) -> str:
     """The status of the kernel's Record."""
-    subject = adopted(kernel, "kernel", options=ConventionOptions(**options))
+    subject = make_subject(kernel, "kernel", options=ConventionOptions(**options))
     assert subject.concerns(problem)
     return run_case(subject, Case(problem=problem), device="cpu").status
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_correct_kernels_pass_with_and_without_sinks(name):
-    subject = adopted(KERNELS[name], "kernel")
+    subject = make_subject(KERNELS[name], "kernel")
     assert subject.convention == name
     assert subject.sinks
     for mask in (Spec.of("full"), MASKS[name]):
@@ -94,7 +94,7 @@ def test_sinks_do_not_concern_functions_that_name_none():
         return sdpa(q, k, v, **keywords)
 
     for kernel in (without_sinks, starred, torch.nn.functional.scaled_dot_product_attention):
-        subject = adopted(kernel, "kernel", "sdpa")
+        subject = make_subject(kernel, "kernel", "sdpa")
         assert not subject.sinks
         assert not subject.concerns(problem())
         assert subject.concerns(problem(sink=False))
@@ -115,7 +115,7 @@ def test_sinks_are_passed_in_fp32_whatever_the_dtype():
         return sdpa(q, k, v, sinks=sinks)
 
     inputs = draw_inputs(problem(kv_heads=4))
-    adopted(kernel, "kernel").run(inputs)
+    make_subject(kernel, "kernel").run(inputs)
     assert torch.equal(received[0], inputs.sink)
     assert received[0].dtype == torch.float32
     assert received[0].shape == (4,)
@@ -133,13 +133,13 @@ def test_declared_empty_row_does_not_apply_to_rows_with_a_sink(empty_row):
 )
 def test_relations_pass_sinks(question, parameters):
     case = Case(problem=problem(), question=question, parameters=parameters)
-    assert check_relation(adopted(sdpa, "kernel"), case) is None
+    assert check_relation(make_subject(sdpa, "kernel"), case) is None
 
 
 @pytest.mark.parametrize("sink", [True, False])
 @pytest.mark.parametrize("name", KERNELS)
 def test_rendered_script_gives_the_same_bits(name, sink):
-    subject, inputs = adopted(KERNELS[name], "kernel"), draw_inputs(problem(sink=sink))
+    subject, inputs = make_subject(KERNELS[name], "kernel"), draw_inputs(problem(sink=sink))
     text = subject.render(inputs.problem)
     assert ("sink" in text) == sink
     scope = {"torch": torch} | ({"sink": inputs.sink} if sink else {})

@@ -6,7 +6,7 @@ from tests.subjects.plain_kernels import attend
 
 from attncheck.core.mod_spec import NONE, Spec
 from attncheck.inputs.problem import Case, Problem
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.verify.run_case import run_case
 
 PADDED = Spec.of("padding", lengths=[9, 4])
@@ -71,14 +71,14 @@ def flash_wrong(q, k, v, bias=None, causal=False, softmax_scale=None, key_paddin
 def test_bias_and_padding_reach_the_kernel(changes, right, wrong):
     case = Case(problem=problem(**changes))
     for function, status in ((right, "pass"), (wrong, "fail")):
-        subject = adopted(function, function.__name__)
+        subject = make_subject(function, function.__name__)
         record = run_case(subject, case, device="cpu")
         assert record.status == status, record
 
 
 def test_padding_combines_with_a_causal_mask():
     mask = Spec.of("and", Spec.of("causal_bottom_right"), PADDED)
-    subject = adopted(flash, "flash")
+    subject = make_subject(flash, "flash")
     assert run_case(subject, Case(problem=problem(mask=mask)), device="cpu").status == "pass"
 
 
@@ -92,7 +92,7 @@ def test_padding_combines_with_a_causal_mask():
     ids=str,
 )
 def test_problem_that_they_cannot_express_is_unsupported(changes, reason):
-    refusal = adopted(sdpa, "sdpa").unsupported(problem(**changes), "cpu")
+    refusal = make_subject(sdpa, "sdpa").unsupported(problem(**changes), "cpu")
     assert refusal is not None
     assert refusal.startswith(reason)
 
@@ -102,7 +102,7 @@ def test_function_with_arbitrary_keywords_is_passed_no_bias():
         assert not {"attn_bias", "bias", "key_padding_mask"} & set(keywords)
         return attend(q, k, v, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool))
 
-    subject = adopted(plain, "plain")
+    subject = make_subject(plain, "plain")
     assert subject.unsupported(problem(score=BIASES[0]), "cpu") == (
         "the sdpa convention has no score mod"
     )

@@ -50,7 +50,7 @@ def table(**fields):
 
 
 def declared(function, **fields):
-    subject = declarations.adopted(function, "mine", "sdpa", ConventionOptions())
+    subject = declarations.make_subject(function, "mine", "sdpa", ConventionOptions())
     assert not isinstance(subject, str), subject
     return Declared(subject, table(**fields), "mine")
 
@@ -111,7 +111,7 @@ def test_declared_argument_that_the_function_lacks_is_an_error():
 def test_combination_of_declared_values_may_be_unsupported():
     """A bottom-right flag is top-left causal only where the lengths are equal."""
     options = ConventionOptions(causal="bottom_right")
-    subject = declarations.adopted(correct, "mine", "sdpa", options)
+    subject = declarations.make_subject(correct, "mine", "sdpa", options)
     causal = PLAIN.replace(mask=Spec.of("causal"))
     kernel = Declared(subject, table(**COMPLETE, rectangular=True), "mine")
     assert judge(kernel, causal).status == "pass"

@@ -11,7 +11,7 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.capabilities.capability_table import EMPTY_ROWS
 from attncheck.subjects.conventions.convention import ConventionOptions
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.subjects.conventions.empty_rows import (
     WrongEmptyRows,
     empty_rows,
@@ -53,7 +53,7 @@ def perturb_one_number(out):
 
 
 def judge(kernel, empty_row, **changes):
-    subject = adopted(kernel, "kernel", "sdpa", ConventionOptions(empty_row=empty_row))
+    subject = make_subject(kernel, "kernel", "sdpa", ConventionOptions(empty_row=empty_row))
     evidence = EvidenceBuilder(Case(problem=make_problem(**changes)), "cpu")
     return run_case(subject, evidence.case, device=evidence.device, evidence=evidence)
 

@@ -11,6 +11,7 @@ import attncheck
 from attncheck.cases.strategies.sizes import shapes
 from attncheck.core.errors import UsageError
 from attncheck.core.mod_spec import Spec
+from attncheck.diagnose import diagnosis
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 
@@ -73,10 +74,18 @@ def test_check_reports_every_wrong_answer_at_once(monkeypatch):
         lambda _: [case for case in check_cases if case.name.startswith("causal")],
     )
     monkeypatch.setattr(python_api, "find_claims", lambda *_, **__: None)
+    searches = []
+    search = diagnosis.diagnose_failure
+    monkeypatch.setattr(
+        diagnosis, "diagnose_failure", lambda *a, **k: searches.append(a) or search(*a, **k)
+    )
     with pytest.raises(AssertionError) as raised:
         attncheck.check(bottom_right, device="cpu")
     assert "2 of 4 questions are answered wrongly" in str(raised.value)
     assert str(raised.value).count("FAIL bound compare") == 2
+    # The cause of the worst failure explains the other, for which no further one is searched.
+    assert str(raised.value).count("likely ") == 2
+    assert len(searches) == 1
 
 
 def test_check_that_tested_nothing_fails(monkeypatch):

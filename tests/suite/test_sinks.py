@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from attncheck.cases.mask_samples import ProblemKind, sample_problems
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite.kernel_support import NOT_APPLICABLE, KernelSupport
 from attncheck.suite.property_spec import PropertySpec
@@ -45,7 +45,10 @@ def test_sink_samples_have_a_sink_and_others_do_not(family):
 
 
 def test_sink_properties_do_not_apply_to_kernels_without_sinks():
-    for subject, takes in ((adopted(plain, "plain"), False), (adopted(with_sinks, "with"), True)):
+    for subject, takes in (
+        (make_subject(plain, "plain"), False),
+        (make_subject(with_sinks, "with"), True),
+    ):
         reason = KernelSupport(subject, "cpu").refusal("causal", "bf16", ProblemKind(sink=True))
         assert reason == ("" if takes else NOT_APPLICABLE)
         assert not KernelSupport(subject, "cpu").refusal("causal", "bf16")

@@ -114,7 +114,7 @@ def test_right_kernel_passes_beside_other_kernels(tmp_path):
     # One of the tilings it is compared with, so it cannot be further away than all of them.
     kernel = Ideal(right_tilings(SMALL.length, 1)[0])
     records = survey(kernel, tmp_path, "mistral", baselines=[Sdpa("math")])
-    assert [(record.kernel, record.beside, record.status) for record in records] == [
+    assert [(record.kernel, record.for_comparison, record.status) for record in records] == [
         ("ideal", False, "pass"),
         ("sdpa-math", True, "pass"),
     ]

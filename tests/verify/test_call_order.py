@@ -11,7 +11,7 @@ from attncheck.cases.check_cases import call_cases
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case
 from attncheck.relations import RELATIONS
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.subjects.load import load_subject
 from attncheck.verify.relation_runs import relation_inputs
 from attncheck.verify.run_case import run_case
@@ -140,7 +140,7 @@ FAULTS = {
 
 
 def first_failure(kernel):
-    subject = adopted(kernel, "planted")
+    subject = make_subject(kernel, "planted")
     for question in call_cases("bf16"):
         record = run_case(subject, question.case, device="cpu", variant=question.name)
         if record.status != "pass":
@@ -199,7 +199,7 @@ def test_kernel_that_takes_one_length_gets_no_question_of_shorter_calls():
 
 
 def test_relations_that_call_in_sequence():
-    assert [name for name, each in RELATIONS.items() if each.in_turn] == [
+    assert [name for name, each in RELATIONS.items() if each.consecutive_calls] == [
         "call_order",
         "mask_order",
     ]

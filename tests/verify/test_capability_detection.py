@@ -102,7 +102,7 @@ def detect(monkeypatch):
         monkeypatch.setattr(capability_detection, "RELATIONS", few)
         candidate = Candidate(kernel="mine", target=function, name="mine", entry="mine.py::kernel")
         return detect_capabilities(
-            candidate.adopted,
+            candidate.make_subject,
             conventions,
             ConventionOptions(),
             device="cpu",
@@ -149,7 +149,7 @@ def test_base_2_lse_is_detected(detect):
     # Read as a natural logarithm, the same LSE is wrong.
     candidate = Candidate(kernel="mine", target=base2, name="mine", entry="mine.py::kernel")
     natural = capability_detection.Detection(
-        candidate.adopted, ConventionOptions(), "cpu", lambda what: None
+        candidate.make_subject, ConventionOptions(), "cpu", lambda what: None
     )
     natural._load("sdpa", ConventionOptions(lse="natural"))
     natural.base = detection.base

@@ -273,6 +273,15 @@ def test_wrong_output_dtype_is_one_finding_for_all_input_dtypes(find, name, dtyp
     assert finding.startswith(f"returns out in torch.{returned} for dtype {others}: cast it to q")
 
 
+def test_named_question_does_not_hide_a_wrong_dtype(find):
+    subject, claims = find("in_fp32")
+    held = on_terms(subject, claims.terms())
+    for dtypes, expected in (((), ["plain", "dtypes-bf16"]), (("fp32",), ["plain"])):
+        questions = claimed_questions(claims, held, device="cpu", dtypes=dtypes, names=["plain"])
+        assert [one.name for one in questions] == expected
+        assert questions[0].case.problem.dtype == "fp32"
+
+
 def test_wrong_output_shape_is_one_finding_for_all_sizes(find):
     subject, claims = find("as_wide_as_queries")
     limited = on_terms(subject, claims.terms())

@@ -237,7 +237,7 @@ def test_exception_in_prepare_is_a_failure_with_its_place():
     assert isinstance(result, Failure)
     assert (result.kind, without_place(result.message)) == ("error", "RuntimeError")
     assert re.fullmatch(r"RuntimeError at test_executor\.py:\d+ in prepare", result.message)
-    assert "prepare" in result.trace
+    assert re.fullmatch(r"test_executor\.py:\d+ in prepare", result.trace)
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, Refused, ContractViolation])

@@ -13,7 +13,7 @@ from attncheck.fault_models.steps import Steps, round_to_format
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.head_precision import residual_gate
 from attncheck.subjects.capabilities.subject import Tiling
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import load_subject
 from attncheck.verify.run_case import run_case
@@ -79,7 +79,7 @@ def tiled_kernel(tile=64, **kept):
     def attention(query, key, value, *, scale=None):
         return Tiled.apply(query, key, value, scale or query.shape[-1] ** -0.5, tile, kept)
 
-    return adopted(attention, "tiled_kernel", "sdpa")
+    return make_subject(attention, "tiled_kernel", "sdpa")
 
 
 def failures(subject, questions):

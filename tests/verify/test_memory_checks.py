@@ -14,7 +14,7 @@ from tests.verify.call_check_runs import CORRECT_KERNELS, SMALL, require_interpr
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.problem import Case
 from attncheck.relations import RELATIONS
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.subjects.load import load_subject
 from attncheck.verify import memory_patterns
 from attncheck.verify.call_checks import CHECKS
@@ -191,7 +191,7 @@ def test_change_in_the_first_call_of_each_grad_mode_is_a_warning():
 
     case = Case(problem=SMALL.replace(kv_heads=4), question="state")
     with torch.enable_grad():
-        record = run_case(adopted(attention, "compiles"), case, device="cpu")
+        record = run_case(make_subject(attention, "compiles"), case, device="cpu")
     assert modes == {True, False}
     assert record.status == "pass", record.judgement
     (warning,) = record.judgement.warnings

@@ -40,7 +40,7 @@ def sample_rows_of_any_problem(monkeypatch):
     """Treat every problem as large: only some of its rows are sampled."""
     monkeypatch.setattr(row_conditions, "_CPU_WHOLE", 1)
     monkeypatch.setattr(row_conditions, "_FEWEST_ROWS", 8)
-    monkeypatch.setattr(room, "_FEWEST_SETTLED", 4)
+    monkeypatch.setattr(room, "_FEWEST_BOUNDED", 4)
 
 
 def facts(report) -> list:
@@ -172,7 +172,7 @@ def test_single_element_outside_the_sample_is_judged_by_its_bound(dtype, factor)
     """An error beyond the floor passes a millionth below the bound, and fails a millionth above."""
     builder, whole = evidence(dtype=dtype), evidence(dtype=dtype)
     every = whole.allowance(Ideal().arithmetic(whole.case.problem, "cpu"))
-    assert every.exact is None or bool(every.exact[whole.alive].all())
+    assert every.full_rows is None or bool(every.full_rows[whole.alive].all())
     sampled = {int(row) for some in every.samples for row in some.rows.query}
     row = next(row for row in range(40, 96) if row not in sampled)
     out = builder.truth.out.clone()
@@ -182,10 +182,10 @@ def test_single_element_outside_the_sample_is_judged_by_its_bound(dtype, factor)
     assert wrong == (factor > 1)
     assert largest == pytest.approx(factor, rel=2.0**-30)
     assert place == (96 + row) * 16 + 3
-    assert bool(allowed.exact[0, 1, row])
+    assert bool(allowed.full_rows[0, 1, row])
     # With floors near the bounds, only this row's bound and the sample's were computed.
     if dtype == "bf16":
-        assert int(allowed.exact.sum()) < 2 * len(sampled) + 8
+        assert int(allowed.full_rows.sum()) < 2 * len(sampled) + 8
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -195,17 +195,17 @@ def test_nonfinite_element_outside_the_sample_is_wrong(value):
     out[0, 1, 41, 3] = value
     wrong, largest, _, allowed = judged(Outputs(out), builder)
     assert (wrong, largest) == (1, math.inf)
-    assert bool(allowed.exact[0, 1, 41])
+    assert bool(allowed.full_rows[0, 1, 41])
 
 
 def test_right_outputs_need_few_exact_bounds_and_wrong_ones_all():
     builder, right = evidence(), Ideal().run(evidence().inputs)
     few = judged(right, builder)[-1]
-    assert 16 <= int(few.exact.sum()) < 64
+    assert 16 <= int(few.full_rows.sum()) < 64
     doubled = Outputs(2 * right.out, right.lse)
     every = judged(doubled, builder)[-1]
     assert every is few
-    assert bool(every.exact.all())
+    assert bool(every.full_rows.all())
 
 
 def test_too_high_floors_would_hide_a_wrong_element(monkeypatch):
@@ -233,7 +233,7 @@ def test_problems_without_useful_floors_have_every_bound(changes):
     else:
         builder = evidence(**changes)
     assert room.totals_of_rows(builder.evidence) is None
-    assert builder.allowance(Ideal().arithmetic(builder.case.problem, "cpu")).exact is None
+    assert builder.allowance(Ideal().arithmetic(builder.case.problem, "cpu")).full_rows is None
 
 
 def test_exact_rows_are_shared_by_kernels_of_one_arithmetic_only():
@@ -243,7 +243,7 @@ def test_exact_rows_are_shared_by_kernels_of_one_arithmetic_only():
     for row in (41, 42, 43):
         out = builder.truth.out.clone()
         out[0, 0, row] += 1
-        counts.append(int(builder.allowance(arithmetic, Outputs(out)).exact.sum()))
+        counts.append(int(builder.allowance(arithmetic, Outputs(out)).full_rows.sum()))
     assert counts == sorted(counts)
     other = dataclasses.replace(arithmetic, exp2_ulps=64.0)
-    assert int(builder.allowance(other, Outputs(builder.truth.out)).exact.sum()) < counts[-1]
+    assert int(builder.allowance(other, Outputs(builder.truth.out)).full_rows.sum()) < counts[-1]

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from attncheck.core.errors import UsageError
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 
 
 def unit(name, kind="ask", *, kernel="stub", stage="bounds", **case):
@@ -53,9 +53,9 @@ class Stub:
             time.sleep(0.01)
         time.sleep(case.get("seconds", 0.0))
         if "usage" in case and not Path(case["usage"]).exists():
-            return Done(unit=task.id, facts={"usage": f"there is no file {case['usage']!r}."})
+            return UnitResult(unit=task.id, facts={"usage": f"there is no file {case['usage']!r}."})
         follow = tuple(unit(name, **rest) for name, rest in case.get("follow", ()))
-        return Done(
+        return UnitResult(
             unit=case.get("lie", task.id),
             units=follow,
             facts={

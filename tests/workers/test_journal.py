@@ -15,7 +15,7 @@ from attncheck.records.record import Record
 from attncheck.records.run_reports import Answer
 from attncheck.workers.journal import Disk, Journal
 from attncheck.workers.journal_format import LONGEST, JournalError, journal_line, read_journal
-from attncheck.workers.units import Done
+from attncheck.workers.units import UnitResult
 
 HEADER = {"command": "gate k", "tier": "smoke", "kernels": ["k"]}
 UNITS = [unit(f"u{n}") for n in range(4)]
@@ -26,7 +26,7 @@ def open_journal(path, resume=True, disk=None, **header):
 
 
 def done(unit, **fields):
-    return Done(unit=unit.id, **fields)
+    return UnitResult(unit=unit.id, **fields)
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def test_units_and_their_followers_are_done_once(path):
     kinds = [event.kind for event in events]
     assert kinds.count("begun") == kinds.count("done") == 5
     assert events[-1].finished == events[-1].known == 5
-    assert events[-1].left == 0
+    assert events[-1].seconds_left == 0
     assert read_journal(path).why == ""
 
 

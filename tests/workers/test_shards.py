@@ -11,7 +11,7 @@ from attncheck.records.record import Record
 from attncheck.records.run_reports import Answer
 from attncheck.workers.journal import Journal, merge_journals, merged_journal_bytes, missing_shards
 from attncheck.workers.journal_format import JournalError, read_journal
-from attncheck.workers.units import Done, Shard
+from attncheck.workers.units import Shard, UnitResult
 
 UNITS = [unit(f"u{n}") for n in range(200)]
 DESCRIBE = unit("k", kind="describe")
@@ -61,7 +61,7 @@ def test_shrinking_and_repetition_at_another_commit_stay_in_the_shard_of_the_que
 def write_shard(folder, text, *, seconds=1.0, facts=None, answer=None, finished=True, **header):
     """Write the journal of a shard, without its last unit if it is not finished."""
     shard, path = Shard.parse(text), folder / f"{text.replace('/', '-')}.jsonl"
-    description = Done(
+    description = UnitResult(
         unit=DESCRIBE.id,
         units=tuple(UNITS),
         facts=facts or {"name": "k"},
@@ -73,7 +73,7 @@ def write_shard(folder, text, *, seconds=1.0, facts=None, answer=None, finished=
         journal.done(description)
         mine = [one for one in UNITS if shard.has(one)]
         for one in mine if finished else mine[:-1]:
-            journal.done(Done(unit=one.id, seconds=seconds))
+            journal.done(UnitResult(unit=one.id, seconds=seconds))
     return path
 
 

@@ -415,6 +415,9 @@ def compiled_rows(
     Returns:
         The first row of each compilation, and the rows that reuse one. In this order two processes
         seldom compile the same kernel at once.
+
+    Raises:
+        ProblemError: if all combinations of values are excluded.
     """
     if not all(axes.values()):
         return [], []
@@ -433,6 +436,8 @@ def _compiled_rows(
     names_by_first = {names[0]: names for names in kinds.values()}  # the first represents its kind
     compiled = {name: axes[name] for name in axes if name not in VARIED}
     first_rows = covering_rows(compiled | {"shape": tuple(names_by_first)}, 3)
+    if not first_rows:
+        raise ProblemError("no values of these axes can be combined: each combination is excluded.")
     triples = _Triples(axes, names_by_first)
     for row in first_rows:
         triples.add(triples.varied(row)[0])

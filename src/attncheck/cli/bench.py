@@ -11,7 +11,7 @@ import click
 from msgspec.structs import replace
 
 from attncheck.cli import verb
-from attncheck.cli.long_runs import BY_HAND, claimed, collect
+from attncheck.cli.long_runs import BY_HAND, collect, restrict_to_claims
 from attncheck.cli.options import (
     end_without_gpu,
     open_kernels,
@@ -199,7 +199,7 @@ def time_kernels(
                 f"kernel {interpreted[0]!r} is interpreted on a CPU, where its time means nothing: "
                 "bench times torch's kernels there."
             )
-        claims = claimed(
+        claims = restrict_to_claims(
             hosts,
             device,
             quiet=options.quiet,

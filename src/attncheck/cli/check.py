@@ -499,7 +499,7 @@ def _add_diagnoses(report: Report, subject: Subject, terms: Terms | None, device
     for beyond in (False, True):
         places = [i for i, one in enumerate(records) if _is_beyond(one) == beyond]
         part = [records[i] for i in places]
-        worst = worst_record(replace(report, records=tuple(part)))
+        worst = worst_record(part)
         if worst is None:
             continue
         if beyond:

@@ -510,7 +510,7 @@ class FaultProgress:
         """Return ``faults 12/95, 11 caught, 1 missed, about 35 s left``."""
         parts = [f"faults {event.finished}/{event.known}"]
         parts += [f"{count} {outcome}" for outcome, count in self.outcomes.items()]
-        parts += [time_left(event.left)] if event.left is not None else []
+        parts += [time_left(event.seconds_left)] if event.seconds_left is not None else []
         return ", ".join(parts)
 
 

@@ -40,7 +40,7 @@ from attncheck.records.run_reports import Answer, GateReport
 from attncheck.reporting.gate_verdict import Policy, failure_groups, gate_exit_code
 from attncheck.workers.journal_format import JournalContent
 from attncheck.workers.pool import RunEnd, RunEvent
-from attncheck.workers.units import Done, Shard, Unit
+from attncheck.workers.units import Shard, Unit, UnitResult
 from attncheck.workers.worker_pool import Cluster
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def plan_run(
         failures=str(Path(FAILURES).absolute()),
         sanitizer=options.sanitizer,
         tree=tree,
-        held=BaselineCases.of(baseline) if baseline else None,
+        baseline_cases=BaselineCases.of(baseline) if baseline else None,
     )
     if (baseline or tree) and "baseline" not in choices.stages:
         raise UsageError(
@@ -285,7 +285,7 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
     usage_errors: list[str] = []
 
     # Called for each finished unit; returns whether to stop the run.
-    def stop(unit: Unit, done: Done) -> bool:
+    def stop(unit: Unit, done: UnitResult) -> bool:
         if "usage" in done.facts:
             usage_errors.append(str(done.facts["usage"]))
             return True
@@ -431,7 +431,7 @@ class GateProgress:
         self.failed += len(wrong)
         return [_failure_line(answer) for answer in wrong] if event.kind == "done" else []
 
-    def left(self, event: RunEvent) -> float | None:
+    def seconds_left(self, event: RunEvent) -> float | None:
         """Return the estimated seconds of the remaining known units; None before enough are done.
 
         A unit is estimated by the mean of its kind, or of all units if none of its kind is done.
@@ -465,7 +465,7 @@ class GateProgress:
         """Return ``bounds 120/243, 2 failed, about 35 s left``."""
         parts = [f"{self.stage} {event.finished}/{event.known}"]
         parts += [f"{self.failed} failed"] if self.failed else []
-        left = self.left(event)
+        left = self.seconds_left(event)
         parts += [time_left(left)] if left is not None else []
         return ", ".join(parts)
 

@@ -150,7 +150,7 @@ def _time_limit(seconds: float | None) -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGALRM, before)
 
 
-def claimed(
+def restrict_to_claims(
     hosts: Mapping[str, KernelHost],
     device: str,
     *,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from attncheck.cli.standard_output import at_end
 from attncheck.core.errors import UsageError
 from attncheck.workers.process import KERNEL_SERVER, Died, HeldOutput, Worker
 
@@ -25,16 +26,22 @@ if TYPE_CHECKING:
 _SECONDS_TO_END = 5.0  # for a killed process to end, which a GPU driver may delay
 
 
-def start_worker(kernel: str, *, in_process: bool, echo: bool | HeldOutput = True) -> Worker | None:
+def start_worker(
+    kernel: str, *, in_process: bool, echo: bool | HeldOutput | None = None
+) -> Worker | None:
     """Start the process of a kernel early, so that both processes import torch at the same time.
 
     Return None for a kernel without a process. The process ends with the verb at the latest, also
-    on an error. Its prints are shown unless ``echo`` is false or holds them.
+    on an error. By default its prints are held until then, lest they stand between the rows of a
+    page, and shown unless the exit code is 0; ``echo`` shows them as they come, or holds them.
     """
     from attncheck.subjects.capabilities.named_kernels import BUILTIN
 
     if in_process or kernel in BUILTIN:
         return None
+    if echo is None:
+        echo = HeldOutput(kernel, "attncheck check ")
+        at_end(echo.show)
     worker = Worker(KERNEL_SERVER, echo=echo)
     click.get_current_context().call_on_close(lambda: worker.kill(_SECONDS_TO_END))
     return worker

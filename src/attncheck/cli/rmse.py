@@ -13,7 +13,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from attncheck.cli import verb
-from attncheck.cli.long_runs import BY_HAND, claimed, collect
+from attncheck.cli.long_runs import BY_HAND, collect, restrict_to_claims
 from attncheck.cli.options import (
     end_without_gpu,
     not_applicable,
@@ -229,7 +229,7 @@ def _measure_kernels(
         cells, hosts = _choose(options.explained, cells, hosts, device)
     load_ahead([cell.problem for cell in cells], hosts, device)
     typed = options.shapes or options.recording
-    claims = claimed(
+    claims = restrict_to_claims(
         hosts,
         device,
         quiet=options.quiet,
@@ -398,14 +398,21 @@ def _choose(
 
     subjects = {host.subject.name: kernel for kernel, host in hosts.items()}
     for label, kernel in subjects.items():
-        if f"{name}/".startswith(f"{kernel}/"):
-            name = label + name.removeprefix(kernel)
+        whole_name, whole_kernel = _with_whole_path(name), _with_whole_path(kernel)
+        if f"{whole_name}/".startswith(f"{whole_kernel}/"):
+            name = label + whole_name.removeprefix(whole_kernel)
             break
     every = [host.subject for host in hosts.values()]
     subjects_of_cells = case_subjects([cell.problem for cell in cells], every, device)
     cell, subject = choose_cell(name, list(zip(cells, subjects_of_cells, strict=True)))
     kernel = subjects[subject.name]
     return [cell], {kernel: hosts[kernel]}
+
+
+def _with_whole_path(name: str) -> str:
+    """Return ``FILE.py::NAME`` with the file's whole path, which has but one spelling."""
+    file, colons, rest = name.partition("::")
+    return f"{Path(file).resolve()}{colons}{rest}" if colons else name
 
 
 def _explain(cell: Cell, subject: Subject, device: str) -> Report:

@@ -24,6 +24,7 @@ from attncheck.reporting.document import LiveRows
 from attncheck.reporting.exit_codes import INTERRUPTED, exit_code
 
 _OURS = "attncheck.standard_output"
+_AT_END = "attncheck.at_end"
 _EXIT = os._exit  # the original, which is replaced while a verb runs
 
 
@@ -53,6 +54,13 @@ def standard_output() -> Iterator[None]:
         discard(stream)
         reason = error.strerror or str(error)
         raise AttncheckError(f"standard output cannot be written to: {reason}.") from None
+
+
+def at_end(show: Callable[..., None]) -> None:
+    """Call ``show(passed=…)`` when the verb ends: whether with exit code 0. It may be repeated."""
+    context = click.get_current_context()
+    context.meta.setdefault(_AT_END, []).append(show)
+    context.call_on_close(partial(show, passed=False))  # the verb may end by an error
 
 
 def show_report(report: msgspec.Struct, fmt: str = "table") -> int:
@@ -173,7 +181,10 @@ class Verb(_HelpOnStdout):
         ctx.meta[_OURS] = _private_stdout(sys.stdout)
         try:
             with redirect_stdout(DivertedOutput(sys.stderr)), _no_silent_end():
-                return super().invoke(ctx)
+                code = super().invoke(ctx)
+                for show in ctx.meta.get(_AT_END, ()):
+                    show(passed=not code)
+                return code
         except (SystemExit, click.exceptions.Exit) as end:
             frames = traceback.extract_tb(end.__traceback__)
             last = next(frame for frame in reversed(frames) if frame.filename != __file__)

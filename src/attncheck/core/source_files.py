@@ -6,6 +6,7 @@ import codecs
 import importlib
 import importlib.util
 import io
+import itertools
 import linecache
 import os
 import re
@@ -24,6 +25,7 @@ from attncheck.core.errors import UsageError, did_you_mean
 from attncheck.core.own_process import FOREIGN_CODE
 from attncheck.core.sanitize_text import LONGEST
 
+_MOST_FRAMES = 20  # Frames of a traceback that a report has.
 _MOST_HELD = 2**16  # Characters of held output; more cannot be a usage message.
 _INSTALLED = tuple(
     f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -203,6 +205,27 @@ def kernel_place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if is_of_kernel(os.path.abspath(f.filename))]  # noqa: PTH100  # as imported
     return f" at {Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
+
+
+def kernel_frames(error: BaseException) -> tuple[str, ...]:
+    """Return ``mine.py:7 in forward`` for each frame of a kernel, and for what it called, in order.
+
+    Frames of attncheck and torch that called the kernel, or that stand between a kernel's call of
+    torch and its execution, are left out, as they do not help its author. Repetitions of a frame
+    are not counted, since a recursion's depth varies, and of many frames the last are returned.
+    """
+    shown, is_of_interest = [], False
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = os.path.abspath(frame.filename)  # noqa: PTH100  # as imported
+        # Torch's own frames belong to whoever called them.
+        if is_of_kernel(file) or file.startswith(_OURS):
+            is_of_interest = is_of_kernel(file)
+        if is_of_interest:
+            shown.append(f"{Path(file).name}:{frame.lineno} in {frame.name}")
+    repeated = [(place, len(list(same)) > 1) for place, same in itertools.groupby(shown)]
+    several = (f"{place}, repeatedly" if often else place for place, often in repeated)
+    # A function may have any name: a line each, as an exception has.
+    return tuple(" ".join(each.split())[:LONGEST] for each in several)[-_MOST_FRAMES:]
 
 
 class DivertedOutput(io.TextIOWrapper):

@@ -111,13 +111,13 @@ def nearest_taken(problem: Problem, takes: Callable[[Problem], bool]) -> Problem
 class Confirmation:
     """The models that independent cases left unrefuted, and whether any case confirms them."""
 
-    left: tuple[str, ...]
+    unrefuted: tuple[str, ...]
     # The largest share of the error in any case that each model explains.
     shares: dict[str, float]
     confirmed: bool
     problems: int
     # Each model's predictions that fit, and the kernel's responses, by number of the response.
-    said: dict[str, dict[int, list[FaultPrediction]]]
+    predictions: dict[str, dict[int, list[FaultPrediction]]]
     responses: dict[int, Response]
     sizes: dict[str, list[float]]  # each model's fitted sizes, one or more for a wrong response
 
@@ -126,7 +126,7 @@ class Confirmation:
 
         If so, they describe one fault in several words.
         """
-        first, *others = (self.said[name] for name in names)
+        first, *others = (self.predictions[name] for name in names)
         return all(_are_alike(first, other, self.responses) for other in others)
 
     def with_common_size(self, one: FaultExplanation) -> FaultExplanation:
@@ -134,20 +134,20 @@ class Confirmation:
 
         A single failure may not tell the size: beyond some factor all weights are 0 and 1.
         """
-        predictions = [
+        fits = [
             (self.responses[number].error, fitting)
-            for number, each in self.said.get(one.name, {}).items()
+            for number, each in self.predictions.get(one.name, {}).items()
             if (fitting := [p for p in each if p.family is not None])
             and self.responses[number].error.proven
         ]
-        if one.size is None or not predictions:
+        if one.size is None or not fits:
             return one
 
         def explained(size: float) -> int:
-            return sum(any(error.agrees(p.at(size)) for p in each) for error, each in predictions)
+            return sum(any(error.agrees(p.at(size)) for p in each) for error, each in fits)
 
         best = max([one.size, *self.sizes[one.name]], key=explained)
-        shown = predictions[0][1][0]
+        shown = fits[0][1][0]
         parameters = {**one.parameters, shown.parameter: shown.shown(best)}
         return replace(one, parameters=parameters, size=best)
 
@@ -198,11 +198,11 @@ def confirm(
     some = tuple(n for n in rest if n in partial_fits or FAULT_MODELS[n].family != "tile")
     confirmed = bool(some and finite_failures and number >= _ENOUGH)
     return Confirmation(
-        left=some or tuple(rest),
+        unrefuted=some or tuple(rest),
         shares=shares,
         confirmed=confirmed,
         problems=number,
-        said=predictions,
+        predictions=predictions,
         responses=responses,
         sizes=sizes,
     )

@@ -325,7 +325,7 @@ class _Failure(FailingKernel):
             for one in ranking
         ]
         convincing = {one.name for one in ranking if one.share >= _TELLING}
-        rest = [name for name in confirmation.left if name in convincing]
+        rest = [name for name in confirmation.unrefuted if name in convincing]
         fixed = [name for name in rest if FAULT_MODELS[name].order < _FITTED]
         candidates, families = fixed or rest, {FAULT_MODELS[name].family for name in rest}
         ranking = [confirmation.with_common_size(one) for one in ranking if one.name in candidates]

@@ -158,9 +158,9 @@ def _torch_call(inner: Sdpa | Flex, problem: Problem, device: str) -> KernelCall
         name = "torch.nn.attention.flex_attention.flex_attention"
         compiled = f"torch.compile({name}, fullgraph=True, dynamic=False)"
         loading = _FLEX.format(function=name if device == "cpu" else compiled)
-    adopted = declarations.adopted(function, inner.name, convention)
-    assert isinstance(adopted, FunctionSubject), adopted
-    return _named_call(loading, _source(adopted.written_call(problem), problem))
+    subject = declarations.make_subject(function, inner.name, convention)
+    assert isinstance(subject, FunctionSubject), subject
+    return _named_call(loading, _source(subject.written_call(problem), problem))
 
 
 def _source(written: WrittenCall, problem: Problem) -> str:

@@ -328,7 +328,7 @@ class UserOutputs:
         with self._evidence() as (result, evidence):
             return diagnose_result(result, evidence)
 
-    def kept(self) -> UserOutputs | None:
+    def own_copy(self) -> UserOutputs | None:
         """Return a copy in memory of its own; None where it is too large to be diagnosed."""
         problem = self.problem.problem if isinstance(self.problem, Inputs) else self.problem
         rows = self.out.shape[:3].numel()

@@ -50,7 +50,7 @@ from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.question_fit import taken_problem
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.verify import iter_records
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 
 MUTANT = "mutant"
 """Stands in place of a host in a unit's kernel."""
@@ -193,7 +193,7 @@ class MutantScorer:
     def close(self) -> None:
         """Do nothing: no resources are held."""
 
-    def do(self, unit: Unit) -> Done:
+    def do(self, unit: Unit) -> UnitResult:
         """Return the score of ``unit`` in ``facts``; never raises for what the kernel does."""
         prepare("cpu")
         # A fork loses torch's threads, so that there must be none.
@@ -224,7 +224,7 @@ class MutantScorer:
         where = environment("cpu")
         facts = {"score": to_builtins(score), "key": where.id}
         facts["environment"] = to_builtins(where)
-        return Done(unit=unit.id, facts=facts, seconds=seconds)
+        return UnitResult(unit=unit.id, facts=facts, seconds=seconds)
 
 
 def settled(score: MutantScore, table: MutantTable) -> MutantScore:

@@ -23,7 +23,7 @@ from attncheck.records.fault_scores import (
 )
 from attncheck.records.record import Environment
 from attncheck.workers.journal_format import JournalContent
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 
 _DIAGNOSED = 3  # best explanations among which a diagnosis should name the fault
 
@@ -133,7 +133,7 @@ def _total(host: str, category: str, scores: Sequence[FaultScore]) -> Total:
     )
 
 
-def score_of(unit: Unit, done: Done) -> FaultScore | ControlScore:
+def score_of(unit: Unit, done: UnitResult) -> FaultScore | ControlScore:
     """Return the score in a result; for a unit without one, a score with the reason."""
     if "score" in done.facts:
         if done.facts.get("kind") == "control":

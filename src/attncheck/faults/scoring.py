@@ -44,7 +44,7 @@ from attncheck.verify.environment import environment, prepare
 from attncheck.verify.executor import LACKED
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 
 CATEGORY_OF_FILES = "own"
 
@@ -127,7 +127,7 @@ class GateRun:
             smallest = next(iter(done.answers), smallest)
         return smallest, seconds
 
-    def _do(self, unit: Unit) -> Done:
+    def _do(self, unit: Unit) -> UnitResult:
         # A kernel that hangs ends this process; it is then scored again, alone.
         if self._is_watched:
             faulthandler.dump_traceback_later(_PATIENCE, exit=True)
@@ -189,7 +189,7 @@ class FaultScorer:
     def close(self) -> None:
         """Do nothing: no resources are held."""
 
-    def do(self, unit: Unit) -> Done:
+    def do(self, unit: Unit) -> UnitResult:
         """Return the score of ``unit``, a fault or control, in ``facts``.
 
         Never raises for what the kernel does. A planted kernel that does not run gets a score that
@@ -208,7 +208,7 @@ class FaultScorer:
         facts["kind"] = "control" if isinstance(score, ControlScore) else "fault"
         if score.environment:
             facts["environment"] = to_builtins(environment(unit.device))
-        return Done(unit=unit.id, facts=facts, seconds=round(time.perf_counter() - start, 3))
+        return UnitResult(unit=unit.id, facts=facts, seconds=round(time.perf_counter() - start, 3))
 
     def _score_file_fault(self, unit: Unit, name: str, folder: Path) -> FaultScore:
         score = FaultScore(

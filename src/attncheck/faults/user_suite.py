@@ -35,7 +35,7 @@ from attncheck.faults.planting import plant
 from attncheck.faults.replacement_plugin import VARIABLE, Replacement
 from attncheck.records.fault_scores import OwnTestsScore
 from attncheck.subjects.conventions.declarations import READERS
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 
 Status = Literal["caught", "missed", "not shown", "not reached", "not scored"]
 
@@ -98,14 +98,14 @@ class SuiteRun:
         return tuple(self.events.get("failed", ()))
 
     @property
-    def left(self) -> tuple[str, ...]:
+    def fallback_reasons(self) -> tuple[str, ...]:
         """Return why calls went to the suite's own function."""
         return tuple(self.events.get("left", ()))
 
     def unreached(self) -> str:
         """Return why no kernel of attncheck's was called."""
-        if self.left:
-            return f"no kernel of ours takes its calls: {self.left[0]}"
+        if self.fallback_reasons:
+            return f"no kernel of ours takes its calls: {self.fallback_reasons[0]}"
         return "no test calls the function from where it is replaced"
 
     def status(self, suite: UserSuite) -> tuple[Status, str]:
@@ -237,11 +237,11 @@ class SuiteScorer:
     def close(self) -> None:
         """Do nothing: each run has ended all its processes."""
 
-    def do(self, unit: Unit) -> Done:
+    def do(self, unit: Unit) -> UnitResult:
         """Return the score of ``unit``, a fault in a host, in ``facts``."""
         name, _, host = unit.kernel.rpartition("@")
         score = score_suite(self._suite, name, host)  # type: ignore[arg-type]  # one of HOSTS
-        return Done(unit=unit.id, facts={"score": to_builtins(score)}, seconds=score.seconds)
+        return UnitResult(unit=unit.id, facts={"score": to_builtins(score)}, seconds=score.seconds)
 
 
 def check_scorable(suite: UserSuite, faults: Sequence[str], host: HostName) -> None:
@@ -283,7 +283,7 @@ def run_control(suite: UserSuite, kernel: str = "ideal") -> OwnTestsScore:
         host=kernel,
         status="not shown" if run.called else "not reached",
         reason="" if run.called else run.unreached(),
-        left=run.left,
+        fallback_reasons=run.fallback_reasons,
         seconds=run.seconds,
     )
 
@@ -308,7 +308,7 @@ def score_suite(suite: UserSuite, fault: str, host: HostName = "ideal") -> OwnTe
         status=status,
         reason=reason,
         tests=run.failed,
-        left=run.left,
+        fallback_reasons=run.fallback_reasons,
         seconds=run.seconds,
     )
 

@@ -36,7 +36,7 @@ from attncheck.suite.kernel_support import NOT_APPLICABLE
 from attncheck.verify.environment import environment
 from attncheck.workers.units import Unit
 
-AGAIN = "again"
+REUSE_SUFFIX = "again"
 """Suffix of variants that reuse a compiled kernel; for these only the verdict is computed."""
 
 # Number of leading values, which find most faults, of long axes in tiers with little time.
@@ -80,7 +80,7 @@ def _bound_units(planning: Planning) -> Iterator[Unit]:
     covered, seen_ids = [], set()
     for number, row in enumerate([*rows, *repeated]):
         problem = row_problem(row, shapes, seed + number)
-        name = row_name(row) + (f" {AGAIN}" if number >= len(rows) else "")
+        name = row_name(row) + (f" {REUSE_SUFFIX}" if number >= len(rows) else "")
         unit = planning.nearest_unit(problem, name.strip())
         if unit is None:
             continue
@@ -255,7 +255,7 @@ def _sampled_units(planning: Planning) -> Iterator[Unit]:
 
 def _baseline_cases(planning: Planning) -> Iterator[Unit]:
     """Yield the cases of the baseline, including those that the kernel refuses now."""
-    baseline, dtypes = planning.choices.held, planning.choices.dtypes
+    baseline, dtypes = planning.choices.baseline_cases, planning.choices.dtypes
     if baseline is None:
         return
     # Other architectures round differently and cannot be compared.

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from attncheck.core.errors import AttncheckError, HostError, UsageError
 from attncheck.core.mod_spec import Spec
 from attncheck.core.strided_alloc import release_cached_memory, release_scarce_memory
-from attncheck.gate.bound_stage import AGAIN
+from attncheck.gate.bound_stage import REUSE_SUFFIX
 from attncheck.gate.gate_failures import SHRUNK_STATUSES, FailureLog
 from attncheck.gate.plan import covering_units, plan_kernel
 from attncheck.gate.planning import CachingExecutor, Choices, Planning
@@ -38,7 +38,7 @@ from attncheck.verify.kernel_hosts import KernelHost, on_terms, open_kernel
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
 from attncheck.workers.process import Died
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 
 # Number of (row, key) pairs over all heads up to which answers are judged on a CPU. For small
 # problems a core is faster than a GPU that a dozen processes share: on an H100 with fifteen cores,
@@ -103,25 +103,25 @@ class GateWorker:
             problem = Problem(query=1, score=_READING_MOD, backward=True, dcaptured=True)
             host.executor.concerns(host.subject, problem)
 
-    def do(self, unit: Unit) -> Done:
+    def do(self, unit: Unit) -> UnitResult:
         """Do ``unit``; the death of the kernel's process is a result and raises nothing."""
         start = time.perf_counter()
         try:
             done = self._do_with_retry(unit)
         except MissingKernelError as error:
-            done = Done(unit=unit.id, facts={"missing": str(error)})
+            done = UnitResult(unit=unit.id, facts={"missing": str(error)})
         except UsageError as error:  # an error in the Case, not on the command line
-            done = Done(unit=unit.id, harness=f"{unit.kind} of {unit.kernel}: {error}")
+            done = UnitResult(unit=unit.id, harness=f"{unit.kind} of {unit.kernel}: {error}")
         except HostError as error:
             self._hosts.end(unit.commit)
-            done = Done(unit=unit.id, harness=f"{unit.kind} of {unit.kernel}: {error}")
+            done = UnitResult(unit=unit.id, harness=f"{unit.kind} of {unit.kernel}: {error}")
         release_scarce_memory(unit.device)
         seconds = round(time.perf_counter() - start, 3)
         return replace(
             done, seconds=seconds, facts=done.facts | self._environment_facts(unit, done)
         )
 
-    def _environment_facts(self, unit: Unit, done: Done) -> dict[str, Any]:
+    def _environment_facts(self, unit: Unit, done: UnitResult) -> dict[str, Any]:
         """Return the environment of the unit's Records, since workers may be on several machines.
 
         Units that every shard does always include it, so that their results agree; other units
@@ -133,7 +133,7 @@ class GateWorker:
         self._reported = self._reported if shared else self._key
         return {"environment": msgspec.to_builtins(environment(unit.device))}
 
-    def _do_with_retry(self, unit: Unit) -> Done:
+    def _do_with_retry(self, unit: Unit) -> UnitResult:
         """Do a unit, and repeat it in a new process if the kernel's process dies.
 
         An ``ask`` that is right the second time is flaky; other units, which every shard may do,
@@ -153,12 +153,12 @@ class GateWorker:
         answers = tuple(_as_flaky(each, first) if is_question else each for each in done.answers)
         return replace(done, answers=answers, attempts=2)
 
-    def _load_and_do(self, unit: Unit) -> Done:
+    def _load_and_do(self, unit: Unit) -> UnitResult:
         try:
             self._prepare_device(unit.device)
             host = self._hosts.of(unit)
         except UsageError as error:
-            return Done(unit=unit.id, facts={"usage": str(error)}, harness=str(error))
+            return UnitResult(unit=unit.id, facts={"usage": str(error)}, harness=str(error))
         if unit.kind == "describe":
             return self._describe(unit, host)
         if unit.kind == "draw":
@@ -167,7 +167,7 @@ class GateWorker:
                 units = covering_units(planning)
             else:
                 units = drawn_units(unit, planning, self._known)
-            return Done(unit=unit.id, units=tuple(units), answers=tuple(planning.refused))
+            return UnitResult(unit=unit.id, units=tuple(units), answers=tuple(planning.refused))
         if unit.kind == "shrink":
             return self._shrink(unit, host)
         if unit.variant.startswith(SANITIZER_VARIANT):
@@ -190,7 +190,7 @@ class GateWorker:
             self._cached_executor = (host, CachingExecutor(host.executor))
         return Planning(unit, host.subject, self._cached_executor[1], self._choices, self._key)
 
-    def _describe(self, unit: Unit, host: KernelHost) -> Done:
+    def _describe(self, unit: Unit, host: KernelHost) -> UnitResult:
         facts: dict[str, Any] = {
             "kernel": unit.kernel,
             "name": host.subject.name,
@@ -202,7 +202,7 @@ class GateWorker:
         if isinstance(host, IsolatedKernel) and not unit.commit:
             facts |= file_hashes(host.files())
         if facts["absent"]:
-            return Done(unit=unit.id, facts=facts)
+            return UnitResult(unit=unit.id, facts=facts)
         planning = self._planning(unit, host)
         units = plan_kernel(planning)
         claims = None if unit.commit else self._hosts.claims
@@ -212,7 +212,9 @@ class GateWorker:
             if claims.convention != claims.conventions[0]:
                 # Further units use the convention that was found instead of searching again.
                 units = [replace(each, convention=claims.convention) for each in units]
-        return Done(unit=unit.id, facts=facts, units=tuple(units), answers=tuple(planning.refused))
+        return UnitResult(
+            unit=unit.id, facts=facts, units=tuple(units), answers=tuple(planning.refused)
+        )
 
     def _unclaimed_units(self, planning: Planning, claims: Claims) -> Iterator[Unit]:
         """Yield units that repeat the questions that the kernel failed beyond its claims."""
@@ -221,7 +223,7 @@ class GateWorker:
             if not dtypes or question.case.problem.dtype in dtypes:
                 yield planning.unit_of("contract", question.case, f"{_UNCLAIMED}{question.name}")
 
-    def _ask_case(self, unit: Unit, host: KernelHost) -> Done:
+    def _ask_case(self, unit: Unit, host: KernelHost) -> UnitResult:
         case, start = Case.from_json(unit.case), time.perf_counter()
         compiled = _compile_seconds(host)
         record, attempts = self._run_case(unit, host, case)
@@ -255,7 +257,7 @@ class GateWorker:
         # Shrinking is a separate unit, so that other questions come first.
         shrinks = record.status in SHRUNK_STATUSES and not is_other_commit and not is_unclaimed
         units = (replace(unit, kind="shrink", alone=False),) if shrinks else ()
-        return Done(unit=unit.id, answers=(answer,), units=units, attempts=1)
+        return UnitResult(unit=unit.id, answers=(answer,), units=units, attempts=1)
 
     def _run_case(self, unit: Unit, host: KernelHost, case: Case) -> tuple[Record, int]:
         problem = case.problem
@@ -272,7 +274,7 @@ class GateWorker:
             if unit.stage == "baseline":
                 return measure_accuracy(host.subject, case, **how)
             # Error measures are needed only in the stage bounds; elsewhere the verdict is enough.
-            brief = unit.stage != "bounds" or unit.variant.endswith(AGAIN)
+            brief = unit.stage != "bounds" or unit.variant.endswith(REUSE_SUFFIX)
             return run_case(host.subject, case, brief=brief, **how)
 
         def ask() -> Record:
@@ -295,7 +297,7 @@ class GateWorker:
 
         return confirm_death(host.subject, ask, slow=True)
 
-    def _shrink(self, unit: Unit, host: KernelHost) -> Done:
+    def _shrink(self, unit: Unit, host: KernelHost) -> UnitResult:
         """Shrink a failure to a smaller Case, except if similar ones have been shrunk already."""
         start = time.perf_counter()
         shrunk = self._failures.shrink(
@@ -305,7 +307,7 @@ class GateWorker:
             lambda: self._planning(unit, host),
         )
         if shrunk is None:
-            return Done(unit=unit.id)
+            return UnitResult(unit=unit.id)
         record, first = shrunk
         answer = Answer(
             unit=unit.id,
@@ -316,9 +318,9 @@ class GateWorker:
             smallest_of=first,
             failure=self._failures.keep(record, unit),
         )
-        return Done(unit=unit.id, answers=(answer,))
+        return UnitResult(unit=unit.id, answers=(answer,))
 
-    def _report_death(self, unit: Unit, error: Died) -> Done:
+    def _report_death(self, unit: Unit, error: Died) -> UnitResult:
         """Return the result of a unit whose kernel died during import or planning."""
         self._hosts.end(unit.commit)
         # A Record needs some Case, but a kernel that dies while it is described was asked none.
@@ -339,7 +341,7 @@ class GateWorker:
             # It died before it could state its name, so the user's name of it is used.
             names = {"kernel": unit.kernel, "name": unit.kernel}
             facts = {**names, "summary": "", "environment": where}
-        return Done(unit=unit.id, answers=(answer,), facts=facts)
+        return UnitResult(unit=unit.id, answers=(answer,), facts=facts)
 
 
 class MissingKernelError(AttncheckError):

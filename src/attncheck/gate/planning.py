@@ -48,7 +48,8 @@ class Choices:
     sanitizer: bool = False  # Whether a few problems are run under compute-sanitizer.
     # The files of another commit, whose kernels are measured too; None for none.
     tree: CommitTree | None = None
-    held: BaselineCases | None = None  # Cases of a baseline, which are asked again; None for none.
+    # Cases of a baseline, which are asked again; None for none.
+    baseline_cases: BaselineCases | None = None
 
     def __post_init__(self) -> None:
         require_known("dtype", self.dtypes, MEASURED_DTYPES)
@@ -77,7 +78,7 @@ class Choices:
         stages, dtypes = ",".join(self.stages), ",".join(self.dtypes)
         plan = {"tier": self.tier.name, "stages": stages, "dtypes": dtypes, "seed": self.seed}
         plan |= {"sanitizer": True} if self.sanitizer else {}
-        plan |= {"baseline": self.held.digest} if self.held else {}
+        plan |= {"baseline": self.baseline_cases.digest} if self.baseline_cases else {}
         return plan | ({"against": self.tree.commit} if self.tree else {})
 
 

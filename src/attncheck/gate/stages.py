@@ -33,7 +33,7 @@ from attncheck.verify.question_fit import (
     compares_launches,
     unfit_reason,
 )
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 
 # ------------------------------------------------------------ contract
 
@@ -255,7 +255,7 @@ def sanitizer_units(planning: Planning) -> Iterator[Unit]:
         yield planning.unit_of("memory", cases[0], f"{SANITIZER_VARIANT} {tool}")
 
 
-def sanitize_kernel(unit: Unit, planning: Planning) -> Done:
+def sanitize_kernel(unit: Unit, planning: Planning) -> UnitResult:
     """Run the kernel under the tool of ``unit``, and return an answer for each problem."""
     records = sanitizer.run_sanitizer(
         unit.kernel,
@@ -273,7 +273,7 @@ def sanitize_kernel(unit: Unit, planning: Planning) -> Done:
         Answer(unit=unit.id, stage=unit.stage, record=replace(record, **facts))
         for record in records
     )
-    return Done(unit=unit.id, answers=answers)
+    return UnitResult(unit=unit.id, answers=answers)
 
 
 def _sanitizer_cases(planning: Planning) -> list[Case]:

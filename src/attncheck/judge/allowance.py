@@ -43,7 +43,7 @@ class Allowance:
     oracle_share: float = 0.0
     # Rows whose ``out`` and ``lse`` are the full bound, ``(batch, heads, query)`` bool; other rows
     # hold floors of it, or NaN. None if all rows hold the full bound.
-    exact: Tensor | None = None
+    full_rows: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

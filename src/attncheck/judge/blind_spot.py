@@ -86,12 +86,14 @@ def blind_spot(
     None if no row sees a key and has a finite allowance.
     """
     exposed, cache = _Exposed(), {} if cut_sums is None else cut_sums
-    for number, ((known, slope), sample) in enumerate(zip(rows, allowance.samples, strict=True)):
+    for number, ((conditions, slope), sample) in enumerate(
+        zip(rows, allowance.samples, strict=True)
+    ):
         out, lse = at_rows(sample.rows, allowance.out), at_rows(sample.rows, allowance.lse)
         if generic:
             out = torch.minimum(out, sample.probable_out)
             lse = torch.minimum(lse, sample.probable_lse)
-        allowed = _AllowedRows.of(known, out, lse if exposes_lse else None, slope)
+        allowed = _AllowedRows.of(conditions, out, lse if exposes_lse else None, slope)
         exposed.add(allowed, EXAMINED // len(allowance.samples), cache.setdefault(number, {}))
     return exposed.summary()
 
@@ -114,7 +116,7 @@ class _Exposed:
 
     def add(self, rows: _AllowedRows, examined: int, cut_sums: dict[int, Tensor]) -> None:
         bounded = rows.out_allowance.isfinite()
-        out = rows.known.out[bounded].abs()
+        out = rows.conditions.out[bounded].abs()
         allowed = rows.out_allowance[bounded]
         self.elements += int(bounded.sum())
         self.judges_lse = self.judges_lse or bool(rows.lse_allowance.isfinite().any())
@@ -152,7 +154,7 @@ class _Exposed:
 class _AllowedRows:
     """Rows, their exact softmax weights, and the allowances that were applied to them."""
 
-    known: Conditions
+    conditions: Conditions
     weights: Tensor  # P, ``(heads, rows, kv)``; 0 where not seen
     out_allowance: Tensor  # ``(heads, rows, value_dim)``; infinite where not judged
     lse_allowance: Tensor  # ``(heads, rows)``; infinite where not judged or not exposed
@@ -161,18 +163,18 @@ class _AllowedRows:
 
     @classmethod
     def of(
-        cls, known: Conditions, out: Tensor, lse: Tensor | None, slope: Tensor | None
+        cls, conditions: Conditions, out: Tensor, lse: Tensor | None, slope: Tensor | None
     ) -> _AllowedRows:
-        """Return ``known`` with these allowances; that of LSE is infinite if ``lse`` is None."""
-        alive = known.seen.any(-1)
+        """Return ``conditions`` with these allowances; LSE's is infinite if ``lse`` is None."""
+        alive = conditions.seen.any(-1)
         if lse is None:
-            lse = torch.full_like(known.lse, math.inf)
-        if slope is None and not known.has_score_mod:
-            slope = torch.ones_like(known.products)
+            lse = torch.full_like(conditions.lse, math.inf)
+        if slope is None and not conditions.has_score_mod:
+            slope = torch.ones_like(conditions.products)
         # Rows that see no key are judged by a rule of their own.
         return cls(
-            known=known,
-            weights=_softmax(known.scores, known.seen),
+            conditions=conditions,
+            weights=_softmax(conditions.scores, conditions.seen),
             out_allowance=torch.where(alive[..., None] & ~out.isnan(), out, math.inf),
             lse_allowance=torch.where(alive & ~lse.isnan(), lse, math.inf),
             slope=slope,
@@ -181,14 +183,16 @@ class _AllowedRows:
     def evenly_spread(self, examined: int) -> _AllowedRows:
         """Return evenly spread rows, first and last included, of at most ``examined`` elements."""
         heads, count, keys = self.weights.shape
-        of_a_row = heads * keys * max(1, self.known.v.shape[-1])
+        of_a_row = heads * keys * max(1, self.conditions.v.shape[-1])
         number = max(1, min(count, examined // of_a_row))
         device = self.weights.device
         chosen = torch.linspace(0, count - 1, number, dtype=torch.float64, device=device)
         chosen = chosen.round().long()
         by_row = ("q", "products", "scores", "seen", "maximum", "total", "out", "lse")
         return _AllowedRows(
-            known=replace(self.known, **{n: getattr(self.known, n)[:, chosen] for n in by_row}),
+            conditions=replace(
+                self.conditions, **{n: getattr(self.conditions, n)[:, chosen] for n in by_row}
+            ),
             weights=self.weights[:, chosen],
             out_allowance=self.out_allowance[:, chosen],
             lse_allowance=self.lse_allowance[:, chosen],
@@ -197,12 +201,12 @@ class _AllowedRows:
 
     def through_values(self, weights: Tensor) -> Tensor:
         """Return ``weights`` · V, ``(heads, rows, value_dim)``; a softmax's V is the identity."""
-        return weights if self.known.given_scores else weights @ self.known.v
+        return weights if self.conditions.given_scores else weights @ self.conditions.v
 
     def size(self, weights: Tensor) -> Tensor:
         """Return |weights| · |V|, to which the sum's own rounding is proportional."""
         sizes = weights.abs()
-        return sizes if self.known.given_scores else sizes @ self.known.v.abs()
+        return sizes if self.conditions.given_scores else sizes @ self.conditions.v.abs()
 
     @property
     def resolution(self) -> float:
@@ -219,9 +223,9 @@ class _AllowedRows:
         Returns:
             Bool, ``(results,)``.
         """
-        known = self.known
-        beyond = (out - known.out).abs() > self.out_allowance
-        of_lse = (lse - known.lse).abs() > self.lse_allowance
+        conditions = self.conditions
+        beyond = (out - conditions.out).abs() > self.out_allowance
+        of_lse = (lse - conditions.lse).abs() > self.lse_allowance
         return beyond.flatten(1).any(1) | of_lse.flatten(-2).any(-1)
 
 
@@ -238,9 +242,9 @@ def _smallest_scale(rows: _AllowedRows) -> float:
     """Return the smallest relative error of the scale that ``rows`` expose, to first order."""
     if rows.slope is None:
         return math.inf
-    moved = rows.weights * rows.known.products * rows.slope
+    moved = rows.weights * rows.conditions.products * rows.slope
     of_lse = moved.sum(-1)
-    out = rows.known.out
+    out = rows.conditions.out
     of_out = rows.through_values(moved) - out * of_lse[..., None]
     sizes = moved.abs().sum(-1)
     blur = rows.resolution * (rows.size(moved) + out.abs() * sizes[..., None])
@@ -264,10 +268,10 @@ def _key_weights(rows: _AllowedRows) -> tuple[float, int, int]:
     many (row, key) pairs would be exposed if the key were dropped, and how many pairs there are: of
     seen keys in rows that see two or more.
     """
-    known, weights = rows.known, rows.weights
+    conditions, weights = rows.conditions, rows.weights
     top = weights.argmax(-1, keepdim=True)
-    others = known.seen.scatter(-1, top, value=False)
-    without = _softmax(known.scores, others)
+    others = conditions.seen.scatter(-1, top, value=False)
+    without = _softmax(conditions.scores, others)
     alone = ~others.any(-1, keepdim=True)
     rest = torch.where(others, weights, 0.0).sum(-1, keepdim=True)  # 1 − P of the largest
 
@@ -278,21 +282,21 @@ def _key_weights(rows: _AllowedRows) -> tuple[float, int, int]:
     moved = weights / (1 - weights) * farthest
     moved = moved.scatter(-1, top, weights.gather(-1, top) * from_rest)
     lse_moved = -torch.log1p(-weights)
-    hidden = torch.where(others, known.scores, -math.inf)
-    of_top = known.lse[..., None] - torch.logsumexp(hidden, -1, keepdim=True)
+    hidden = torch.where(others, conditions.scores, -math.inf)
+    of_top = conditions.lse[..., None] - torch.logsumexp(hidden, -1, keepdim=True)
     lse_moved = lse_moved.scatter(-1, top, of_top)
 
-    paired = known.seen & ~alone
+    paired = conditions.seen & ~alone
     dropped = paired & ((moved > 1) | (lse_moved > rows.lse_allowance[..., None]))
     smallest = _smallest_change(weights, farthest, rows.lse_allowance[..., None])
-    visible = smallest[known.seen & (weights > 0)]
+    visible = smallest[conditions.seen & (weights > 0)]
     least = float(visible.min()) if visible.numel() else math.inf
     return least, int(dropped.sum()), int(paired.sum())
 
 
 def _farthest(rows: _AllowedRows) -> Tensor:
     """Return M, ``(heads, rows, kv)``; huge where an element with an allowance of 0 moves."""
-    if rows.known.given_scores:
+    if rows.conditions.given_scores:
         # V is the identity: key j has |1 − P_j| in its own dim, and P_d in every other dim d.
         weights, allowance = rows.weights, rows.out_allowance
         each = _in_units(weights, allowance)
@@ -302,11 +306,11 @@ def _farthest(rows: _AllowedRows) -> Tensor:
         return torch.maximum(_in_units(1 - weights, allowance), other)
     # One dim at a time fits into a CPU's caches; a GPU needs larger steps to be busy.
     step = 1 if rows.weights.device.type == "cpu" else 32
-    values = rows.known.v.mT.contiguous()[:, :, None]
+    values = rows.conditions.v.mT.contiguous()[:, :, None]
     out, blur, inverse = (
         part.mT[..., None].contiguous()
         for part in (
-            rows.known.out,
+            rows.conditions.out,
             rows.resolution * rows.size(rows.weights),
             1 / rows.out_allowance.clamp_min(_LEAST),
         )
@@ -323,11 +327,11 @@ def _farthest_of_top(rows: _AllowedRows, top: Tensor, without: Tensor) -> Tensor
     """Return M ÷ (1 − P) of the key with the largest weight, ``(heads, rows, 1)``."""
     out_without = rows.through_values(without)
     blur = rows.resolution * rows.size(without)
-    if rows.known.given_scores:
+    if rows.conditions.given_scores:
         top_value = torch.zeros_like(out_without).scatter(-1, top, 1.0)
     else:
-        dim = rows.known.v.shape[-1]
-        top_value = rows.known.v.gather(1, top.expand(-1, -1, dim))
+        dim = rows.conditions.v.shape[-1]
+        top_value = rows.conditions.v.gather(1, top.expand(-1, -1, dim))
     distance = (top_value - out_without).abs() - blur
     return _in_units(distance, rows.out_allowance).amax(-1, keepdim=True)
 
@@ -356,14 +360,14 @@ def _accumulator_bits(rows: _AllowedRows, exposed: int, cut_sums: dict[int, Tens
 
     Found by bisection, since fewer bits lose more.
     """
-    if rows.known.given_scores:
+    if rows.conditions.given_scores:
         return exposed  # a softmax multiplies no matrices
-    values = _Sums(rows.weights, rows.known.v, cut_sums)
+    values = _Sums(rows.weights, rows.conditions.v, cut_sums)
     # Sums of q·k are not cached: they are large (one per pair) and cheap (few steps).
-    scores = None if rows.slope is None else _Sums(rows.known.q, rows.known.k.mT, {})
+    scores = None if rows.slope is None else _Sums(rows.conditions.q, rows.conditions.k.mT, {})
 
     def try_bits(tried: Sequence[int]) -> dict[int, bool]:
-        exposed_sums = rows.exposed(values.cut(tried), rows.known.lse)
+        exposed_sums = rows.exposed(values.cut(tried), rows.conditions.lse)
         if scores is not None and not bool(exposed_sums.all()):
             exposed_sums = exposed_sums | _exposed_by_scores(rows, scores.cut(tried))
         return dict(zip(tried, exposed_sums.tolist(), strict=True))
@@ -371,7 +375,7 @@ def _accumulator_bits(rows: _AllowedRows, exposed: int, cut_sums: dict[int, Tens
     # All numbers of bits that expose the fault are below all that hide it.
     hidden = MOST_BITS
     bits = exposed + 1  # usually a later block exposes nothing new
-    few_sums = rows.known.out.numel() * MOST_BITS <= _FEW_SUMS
+    few_sums = rows.conditions.out.numel() * MOST_BITS <= _FEW_SUMS
     exposed_by_bits = try_bits(range(bits, hidden)) if few_sums else {}
     while exposed < bits < hidden:
         exposed_by_bits = exposed_by_bits if bits in exposed_by_bits else try_bits([bits])
@@ -440,10 +444,10 @@ def _exposed_by_scores(rows: _AllowedRows, total: Tensor) -> Tensor:
 
     Score mods are applied to first order, with their slope at the exact products.
     """
-    known = rows.known
+    conditions = rows.conditions
     assert rows.slope is not None
     # The judge has the mod's slope but not its callable.
-    scores = known.scores + rows.slope * (known.scale * total - known.products)
-    weights = _softmax(scores, known.seen)
-    hidden = torch.where(known.seen, scores, -torch.inf)
+    scores = conditions.scores + rows.slope * (conditions.scale * total - conditions.products)
+    weights = _softmax(scores, conditions.seen)
+    hidden = torch.where(conditions.seen, scores, -torch.inf)
     return rows.exposed(rows.through_values(weights), torch.logsumexp(hidden, -1))

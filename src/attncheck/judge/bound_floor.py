@@ -40,38 +40,38 @@ if TYPE_CHECKING:
 _BOUND_FACTOR = 128
 
 
-def row_totals(known: WeightedRows) -> RowTotals:
-    """Sum ``known`` up over its keys, in as few passes over all pairs as possible."""
-    last, alive = known.weights.shape[-1], known.count > 0  # no row sees key ``last`` or later ones
-    q, k, v = known.q.abs(), known.k[:, :last].abs(), known.v[:, :last]
+def row_totals(rows: WeightedRows) -> RowTotals:
+    """Sum ``rows`` up over their keys, in as few passes over all pairs as possible."""
+    last, alive = rows.weights.shape[-1], rows.count > 0  # no row sees key ``last`` or later ones
+    q, k, v = rows.q.abs(), rows.k[:, :last].abs(), rows.v[:, :last]
     # Means of a row that sees no key are 0.
-    share = torch.where(alive, 1 / known.total[..., None], 0.0)
+    share = torch.where(alive, 1 / rows.total[..., None], 0.0)
     together = torch.cat([v, v.abs(), v.square(), k], -1)
     widths = [v.shape[-1]] * 3 + [k.shape[-1]]
-    means = (known.weights @ together).mul_(share).split_with_sizes(widths, -1)
+    means = (rows.weights @ together).mul_(share).split_with_sizes(widths, -1)
     mean, size, square, mean_k = means
     # P of the largest score, whose weight is 1.
-    peak = torch.where(alive, (known.maximum - known.lse).exp()[..., None], 0.0)
+    peak = torch.where(alive, (rows.maximum - rows.lse).exp()[..., None], 0.0)
     # Σ P (v − mean)² is the least Σ P (v − c)² of any c; float64's rounding errors are subtracted.
-    keys = known.k.shape[1]
+    keys = rows.k.shape[1]
     error = 8 * (keys + 8) * 2.0**-53
     spread = (square * (1 - error) - mean.square() * (1 + error)).clamp_min(0).sqrt()
     sizes = q @ k.mT
-    if known.hidden is None:
+    if rows.hidden is None:
         least, largest = torch.aminmax(sizes, dim=-1, keepdim=True)
     else:
-        largest = sizes.masked_fill_(known.hidden, 0.0).amax(-1, keepdim=True)
-        least = sizes.masked_fill_(known.hidden, math.inf).amin(-1, keepdim=True)
+        largest = sizes.masked_fill_(rows.hidden, 0.0).amax(-1, keepdim=True)
+        least = sizes.masked_fill_(rows.hidden, math.inf).amin(-1, keepdim=True)
     return RowTotals(
         keys=keys,
-        scale=known.scale,
+        scale=rows.scale,
         head_dim=q.shape[-1],
-        count=known.count,
-        maximum=known.maximum,
-        total=known.total,
-        out=known.out,
-        lse=known.lse,
-        weight=known.total[..., None] * peak,
+        count=rows.count,
+        maximum=rows.maximum,
+        total=rows.total,
+        out=rows.out,
+        lse=rows.lse,
+        weight=rows.total[..., None] * peak,
         peak=peak,
         size=(q * mean_k).sum(-1, keepdim=True),
         least_size=torch.where(alive, least, 0.0),
@@ -79,8 +79,8 @@ def row_totals(known: WeightedRows) -> RowTotals:
         mean_value=size,
         spread=spread,
         largest_query=q.max(),
-        largest_key=known.k.abs().max(),
-        largest_value=known.v.abs().max(),
+        largest_key=rows.k.abs().max(),
+        largest_value=rows.v.abs().max(),
     )
 
 

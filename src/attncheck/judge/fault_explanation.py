@@ -65,7 +65,7 @@ class FaultExplanation:
     name: str  # of the fault
     share: float  # of the squared error, 0–1; the smallest over the wrong tensors
     all: bool  # whether the unexplained error is within the allowance in every tensor
-    left: float  # root mean square of unexplained error ÷ allowance, in the worst tensor
+    unexplained: float  # root mean square of unexplained error ÷ allowance, in the worst tensor
     order: int = 0  # see FaultPrediction
     # The fault's form, and its fitted size.
     parameters: Mapping[str, int | float | str] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class ObservedError:
             name=prediction.name,
             share=share,
             all=explains_all,
-            left=max(rest.left for rest in rests),
+            unexplained=max(rest.unexplained for rest in rests),
             order=prediction.order,
             parameters=prediction.parameters,
             size=size,
@@ -210,7 +210,7 @@ class _Rest:
 
     of: _TensorError
     share: float
-    left: float
+    unexplained: float
     units: Tensor
     distance: Tensor
     allowed: Tensor
@@ -290,7 +290,7 @@ class _TensorError:
         return _Rest(
             of=self,
             share=1.0 - left / self.total if self.total else 0.0,
-            left=(left / self._count) ** 0.5,
+            unexplained=(left / self._count) ** 0.5,
             units=units,
             distance=distance,
             allowed=allowed,
@@ -328,7 +328,7 @@ def rank_explanations(
 
 
 def _form_key(one: FaultExplanation) -> tuple[bool, bool, float, int]:
-    left = one.left if one.all else -one.share
+    left = one.unexplained if one.all else -one.share
     # Between equally good forms, one with parameters tells the reader more.
     return not one.all, one.loose, left, -len(one.parameters)
 
@@ -349,8 +349,11 @@ def combine_rankings(
         worst = min((one[name] for one in each), key=lambda e: (e.all, e.share))
         if worst.all:  # rounding is a large share of an error that is barely beyond its bound
             worst = max((one[name] for one in each), key=lambda e: e.share)
-        parameters, left = each[0][name].parameters, max(one[name].left for one in each)
-        combined.append(replace(worst, parameters=parameters, left=left))
+        parameters, unexplained = (
+            each[0][name].parameters,
+            max(one[name].unexplained for one in each),
+        )
+        combined.append(replace(worst, parameters=parameters, unexplained=unexplained))
     return _sort(combined) or list(first)
 
 
@@ -372,7 +375,7 @@ def _sort(explanations: Iterable[FaultExplanation]) -> list[FaultExplanation]:
         if one.all:
             close = _is_as_close(one, least)
             # Explanations with free rows come after those that predict every row.
-            return False, one.loose, not close, one.order if close else 0, one.left
+            return False, one.loose, not close, one.order if close else 0, one.unexplained
         return True, False, False, 0, -one.share
 
     return sorted(some, key=rank)
@@ -382,8 +385,8 @@ def _least_unexplained(some: Sequence[FaultExplanation]) -> float:
     """Return the smallest unexplained error among the explanations that explain all."""
     whole = [one for one in some if one.all]
     strict = [one for one in whole if not one.loose]
-    return min((one.left for one in strict or whole), default=0.0)
+    return min((one.unexplained for one in strict or whole), default=0.0)
 
 
 def _is_as_close(one: FaultExplanation, least: float) -> bool:
-    return one.left <= max(2 * least, _ROUNDING)
+    return one.unexplained <= max(2 * least, _ROUNDING)

@@ -171,7 +171,7 @@ class RowGradients:
 
 
 def row_gradients(
-    known: GradientConditions,
+    conditions: GradientConditions,
     arithmetic: Arithmetic,
     scores: ScoreError,
     saved: SavedErrors,
@@ -191,35 +191,37 @@ def row_gradients(
 
     Source: B30–B40 in ``docs/explanation/bounds.md``.
     """
-    weights = recompute_weights(known, arithmetic, scores, saved, mod)
+    weights = recompute_weights(conditions, arithmetic, scores, saved, mod)
     captured = None
     if reads:  # B40: the gradient of each number is a sum over the scores that read it
         parts = [
-            _read_sum(known, arithmetic, weights, saved, read).spread(read.place.flatten(), numbers)
+            _read_sum(conditions, arithmetic, weights, saved, read).spread(
+                read.place.flatten(), numbers
+            )
             for read in reads
         ]
         captured = functools.reduce(Sums.plus, parts)
     # If the slope jumps within a score's error, the row's dX has no bound.
     if slope is not None:
         weights = weights.without(~torch.isfinite(slope.radius))
-    known, saved = zero_elsewhere(known, saved, weights.live.any(-1))
-    gradients = score_gradients(known, arithmetic, weights, saved, slope)
-    rows = _Rows(known, arithmetic, weights, gradients)
+    conditions, saved = zero_elsewhere(conditions, saved, weights.live.any(-1))
+    gradients = score_gradients(conditions, arithmetic, weights, saved, slope)
+    rows = _Rows(conditions, arithmetic, weights, gradients)
     dq, dq_terms = rows.query_bound()
     return RowGradients(
-        rows=known.known.rows,
-        scale=abs(known.known.scale),
+        rows=conditions.known.rows,
+        scale=abs(conditions.known.scale),
         dq=dq,
         dq_terms=dq_terms,
         dk=rows.key_sums(),
         dv=rows.value_sums(),
-        dsink=rows.sink_sums() if known.known.has_sink else None,
+        dsink=rows.sink_sums() if conditions.known.has_sink else None,
         dcaptured=captured,
     )
 
 
 def _read_sum(
-    known: GradientConditions,
+    conditions: GradientConditions,
     arithmetic: Arithmetic,
     weights: RecomputedWeights,
     saved: SavedErrors,
@@ -227,16 +229,18 @@ def _read_sum(
 ) -> Sums:
     """Return B40: each score's gradient times its derivative by the number read, as a Sums."""
     # A sink, the last key, reads nothing: its slope is 0.
-    sink = (0, known.dx.shape[-1] - read.place.shape[-1])
+    sink = (0, conditions.dx.shape[-1] - read.place.shape[-1])
     # The derivative by the number read takes the place of the one by the score.
     slope = torch.nn.functional.pad(read.slope, sink)
     of_slope = ("radius", "own", "jump")
     padded = {n: torch.nn.functional.pad(getattr(read.error, n), sink) for n in of_slope}
     error = replace(read.error, **padded)
     weights = weights.without(~(torch.isfinite(error.radius) & torch.isfinite(slope)))
-    known, saved = zero_elsewhere(replace(known, slope=slope), saved, weights.live.any(-1))
-    gradients = score_gradients(known, arithmetic, weights, saved, error)
-    return _Rows(known, arithmetic, weights, gradients).score_sums(read.place.shape[-1])
+    conditions, saved = zero_elsewhere(
+        replace(conditions, slope=slope), saved, weights.live.any(-1)
+    )
+    gradients = score_gradients(conditions, arithmetic, weights, saved, error)
+    return _Rows(conditions, arithmetic, weights, gradients).score_sums(read.place.shape[-1])
 
 
 def query_operand(arithmetic: Arithmetic) -> float:
@@ -249,15 +253,15 @@ def query_operand(arithmetic: Arithmetic) -> float:
 class _Rows:
     """Some rows: exact quantities, and P and the score gradients as a backward computes them."""
 
-    known: GradientConditions
+    conditions: GradientConditions
     arithmetic: Arithmetic
     weights: RecomputedWeights
     gradients: ScoreGradients
 
     def query_bound(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Return B36: the bound of dq and its terms."""
-        known, arithmetic, gradients = self.known, self.arithmetic, self.gradients
-        forward, keys = known.known, known.known.k.abs()
+        conditions, arithmetic, gradients = self.conditions, self.arithmetic, self.gradients
+        forward, keys = conditions.known, conditions.known.k.abs()
         count = self.weights.live.sum(-1).to(torch.float64)
         error, size = gradients.error + gradients.rounded, gradients.size
         sums = Sums(
@@ -282,15 +286,15 @@ class _Rows:
             terms[PARTS] = partial_sum_error(
                 scale * sums.size, terms, arithmetic.dq_parts, arithmetic.output
             )
-        terms[OUTPUT] = rounding_error(known.dq, terms, arithmetic.output)
+        terms[OUTPUT] = rounding_error(conditions.dq, terms, arithmetic.output)
         dead = ~forward.seen.any(-1, keepdim=True)
         return mask_unknown(terms, dead, self.weights.unbounded[..., None])
 
     def key_sums(self) -> Sums:
         """Return B37: these rows' part of dk, before the scale."""
         gradients = self.gradients
-        error, q = gradients.error + gradients.rounded, self.known.known.q
-        sums = self._sum_over_rows(q, error, gradients.size, self.known.dx, gradients.parts)
+        error, q = gradients.error + gradients.rounded, self.conditions.known.q
+        sums = self._sum_over_rows(q, error, gradients.size, self.conditions.dx, gradients.parts)
         return replace(sums, shift=self._no_sink(gradients.shift).mT @ q)
 
     def value_sums(self) -> Sums:
@@ -302,7 +306,7 @@ class _Rows:
         if self.arithmetic.weights_error:
             parts["rounding of P"] = weights.rounded
         error, exact = weights.moved + weights.rounded, weights.exact
-        return self._sum_over_rows(self.known.dout, error, exact, exact, parts)
+        return self._sum_over_rows(self.conditions.dout, error, exact, exact, parts)
 
     def sink_sums(self) -> Sums:
         """Return B38: these rows' part of the sink's gradient: the sum of dX, in fp32."""
@@ -320,7 +324,7 @@ class _Rows:
 
     def _no_sink(self, x: Tensor) -> Tensor:
         """Return ``x``, ``(heads, rows, kv)``, without a sink, the last key."""
-        return x[..., : self.known.dx.shape[-1] - self.known.known.has_sink]
+        return x[..., : self.conditions.dx.shape[-1] - self.conditions.known.has_sink]
 
     def _sum_over_rows(
         self, operand: Tensor, error: Tensor, size: Tensor, exact: Tensor, parts: dict[str, Tensor]

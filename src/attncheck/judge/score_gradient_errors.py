@@ -38,21 +38,21 @@ class SavedErrors:
     lse_error: Tensor
     measured: bool = True  # whether ``out_error`` is the error itself
 
-    def delta_shift(self, known: GradientConditions) -> Tensor:
+    def delta_shift(self, conditions: GradientConditions) -> Tensor:
         """Return the change of delta by out's error, ``(heads, rows, 1)``; 0 if not measured."""
         if not self.measured:
-            return torch.zeros_like(known.delta)[..., None]
-        return (known.dout * self.out_error).sum(-1, keepdim=True)
+            return torch.zeros_like(conditions.delta)[..., None]
+        return (conditions.dout * self.out_error).sum(-1, keepdim=True)
 
-    def delta_error(self, known: GradientConditions) -> Tensor:
+    def delta_error(self, conditions: GradientConditions) -> Tensor:
         """Return a bound of that change, ``(heads, rows, 1)``; 0 if out's error is measured."""
         if self.measured:
-            return torch.zeros_like(known.delta)[..., None]
-        return (known.dout * self.out_error).abs().sum(-1, keepdim=True)
+            return torch.zeros_like(conditions.delta)[..., None]
+        return (conditions.dout * self.out_error).abs().sum(-1, keepdim=True)
 
 
 def zero_elsewhere(
-    known: GradientConditions, saved: SavedErrors, rows: Tensor
+    conditions: GradientConditions, saved: SavedErrors, rows: Tensor
 ) -> tuple[GradientConditions, SavedErrors]:
     """Return both with 0 in all rows but ``rows``, which removes NaN from rows without a bound."""
 
@@ -60,12 +60,12 @@ def zero_elsewhere(
         return torch.where(rows[..., None] if x.dim() > rows.dim() else rows, x, 0.0)
 
     names = ("dout", "dlse", "delta", "value_products", "slope", "dx")
-    known = replace(
-        known,
-        known=replace(known.known, q=of(known.known.q), out=of(known.known.out)),
-        **{name: of(getattr(known, name)) for name in names},
+    conditions = replace(
+        conditions,
+        known=replace(conditions.known, q=of(conditions.known.q), out=of(conditions.known.out)),
+        **{name: of(getattr(conditions, name)) for name in names},
     )
-    return known, replace(saved, out_error=of(saved.out_error), lse_error=of(saved.lse_error))
+    return conditions, replace(saved, out_error=of(saved.out_error), lse_error=of(saved.lse_error))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -106,20 +106,20 @@ def _rounding(count: Count, arithmetic: Arithmetic) -> Count:
 
 
 def recompute_weights(
-    known: GradientConditions,
+    conditions: GradientConditions,
     arithmetic: Arithmetic,
     scores: ScoreError,
     saved: SavedErrors,
     mod: ScoreModError | None,
 ) -> RecomputedWeights:
     """Return B31: the errors of P from the kernel's own LSE, or from its maximum and row sum."""
-    forward = known.known
+    forward = conditions.known
     errors = exponent_errors(forward, arithmetic, scores, mod)
     alive = forward.seen.any(-1)
     # Rows whose exact or saved results, loss and slopes are all finite.
-    wide = (forward.out, known.dout, known.dx, saved.out_error)
+    wide = (forward.out, conditions.dout, conditions.dx, saved.out_error)
     finite = torch.stack([torch.isfinite(x).all(-1) for x in wide]).all(0)
-    narrow = (forward.lse, known.dlse, saved.lse_error)
+    narrow = (forward.lse, conditions.dlse, saved.lse_error)
     finite = finite & torch.stack([torch.isfinite(x) for x in narrow]).all(0)
     unbounded = errors.unbounded | (alive & ~finite)
     live = forward.seen & ~unbounded[..., None]
@@ -144,7 +144,7 @@ def recompute_weights(
     parts = {name: torch.where(live, part, 0.0) for name, part in parts.items()}
 
     # P, and P (e^ρ − 1) plus the numbers below the normal range that are flushed to 0.
-    rho = sum(parts.values(), torch.zeros_like(known.dx))
+    rho = sum(parts.values(), torch.zeros_like(conditions.dx))
     log = torch.where(live, forward.scores - forward.lse[..., None], -torch.inf)
     exact = torch.exp(log)
     growth = torch.where(exact > 0, exact * torch.expm1(rho), torch.exp(log + rho))
@@ -185,7 +185,7 @@ class ScoreGradients:
 
 
 def score_gradients(
-    known: GradientConditions,
+    conditions: GradientConditions,
     arithmetic: Arithmetic,
     weights: RecomputedWeights,
     saved: SavedErrors,
@@ -197,21 +197,23 @@ def score_gradients(
     # Fused backwards multiply by the fp32 P, others by the rounded P that they stored.
     used = rounded if arithmetic.multiplies_rounded_weights else weights.moved
     summed = weights.moved if arithmetic.fused else rounded
-    product = torch.where(live, _value_product_error(known, arithmetic), 0.0)
-    delta = _delta_error(known, arithmetic, saved)
-    delta = torch.maximum(delta, _weights_delta_error(known, arithmetic, exact, summed, product))
-    delta = delta + saved.delta_error(known)
+    product = torch.where(live, _value_product_error(conditions, arithmetic), 0.0)
+    delta = _delta_error(conditions, arithmetic, saved)
+    delta = torch.maximum(
+        delta, _weights_delta_error(conditions, arithmetic, exact, summed, product)
+    )
+    delta = delta + saved.delta_error(conditions)
     # The saved out's signed error is known: it shifts dX and is no error of the backward.
-    shift = saved.delta_shift(known)
-    inner = known.value_products - known.delta[..., None] + known.dlse[..., None]
+    shift = saved.delta_shift(conditions)
+    inner = conditions.value_products - conditions.delta[..., None] + conditions.dlse[..., None]
     # Delta may be computed from the saved out, or from P.
     inner = torch.where(live, torch.maximum(inner.abs(), (inner - shift).abs()), 0.0)
-    delta = delta + _difference_error(known, arithmetic, delta + shift.abs(), product)
+    delta = delta + _difference_error(conditions, arithmetic, delta + shift.abs(), product)
     within = inner + product + delta
     # Without a score mod f′ is 1 and exact.
     off = torch.zeros_like(exact) if slope is None else torch.where(live, slope.radius, 0.0)
-    steep = torch.where(live, known.slope.abs(), 0.0)
-    apart = within + 2 * known.dlse.abs()[..., None]
+    steep = torch.where(live, conditions.slope.abs(), 0.0)
+    apart = within + 2 * conditions.dlse.abs()[..., None]
     before = torch.where(live, (exact + used) * apart, 0.0)
     most = before * (steep + off)
     parts = _split_by_weights(
@@ -227,13 +229,13 @@ def score_gradients(
     error = sum(parts.values(), torch.zeros_like(exact))
     size = exact * inner * steep
     of_format = (
-        _gradient_rounding(known, arithmetic, size + error)
+        _gradient_rounding(conditions, arithmetic, size + error)
         if arithmetic.fused
-        else _gradient_rounding(known, arithmetic, most, before)
+        else _gradient_rounding(conditions, arithmetic, most, before)
     )
     parts["rounding of dS"] = of_format
     return ScoreGradients(
-        shift=-exact * known.slope * shift,
+        shift=-exact * conditions.slope * shift,
         size=size,
         error=error,
         rounded=of_format,
@@ -245,23 +247,23 @@ def _underflow(arithmetic: Arithmetic) -> float:
     return float(2.0**arithmetic.computes.min_exponent)
 
 
-def _terms(known: GradientConditions, arithmetic: Arithmetic) -> int:
+def _terms(conditions: GradientConditions, arithmetic: Arithmetic) -> int:
     """Return how often a term of dO·v is rounded: as in B5, without prescaled factors."""
     wide = 2 * arithmetic.products.significand > arithmetic.computes.significand
-    return known.dout.shape[-1] + wide
+    return conditions.dout.shape[-1] + wide
 
 
-def _value_product_error(known: GradientConditions, arithmetic: Arithmetic) -> Tensor:
+def _value_product_error(conditions: GradientConditions, arithmetic: Arithmetic) -> Tensor:
     """Return B32: the largest error of dO·v; infinite where it may overflow."""
-    dout, values = known.dout.abs(), known.known.v.abs()
+    dout, values = conditions.dout.abs(), conditions.known.v.abs()
     size = dout @ values.mT
     operands = 2 * arithmetic.operand_error + arithmetic.operand_error**2
-    terms = _terms(known, arithmetic)
+    terms = _terms(conditions, arithmetic)
     error = arithmetic.scores.det(terms) * size * (1 + operands) + operands * size
     lost = terms + dout.sum(-1)[..., None] + values.sum(-1)[..., None, :]
     error = error + _underflow(arithmetic) * lost
     if arithmetic.rounds_value_products is not None:
-        computed = known.value_products.abs() + error
+        computed = conditions.value_products.abs() + error
         error = error + half_ulp(computed, arithmetic.rounds_value_products)
     beyond = 2 * size > arithmetic.computes.max
     beyond = beyond | may_overflow(dout, arithmetic).any(-1)[..., None]
@@ -269,33 +271,39 @@ def _value_product_error(known: GradientConditions, arithmetic: Arithmetic) -> T
     return torch.where(beyond, torch.inf, error)
 
 
-def _delta_error(known: GradientConditions, arithmetic: Arithmetic, saved: SavedErrors) -> Tensor:
+def _delta_error(
+    conditions: GradientConditions, arithmetic: Arithmetic, saved: SavedErrors
+) -> Tensor:
     """Return B33: the largest error of computing Σ dO · Ô, ``(heads, rows, 1)``."""
-    dout = known.dout.abs()
-    size = (dout * (known.known.out.abs() + saved.out_error.abs())).sum(-1, keepdim=True)
-    dims = known.dout.shape[-1]
+    dout = conditions.dout.abs()
+    size = (dout * (conditions.known.out.abs() + saved.out_error.abs())).sum(-1, keepdim=True)
+    dims = conditions.dout.shape[-1]
     lost = _underflow(arithmetic) * (dims + dout.sum(-1, keepdim=True))
     return _rounding(dims + 1.0, arithmetic) * size + lost
 
 
 def _weights_delta_error(
-    known: GradientConditions, arithmetic: Arithmetic, exact: Tensor, used: Tensor, product: Tensor
+    conditions: GradientConditions,
+    arithmetic: Arithmetic,
+    exact: Tensor,
+    used: Tensor,
+    product: Tensor,
 ) -> Tensor:
     """Return B33: the largest error of δ computed as Σ P dP, ``(heads, rows, 1)``."""
-    values = torch.where(exact > 0, known.value_products.abs(), 0.0)
+    values = torch.where(exact > 0, conditions.value_products.abs(), 0.0)
     moved = (used * values + (exact + used) * product).sum(-1, keepdim=True)
     summed = ((exact + used) * (values + product)).sum(-1, keepdim=True)
-    count = known.known.count + 2
+    count = conditions.known.count + 2
     return moved + _rounding(count, arithmetic) * summed
 
 
 def _difference_error(
-    known: GradientConditions, arithmetic: Arithmetic, delta: Tensor, product: Tensor
+    conditions: GradientConditions, arithmetic: Arithmetic, delta: Tensor, product: Tensor
 ) -> Tensor:
     """Return B34: the error of dP − δ + dLSE. The sum of dO·v may start with −δ."""
-    of_row = (known.delta.abs() + known.dlse.abs())[..., None] + delta
-    first = arithmetic.scores.det(_terms(known, arithmetic) + _DIFFERENCES + _LSE) * of_row
-    each = _rounding(_DIFFERENCES, arithmetic) * (known.value_products.abs() + product)
+    of_row = (conditions.delta.abs() + conditions.dlse.abs())[..., None] + delta
+    first = arithmetic.scores.det(_terms(conditions, arithmetic) + _DIFFERENCES + _LSE) * of_row
+    each = _rounding(_DIFFERENCES, arithmetic) * (conditions.value_products.abs() + product)
     return first + each
 
 
@@ -312,7 +320,10 @@ def _split_by_weights(
 
 
 def _gradient_rounding(
-    known: GradientConditions, arithmetic: Arithmetic, size: Tensor, before: Tensor | None = None
+    conditions: GradientConditions,
+    arithmetic: Arithmetic,
+    size: Tensor,
+    before: Tensor | None = None,
 ) -> Tensor:
     """Return B35: the error of rounding dX; relative for normal numbers, constant below them.
 
@@ -322,7 +333,7 @@ def _gradient_rounding(
     unit, fmt = arithmetic.score_gradients_error, arithmetic.score_gradients
     if not unit:
         return torch.zeros_like(size)
-    scale = abs(known.known.scale)
+    scale = abs(conditions.known.scale)
     # A scale below 1 that is multiplied in first moves dX toward the subnormal numbers.
     floor = fmt.subnormal_spacing / 2 / (min(1.0, scale) or 1.0)
     if before is None:

@@ -104,20 +104,26 @@ _ASPECTS = {
 
 
 def unclaimed_findings(records: Iterable[Record]) -> list[str]:
-    """Return a line for each way in which a kernel fails beyond its claims instead of refusing."""
+    """Return the ways in which a kernel fails beyond its claims instead of refusing.
+
+    A line names all ways with the same remedy, and then the remedy.
+    """
     ways: dict[str, dict[str, dict[str, None]]] = {}
     for record in records:
         claim = record.unclaimed
         if claim is msgspec.UNSET or record.status not in FAILED_STATUSES:
             continue
         ways.setdefault(_unclaimed_way(record), {}).setdefault(claim.aspect, {})[claim.what] = None
-    lines = []
+    by_remedy: dict[str, list[str]] = {}
     for way, aspects in ways.items():
         parts = [f"{_ASPECTS.get(name, name)}{', '.join(each)}" for name, each in aspects.items()]
         of_way = (remedy for beginning, remedy in _REMEDIES.items() if way.startswith(beginning))
         remedy = next(of_way, "mask the last tile, or " if "lengths" in aspects else "")
-        lines.append(f"{way} for {'; '.join(parts)}: {remedy}refuse them by ValueError")
-    return lines
+        by_remedy.setdefault(remedy, []).append(f"{way} for {'; '.join(parts)}")
+    return [
+        f"{'; '.join(alike)}: {remedy}refuse them by ValueError"
+        for remedy, alike in by_remedy.items()
+    ]
 
 
 def _unclaimed_way(record: Record) -> str:

@@ -159,8 +159,9 @@ class OwnTestsScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     status: Literal["caught", "missed", "not shown", "not reached", "not scored"]
     reason: str = ""  # why it was neither caught nor missed, in a line
     tests: tuple[str, ...] = ()  # the first tests that failed
+    # Why calls went to the suite's own function.
     # Calls that went to the suite's own function do not test the planted kernel.
-    left: tuple[str, ...] = ()  # why calls went to the suite's own function
+    fallback_reasons: tuple[str, ...] = msgspec.field(default=(), name="left")
     seconds: float = 0.0  # duration of the test run
 
 

@@ -76,8 +76,9 @@ def report_schema(kind: str) -> dict[str, Any]:
     schema: dict[str, Any] = with_words(msgspec.json.schema(REPORTS[kind]))
     for struct in set(_structs(REPORTS[kind])):
         properties = schema["$defs"][struct.__name__]["properties"]
+        json_names = {field.name: field.encode_name for field in msgspec.structs.fields(struct)}
         for name, text in _field_descriptions(struct).items():
-            properties[name]["description"] = text
+            properties[json_names[name]]["description"] = text
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
@@ -179,6 +180,6 @@ def _with_numbers(data: Any, annotation: Any) -> Any:
 
 @cache
 def _numeric_fields(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the types of a Struct's fields, without those that hold no float."""
-    types = {field.name: field.type for field in msgspec.structs.fields(struct)}
+    """Return the types of a Struct's fields by name in JSON, without those that hold no float."""
+    types = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
     return {name: t for name, t in types.items() if t not in {str, int, bool}}

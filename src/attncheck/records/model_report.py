@@ -58,7 +58,8 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: str
     kernel: str
-    beside: bool = False  # whether it only serves as a comparison and is not judged
+    # Whether it only serves as a comparison and is not judged.
+    for_comparison: bool = msgspec.field(default=False, name="beside")
     # ``fail`` where a call failed; ``warn`` where none did, but no correct kernel drifts as far.
     status: Status
     reason: str = ""  # why, in one line; empty for a pass

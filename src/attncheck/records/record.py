@@ -213,6 +213,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         diagnosis: What may be wrong; left out where nothing failed or no cause was looked for.
         unclaimed: The feature of the problem that exceeds the kernel's claims; left out where the
             problem is within them.
+        frames: The calls through which the kernel raised, the innermost last, such as ``mine.py:7
+            in forward``; left out where it did not raise.
     """
 
     case_id: str
@@ -238,6 +240,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     error_map: ErrorMap | msgspec.UnsetType = msgspec.UNSET
     diagnosis: Diagnosis | msgspec.UnsetType = msgspec.UNSET
     unclaimed: Unclaimed | msgspec.UnsetType = msgspec.UNSET
+    frames: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
     def __str__(self) -> str:
         """Return a line: ``mine.py::f causal: fail: bound: out[0, 3] = 0.41, but …``."""

@@ -105,7 +105,7 @@ class Relation:
     # The runs are consecutive calls in one process: each call sees the memory that earlier calls
     # left behind, and must not overwrite what they returned. A call outside the judge's bounds is
     # a finding too if the first call is within them.
-    in_turn: bool = False
+    consecutive_calls: bool = False
     # The last run uses the launch of the kernel with the index ``launch`` (a parameter) among
     # ``Subject.launches``; kernels without launches are not checked.
     uses_other_launch: bool = False

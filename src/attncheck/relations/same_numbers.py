@@ -73,7 +73,7 @@ CALL_ORDER = Relation(
     runs=_call_between,
     rule=_compare_around,
     promise="repeat",
-    in_turn=True,
+    consecutive_calls=True,
     unfit=of_attention(gradients=True),
     allowed=_lengths_between,
 )
@@ -117,7 +117,7 @@ MASK_ORDER = Relation(
     runs=_mask_between,
     rule=_compare_first_half,
     promise="bounds",
-    in_turn=True,
+    consecutive_calls=True,
     unfit=of_attention(_unless_rows_alone),
 )
 """Holds for every right kernel: a call must not depend on the call between. Finds masks, block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections import Counter
 from dataclasses import replace
@@ -51,7 +52,7 @@ from attncheck.reporting.record_text import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 _COLUMNS = (
@@ -64,6 +65,7 @@ _OF_GRADIENTS = Column("grad/bound")
 _PROBLEM = Column("problem", words=True, wrap=True)
 _WHAT = Column("what it is", words=True, wrap=True)
 _OPTION = "--question"
+_DEFAULT_DTYPE = "bf16"  # of the questions of a check, if the kernel takes it
 # Options that choose or show questions, and are dropped from the command that repeats one.
 _NOT_REPEATED = {"--last-failed", "--watch", "-q", "--quiet", "-v", "--verbose"}
 _FAILING = FAILED_STATUSES | {"flaky"}  # an answer that failed once and then not is no pass
@@ -114,7 +116,7 @@ def _document(
     report: Report, command: str, shown: Sequence[Record], *, remarks: bool = True
 ) -> Document:
     """Return the page with rows of ``shown``; ``remarks`` adds reasons and the worst in full."""
-    worst = worst_record(report)
+    worst = worst_record(report.records)
     dtypes = dict.fromkeys(problem_of(record).dtype for record in shown)
     sections = _causes(report, command)
     sections += [
@@ -175,7 +177,8 @@ def _causes(report: Report, command: str) -> list[Section]:
         count = number_text.plural(sum(len(group.members) for group in others), "failure")
         last.append(Note(f"and {number_text.plural(len(others), 'more kind')} of failure, {count}"))
     # An error mostly means a size that the kernel does not support.
-    last += [Note(_REMEDY)] if causes[0][1].status == "error" else []
+    raises = any(record.status == "error" for _, record in causes[:_MOST_CAUSES])
+    last += [Note(_REMEDY)] if raises else []
     return [*sections, Section("", tuple(last))] if last else sections
 
 
@@ -198,9 +201,9 @@ def check_section(records: Sequence[Record], *, remarks: bool = True) -> Section
     return Section(problem_of(records[0]).dtype, (Table(shown, tuple(rows)),) if rows else ())
 
 
-def worst_record(report: Report) -> Record | None:
+def worst_record(records: Iterable[Record]) -> Record | None:
     """Return the worst failure: by the order of the rules, then by its size; None if none."""
-    return min((r for r in report.records if r.status in _FAILING), key=_rank, default=None)
+    return min((one for one in records if one.status in _FAILING), key=_rank, default=None)
 
 
 def _rank(record: Record) -> tuple[bool, int, float]:
@@ -218,7 +221,7 @@ def _rank(record: Record) -> tuple[bool, int, float]:
 
 def check_outcome(report: Report) -> str:
     """Return ``fail``, ``in doubt`` (oracles disagree), ``pass`` or ``untested`` (no answer)."""
-    if worst_record(report) is not None or _blind(report):
+    if worst_record(report.records) is not None or _blind(report):
         return "fail"
     if any(r.status in UNTRUSTED_STATUSES for r in report.records):
         return "in doubt"
@@ -267,8 +270,17 @@ def _sentence(report: Report) -> Verdict:
             doubt = "the oracles disagree, so nothing is said of the kernel"
             return Verdict("IN DOUBT", f"{name}: {doubt}{rest}", "bad")
         case "pass":
-            return Verdict("PASS", f"{name}: {questions}{rest}", "good")
+            return Verdict("PASS", f"{name}: {questions}{_unusual_dtypes(report)}{rest}", "good")
     return Verdict("NOTHING TESTED", f"{name}: it supports none of the questions{rest}", "notable")
+
+
+def _unusual_dtypes(report: Report) -> str:
+    """Return `` in fp32`` if chosen questions were asked in dtypes that nobody typed; else ""."""
+    dtypes = dict.fromkeys(problem_of(one).dtype for one in report.records if one.status in JUDGED)
+    typed = any(word.partition("=")[0] == "--dtype" for word in shlex.split(report.command))
+    if typed or not _is_chosen_by_hand(report) or set(dtypes) <= {_DEFAULT_DTYPE}:
+        return ""
+    return f" in {', '.join(dtypes)}"
 
 
 def _blind(report: Report) -> str:
@@ -313,6 +325,10 @@ def _sections_of(record: Record) -> Iterator[Section]:
     blocks += [Note(f"└ {one.text}", one.look) for one in verdict_remarks(judgement)]
     likely = tuple(explanation_facts(record.diagnosis))
     blocks += [Facts(likely)] if likely else []
+    # A single frame is already in the reason.
+    frames = () if record.frames is msgspec.UNSET else record.frames
+    names = itertools.chain(["raised in"], itertools.repeat(""))
+    blocks += [Facts(tuple(zip(names, frames, strict=False)))] if frames[1:] else []
     yield Section(_record_title(record), tuple(blocks))
     if judgement is None:
         return

@@ -85,7 +85,7 @@ def _statuses(report: Report | BenchReport | ModelReport) -> set[Status]:
     if isinstance(report, Report):
         return {record.status for record in report.records}
     if isinstance(report, ModelReport):
-        return {record.status for record in report.records if not record.beside}
+        return {record.status for record in report.records if not record.for_comparison}
     statuses = {row.record.status for cell in report.cells for row in cell.rows}
     return statuses | {"fail" for one in report.changes if one.finding == "slower"}
 

@@ -42,7 +42,7 @@ def model_document(report: ModelReport) -> Document:
         records = [record for record in report.records if record.model == name]
         sections.append(Section(f"{name} · {what}", (_summary(records, report),), name=name))
         sections += [_layers(one) for one in records if one.calls]
-    tested_records = [record for record in report.records if not record.beside]
+    tested_records = [record for record in report.records if not record.for_comparison]
     return Document(
         title="Kernels in a whole model",
         verdict=_verdict(tested_records),
@@ -116,7 +116,7 @@ def _summary(records: list[ModelRecord], report: ModelReport) -> Table:
         words = Cell(_words(reference.right_diverge), "dim")
         rows.append(row(name, "", *floors, _floor(_drift(reference, "prefill", "KL")), words, ""))
     for record in records:
-        name = Cell(record.kernel, "dim" if record.beside else "plain")
+        name = Cell(record.kernel, "dim" if record.for_comparison else "plain")
         cells = [name, Cell(*_status(record))]
         for drift in _answers(record):
             cells += _drift_cells(drift, report.right)
@@ -155,7 +155,7 @@ def _words(first: int | None) -> str:
 def _status(record: ModelRecord) -> tuple[str, Look]:
     if record.status == "unsupported":
         return "not taken", "dim"
-    if record.beside:
+    if record.for_comparison:
         return ("reference" if record.status == "pass" else record.status), "dim"
     looks: dict[str, Look] = {"pass": "good", "warn": "notable", "inconclusive": "notable"}
     return record.status, looks.get(record.status, "bad")

@@ -89,9 +89,9 @@ def _draw(ax: Any, records: list[ModelRecord], phase: Phase, looks: Looks, botto
             drifts,
             color=colour,
             marker=shape,
-            markersize=3 if record.beside else 5,
-            linewidth=0.9 if record.beside else 1.8,
-            linestyle=":" if record.beside else "-",
+            markersize=3 if record.for_comparison else 5,
+            linewidth=0.9 if record.for_comparison else 1.8,
+            linestyle=":" if record.for_comparison else "-",
             label=one_line(record.kernel),
         )
         fault = record.fault

@@ -70,7 +70,7 @@ class Candidate:
     capabilities: Capabilities | None = None  # its table, if it has one
     backward: Callable[..., object] | None = None  # the gradient function that its table names
 
-    def adopted(
+    def make_subject(
         self, convention: str | None = None, options: ConventionOptions | None = None
     ) -> Subject:
         """Return the Subject, without its table.
@@ -83,13 +83,13 @@ class Candidate:
         Raises:
             UsageError: if the object does not follow the convention.
         """
-        from attncheck.subjects.conventions.declarations import adopted
+        from attncheck.subjects.conventions.declarations import make_subject
 
         convention = convention or (self.capabilities.convention if self.capabilities else None)
         target = self._instance(convention)
         if options is None:
             options = self._options(native=isinstance(target, Subject))
-        subject = adopted(target, self.name, convention, options)
+        subject = make_subject(target, self.name, convention, options)
         if isinstance(subject, str):
             called = "" if target is self.target else _FACTORY_NOTE
             raise UsageError(f"kernel {self.kernel!r} {called}{subject}.")
@@ -143,7 +143,7 @@ class Candidate:
         )
         if self.backward is not None:
             options = replace(options, backward=self.backward)
-        # ``adopted`` accepts a Subject only without options, so the defaults must be empty.
+        # ``make_subject`` accepts a Subject only without options, so the defaults must be empty.
         if native:
             return replace(
                 options,
@@ -188,7 +188,7 @@ def load_kernel(kernel: str, convention: str | None = None) -> tuple[Candidate, 
     from attncheck.subjects.conventions.function_subject import FunctionSubject
 
     candidate = load_candidate(kernel, convention)
-    subject = candidate.adopted(convention)
+    subject = candidate.make_subject(convention)
     if kernel in BUILTIN:
         return candidate, subject
     # The table names the kernel, so the Subject needs no name of its own.

@@ -12,7 +12,7 @@ from attncheck.subjects.capabilities.capability_table import Capabilities
 from attncheck.subjects.capabilities.declared import Declared
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import ConventionOptions
-from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.subjects.conventions.function_subject import FunctionSubject
 
 
@@ -41,9 +41,9 @@ def subject_on_terms(subject: Subject, terms: Terms) -> Subject:
     how: dict[str, Any] = {n: getattr(terms, n) for n in ("lse", "empty_row", "causal")}
     if isinstance(plain, FunctionSubject):
         options = replace(plain.options, **how)
-        called = adopted(plain.function, plain.name, terms.convention, options)
+        called = make_subject(plain.function, plain.name, terms.convention, options)
     else:
-        called = adopted(plain, plain.name, terms.convention, ConventionOptions(**how))
+        called = make_subject(plain, plain.name, terms.convention, ConventionOptions(**how))
     if isinstance(called, str):
         raise UsageError(f"kernel {subject.name!r} {called}.")
     called.conventions = plain.conventions

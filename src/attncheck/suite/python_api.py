@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from attncheck.cases.check_cases import check_cases, crossed_cases
 from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.errors import OraclesDisagree, UnknownName, UsageError
 from attncheck.core.judgement import BlindSpot, Judgement, Worst
-from attncheck.diagnose.diagnosis import diagnose_failure
+from attncheck.diagnose.diagnosis import CauseSearch
 from attncheck.diagnose.user_tensors import UserOutputs
 from attncheck.inputs.input_tensors import Descale, Inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import UNTRUSTED_STATUSES, Record
+from attncheck.reporting.check_document import worst_record
 from attncheck.reporting.diagnosis_text import explanation_facts, tile_picture
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.function_subject import FunctionSubject
@@ -36,6 +37,7 @@ from attncheck.verify.question_fit import COMPARE
 from attncheck.verify.verify import iter_records
 
 _DEFAULT_DTYPES = ("bf16",)
+_MOST_SEARCHES = 4  # searches for a cause among all fault models, each of which takes a second
 
 
 def check(
@@ -90,14 +92,12 @@ def check(
     records = tuple(iter_records([subject], cases, device=device))
     if hypothesis.currently_in_test_context():  # rejects Problems that are not taken
         hypothesis.assume(any(record.status != "unsupported" for record in records))
+    diagnosed = _diagnosed_later(records, subject, device)
     wrong = [
         WrongAnswer(
-            record,
-            kernel=name,
-            device=device,
-            diagnose=functools.partial(diagnose_failure, subject=subject, device=device),
+            record, kernel=name, device=device, diagnose=functools.partial(diagnosed, place)
         )
-        for record in records
+        for place, record in enumerate(records)
         if record.status in UNTRUSTED_STATUSES
     ]
     if len(wrong) == 1:
@@ -113,6 +113,28 @@ def check(
     return records
 
 
+def _diagnosed_later(
+    records: Sequence[Record], subject: Subject, device: str
+) -> Callable[[int, Record], Record]:
+    """Return a function of the place of a failure in ``records``, and it, which diagnoses it.
+
+    The first call diagnoses all failures, which share causes: a search among all fault models for
+    each of them would take minutes.
+    """
+
+    @functools.cache
+    def diagnosed() -> Sequence[Record]:
+        worst = worst_record(records)
+        if worst is None:  # the oracles disagree
+            return records
+        search = CauseSearch(_MOST_SEARCHES)
+        for record in records:
+            search.note(record)
+        return search.diagnose_all(records, subject, device=device, first=worst)
+
+    return lambda place, _record: diagnosed()[place]
+
+
 def _prepare_device(device: str | None) -> str:
     if device not in {None, "cpu", "cuda"}:
         raise UnknownName("device", device, ("cpu", "cuda"))
@@ -126,10 +148,10 @@ def _subject(kernel: Callable[..., object] | Subject | str, convention: str | No
         return kernel
     if isinstance(kernel, str):
         return _load_once(kernel, convention)
-    from attncheck.subjects.conventions.declarations import adopted, possible_conventions
+    from attncheck.subjects.conventions.declarations import make_subject, possible_conventions
 
     name = getattr(kernel, "__name__", type(kernel).__name__)
-    subject = adopted(kernel, name, convention)
+    subject = make_subject(kernel, name, convention)
     if isinstance(subject, str):
         raise UsageError(f"kernel {name!r} {subject}.")
     subject.conventions = (convention,) if convention else possible_conventions(kernel)
@@ -280,7 +302,7 @@ class NotAttention(AssertionError):
     def __init__(self, judgement: Judgement, answer: UserOutputs) -> None:
         super().__init__(judgement.reason)
         self.judgement = judgement
-        self._answer = answer.kept()
+        self._answer = answer.own_copy()
         self._text = ""
 
     def __str__(self) -> str:

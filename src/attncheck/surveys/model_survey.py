@@ -347,7 +347,7 @@ def survey_model(
     spec: str,
     size: ModelSize,
     hosts: Mapping[str, KernelHost],
-    beside: list[Subject],
+    comparisons: list[Subject],
     *,
     right: int,
     folder: Path,
@@ -358,7 +358,7 @@ def survey_model(
     Args:
         spec: As in ``make_model``.
         hosts: Kernels by the names that the user gave; each of their calls is judged.
-        beside: Kernels whose drift is shown for comparison, if they take every call.
+        comparisons: Kernels whose drift is shown for comparison, if they take every call.
         right: Number of ideal kernels that they are compared with.
         folder: Where the first failing call of each kernel is stored.
         advance: Called after each run of the model with a description of the run.
@@ -377,10 +377,10 @@ def survey_model(
         )
         yield _judge_model(baseline, attend, kernel, size, folder)
         advance(f"{name} {kernel}")
-    for subject in beside:
+    for subject in comparisons:
         attend = _Kernel(subject=subject, executor=InProcess(), device=size.device, judged=False)
         record = _run_with_kernel(baseline, attend, size, subject.name)
-        yield replace(record, beside=True, chance=None)
+        yield replace(record, for_comparison=True, chance=None)
         advance(f"{name} {subject.name}")
 
 

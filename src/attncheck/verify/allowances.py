@@ -1,8 +1,8 @@
 """Error bounds of a kernel on a Case, computed by the judge from the oracle's row conditions.
 
 The deterministic bound is computed for every row, or only for the rows that can change a verdict
-(see ``settle``). The probabilistic bound and the oracle's own bound cost more, and are computed
-for sampled rows only; in a small Problem these are all rows.
+(see ``bound_deciding_rows``). The probabilistic bound and the oracle's own bound cost more, and are
+computed for sampled rows only; in a small Problem these are all rows.
 
 A backward pass reads the out and LSE of the kernel's own forward pass. The errors of those two are
 measured and allowed for, so that a right backward is not blamed for its forward's rounding.
@@ -58,9 +58,11 @@ if TYPE_CHECKING:
     from attncheck.mods.captured_reads import CapturedRead
     from attncheck.mods.running_error import RunningError
 
-_FEWEST_SETTLED = 64  # Rows bounded in the first round of ``settle``; it doubles every round.
+_FEWEST_BOUNDED = (
+    64  # Rows bounded in the first round of ``bound_deciding_rows``; it doubles every round.
+)
 # If more than this part of the rows need their bound, floors save little: all rows are bounded.
-_MOST_SETTLED = 0.25
+_MOST_BOUNDED = 0.25
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -77,7 +79,8 @@ def allowances(
 
     Args:
         totals: From ``totals_of_rows``. Rows that are not sampled then get only a lower bound
-            (floor); ``settle`` replaces it where a kernel's outputs require the bound itself.
+            (floor); ``bound_deciding_rows`` replaces it where a kernel's outputs require the bound
+            itself.
         sampled: The sampled rows, if known: finding them evaluates the mask at all pairs.
     """
     problem, device = evidence.case.problem, evidence.inputs.device
@@ -133,7 +136,7 @@ def totals_of_rows(evidence: Evidence) -> RowTotals | None:
     return RowTotals(**totals)
 
 
-def settle(
+def bound_deciding_rows(
     allowance: Allowance, evidence: Evidence, arithmetic: Arithmetic, outputs: Outputs | None = None
 ) -> None:
     """Replace floors in ``allowance`` by bounds in the rows that can change a verdict.
@@ -143,26 +146,26 @@ def settle(
     elements beyond their bound, and the worst of them, are then what they would be if every row
     had been bounded. Without ``outputs`` every row is bounded.
     """
-    if allowance.exact is None:
+    if allowance.full_rows is None:
         return
-    exact, alive = (rows.flatten(0, 1) for rows in (allowance.exact, evidence.alive))
+    full, alive = (rows.flatten(0, 1) for rows in (allowance.full_rows, evidence.alive))
     shape = (allowance.lse.shape[0], allowance.lse.shape[1])
     collected = _Bounds(
-        allowance.out.flatten(0, 1), allowance.lse.flatten(0, 1), shape, exact=exact
+        allowance.out.flatten(0, 1), allowance.lse.flatten(0, 1), shape, full_rows=full
     )
     sides = [] if outputs is None else _sides(outputs, evidence, collected)
-    batch = _FEWEST_SETTLED
-    while bool((ranks := _rank_rows(sides, alive, exact)).any()):
-        if int((ranks > 0).sum()) <= _MOST_SETTLED * int(alive.sum()):
+    batch = _FEWEST_BOUNDED
+    while bool((ranks := _rank_rows(sides, alive, full)).any()):
+        if int((ranks > 0).sum()) <= _MOST_BOUNDED * int(alive.sum()):
             # The largest shares first: they raise the share that other rows must reach.
             ranks = ranks * (ranks >= ranks.flatten().topk(min(batch, ranks.numel()))[0][-1])
         else:
-            ranks = (alive & ~exact).double()
+            ranks = (alive & ~full).double()
         for rows in some_rows(evidence.case.problem, ranks > 0):
             bounds = _RowBounds.at(evidence, arithmetic, rows)
             collected.bound(bounds)
             for side in sides:
-                side.measure(_place_of(bounds.known.rows))
+                side.measure(_place_of(bounds.conditions.rows))
         batch *= 2
 
 
@@ -193,12 +196,12 @@ def _sides(outputs: Outputs, evidence: Evidence, bounds: _Bounds) -> list[_Side]
     return sides
 
 
-def _rank_rows(sides: list[_Side], alive: Tensor, exact: Tensor) -> Tensor:
+def _rank_rows(sides: list[_Side], alive: Tensor, full: Tensor) -> Tensor:
     """Return ranks ``(heads, query)``: higher ones are bounded first, 0 needs only a floor."""
-    unbounded = alive & ~exact
+    unbounded = alive & ~full
     ranks = torch.zeros_like(unbounded, dtype=torch.float64) if sides else unbounded.double()
     for side in sides:
-        largest = torch.where(alive & exact, side.share, 0.0).amax()
+        largest = torch.where(alive & full, side.share, 0.0).amax()
         share = torch.where(unbounded, side.share, 0.0)
         # Ties count, since the worst is the first of equals; a row without errors is never worst.
         share = torch.where((share >= largest) | (share > 1), share, 0.0)
@@ -248,16 +251,18 @@ class _RowBounds:
     """Some rows with the errors of their scores, from which bounds are computed."""
 
     arithmetic: Arithmetic
-    known: Conditions
+    conditions: Conditions
     scores: ScoreError
     mod: ScoreModError | None
 
     @classmethod
-    def of(cls, evidence: Evidence, arithmetic: Arithmetic, known: Conditions) -> _RowBounds:
-        scores = score_error(known, arithmetic)
-        if not known.has_score_mod:
-            return cls(arithmetic, known, scores, None)
-        return cls(arithmetic, known, scores, _mod_of_rows(known, arithmetic, evidence, scores))
+    def of(cls, evidence: Evidence, arithmetic: Arithmetic, conditions: Conditions) -> _RowBounds:
+        scores = score_error(conditions, arithmetic)
+        if not conditions.has_score_mod:
+            return cls(arithmetic, conditions, scores, None)
+        return cls(
+            arithmetic, conditions, scores, _mod_of_rows(conditions, arithmetic, evidence, scores)
+        )
 
     @classmethod
     def at(cls, evidence: Evidence, arithmetic: Arithmetic, rows: Rows) -> _RowBounds:
@@ -267,25 +272,25 @@ class _RowBounds:
 
     @property
     def deterministic(self) -> DeterministicBound:
-        return deterministic_bound(self.known, self.arithmetic, self.scores, self.mod)
+        return deterministic_bound(self.conditions, self.arithmetic, self.scores, self.mod)
 
     @property
     def unknown(self) -> Tensor:
         """Rows ``(heads, rows)`` that have no bound."""
-        lse = self.known.lse
+        lse = self.conditions.lse
         unknown = ~lse.isfinite() & ~torch.isneginf(lse)
         return unknown if self.mod is None else unknown | self.mod.radius.isinf().any(-1)
 
     @property
     def dead(self) -> Tensor:
         """Rows ``(heads, rows)`` that see no key: exactly 0 and −∞."""
-        return torch.isneginf(self.known.lse)
+        return torch.isneginf(self.conditions.lse)
 
     def allowed(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Return these bounds, infinite where none is known and 0 in rows that see no key."""
         out, lse = (x.nan_to_num(nan=math.inf, posinf=math.inf) for x in (out, lse))
         # No finite bound applies where the exact result overflows.
-        out = torch.where(self.known.out.isfinite(), out, math.inf)
+        out = torch.where(self.conditions.out.isfinite(), out, math.inf)
         out, lse = (
             x.masked_fill(rows, value)
             for x, rows, value in ((out, self.dead[..., None], 0.0), (lse, self.dead, 0.0))
@@ -297,17 +302,17 @@ class _RowBounds:
 
 @kept_step
 def _mod_of_rows(
-    known: Conditions, arithmetic: Arithmetic, evidence: Evidence, scores: ScoreError
+    conditions: Conditions, arithmetic: Arithmetic, evidence: Evidence, scores: ScoreError
 ) -> ScoreModError:
-    mod = mod_error(evidence, arithmetic, known, scores)
+    mod = mod_error(evidence, arithmetic, conditions, scores)
     if scores.bias is not None or rounds_operands(arithmetic):
-        mod = replace(mod, falls=score_slopes(evidence.inputs, known) < 0)
+        mod = replace(mod, falls=score_slopes(evidence.inputs, conditions) < 0)
     return mod
 
 
 @kept_step
 def _likely_mod_error(
-    known: Conditions,
+    conditions: Conditions,
     arithmetic: Arithmetic,
     evidence: Evidence,
     scores: ScoreError,
@@ -320,22 +325,24 @@ def _likely_mod_error(
     if mod is None or analysis is None:
         return mod
     scores = replace(scores, radius=likely_radius(scores, sigmas))
-    return replace(mod, likely=_at(analysis, evidence, known, scores).radius)
+    return replace(mod, likely=_at(analysis, evidence, conditions, scores).radius)
 
 
 def mod_error(
-    evidence: Evidence, arithmetic: Arithmetic, known: Conditions, scores: ScoreError
+    evidence: Evidence, arithmetic: Arithmetic, conditions: Conditions, scores: ScoreError
 ) -> ScoreModError:
     """Return the score mod's errors at every pair that the mask shows, 0 at others."""
     analysis = evidence.running_error(arithmetic)
     if analysis is None:
-        unbounded = torch.full_like(known.products, math.inf)
-        return ScoreModError(radius=unbounded, own=unbounded, jump=torch.zeros_like(known.seen))
-    errors = _at(analysis, evidence, known, scores)
+        unbounded = torch.full_like(conditions.products, math.inf)
+        return ScoreModError(
+            radius=unbounded, own=unbounded, jump=torch.zeros_like(conditions.seen)
+        )
+    errors = _at(analysis, evidence, conditions, scores)
     # A key is unseen because the mask hides it, or because the mod makes its score −∞. Rounding may
     # undo only the latter, so its error counts. Evaluating the mask is costly: only if needed.
-    if bool((errors.radius[~known.seen] > 0).any()):
-        errors = _only_where(mask_visibility(evidence.case.problem, known.rows), errors)
+    if bool((errors.radius[~conditions.seen] > 0).any()):
+        errors = _only_where(mask_visibility(evidence.case.problem, conditions.rows), errors)
     return errors
 
 
@@ -346,17 +353,17 @@ def _only_where(shown: Tensor, errors: ScoreModError) -> ScoreModError:
 
 
 def _at(
-    analysis: RunningError, evidence: Evidence, known: Conditions, scores: ScoreError
+    analysis: RunningError, evidence: Evidence, conditions: Conditions, scores: ScoreError
 ) -> ScoreModError:
-    errors = on_keys(analysis, evidence, known, scores)
-    return _with_sink(errors, scores.radius[..., -1:]) if known.has_sink else errors
+    errors = on_keys(analysis, evidence, conditions, scores)
+    return _with_sink(errors, scores.radius[..., -1:]) if conditions.has_sink else errors
 
 
 def on_keys(
-    analysis: RunningError, evidence: Evidence, known: Conditions, scores: ScoreError
+    analysis: RunningError, evidence: Evidence, conditions: Conditions, scores: ScoreError
 ) -> ScoreModError:
     """Return an expression's errors at every pair ``(heads, rows, kv)``, without sinks."""
-    products, *indices = _score_arguments(evidence, known)
+    products, *indices = _score_arguments(evidence, conditions)
     radius = scores.radius[..., : evidence.case.problem.kv]
     return analysis.at(products, radius, *indices)
 
@@ -381,7 +388,7 @@ class _Bounds:
     jumps: int = 0
     share: float = 0.0
     # Rows ``(heads, query)`` that have a bound, where others have a floor; None if all have one.
-    exact: Tensor | None = None
+    full_rows: Tensor | None = None
 
     @classmethod
     def of(
@@ -393,18 +400,18 @@ class _Bounds:
             out, lse = (torch.empty_like(x).flatten(0, 1) for x in (exact, evidence.lse))
             return cls(out, lse, shape)
         out, lse = bound_floor(totals, arithmetic)
-        return cls(out, lse, shape, exact=torch.zeros_like(lse, dtype=torch.bool))
+        return cls(out, lse, shape, full_rows=torch.zeros_like(lse, dtype=torch.bool))
 
     def bound(self, bounds: _RowBounds, certain: DeterministicBound | None = None) -> None:
         """Store the deterministic bound of some rows: ``certain``, or computed if None."""
-        at, certain = _place_of(bounds.known.rows), certain or bounds.deterministic
+        at, certain = _place_of(bounds.conditions.rows), certain or bounds.deterministic
         out, lse = bounds.allowed(certain.out, certain.lse)
-        if self.exact is not None:
+        if self.full_rows is not None:
             # A row that already has its bound keeps the same bits.
-            settled = self.exact[at]
-            out = torch.where(settled[..., None], self.out[at], out)
-            lse = torch.where(settled, self.lse[at], lse)
-            self.exact[at] = True
+            full = self.full_rows[at]
+            out = torch.where(full[..., None], self.out[at], out)
+            lse = torch.where(full, self.lse[at], lse)
+            self.full_rows[at] = True
         self.out[at], self.lse[at] = out, lse
         if bounds.mod is not None:
             self.jumps += int(bounds.mod.jump.sum())
@@ -412,14 +419,14 @@ class _Bounds:
     def sample(self, evidence: Evidence, bounds: _RowBounds) -> DeterministicBound:
         """Store the probabilistic bound of some rows, and return their deterministic one."""
         elements = self.out.numel() + self.lse.numel()
-        conditions, arithmetic, scores = bounds.known, bounds.arithmetic, bounds.scores
+        conditions, arithmetic, scores = bounds.conditions, bounds.arithmetic, bounds.scores
         sigmas = sigmas_needed(elements)
         mod = _likely_mod_error(conditions, arithmetic, evidence, scores, bounds.mod, sigmas)
         probable = probabilistic_bound(conditions, arithmetic, scores, mod, elements=elements)
         out, lse = bounds.allowed(probable.out, probable.lse)
         self.samples.append(
             Sample(
-                rows=bounds.known.rows,
+                rows=bounds.conditions.rows,
                 probable_out=out,
                 probable_lse=lse,
                 sd_out=probable.sd_out,
@@ -445,21 +452,21 @@ class _Bounds:
             out=self.out.view(*self.shape, *self.out.shape[1:]),
             lse=self.lse.view(*self.shape, *self.lse.shape[1:]),
             samples=self.samples,
-            exact=None
-            if self.exact is None
-            else self.exact.view(self.lse.shape).view(*self.shape, -1),
+            full_rows=None
+            if self.full_rows is None
+            else self.full_rows.view(self.lse.shape).view(*self.shape, -1),
             jumps=self.jumps,
             oracle_share=self.share,
         )
 
 
 def captured_conditions(
-    evidence: Evidence, arithmetic: Arithmetic, known: Conditions, scores: ScoreError
+    evidence: Evidence, arithmetic: Arithmetic, conditions: Conditions, scores: ScoreError
 ) -> list[ReadConditions]:
     """Return every read of a captured tensor in these rows, with the errors of its slope."""
     kv = evidence.case.problem.kv
     # Sinks come after the keys, and score mods do not apply to them.
-    at, seen = _score_arguments(evidence, known), known.seen[..., :kv]
+    at, seen = _score_arguments(evidence, conditions), conditions.seen[..., :kv]
     reads = []
     for read in evidence.reads:
         errors = score_analysis(read.slope, arithmetic)
@@ -468,7 +475,7 @@ def captured_conditions(
             ReadConditions(
                 place=_read_place(read, at),
                 slope=torch.where(seen, slope, 0.0),
-                error=_only_where(seen, on_keys(errors, evidence, known, scores)),
+                error=_only_where(seen, on_keys(errors, evidence, conditions, scores)),
             )
         )
     return reads
@@ -496,13 +503,13 @@ def _read_place(read: CapturedRead, at: tuple[Tensor, ...]) -> Tensor:
     return (read.start + read.place.evaluate(*at)).expand(at[0].shape)
 
 
-def _score_arguments(evidence: Evidence, known: Conditions) -> tuple[Tensor, ...]:
+def _score_arguments(evidence: Evidence, conditions: Conditions) -> tuple[Tensor, ...]:
     """Return the scores before the mod, and b, h, q_idx and kv_idx, which broadcast to them."""
-    problem, rows, device = evidence.case.problem, known.rows, known.products.device
+    problem, rows, device = evidence.case.problem, conditions.rows, conditions.products.device
     heads = torch.arange(rows.heads.start, rows.heads.stop, device=device)[:, None, None]
     keys = torch.arange(problem.kv, device=device)[None, None, :]
     return (
-        known.products[..., : problem.kv],
+        conditions.products[..., : problem.kv],
         heads // problem.heads,
         heads % problem.heads,
         rows.query[None, :, None],
@@ -623,14 +630,16 @@ def _saved_errors(
 
 
 def _slope_error(
-    evidence: Evidence, arithmetic: Arithmetic, known: Conditions, scores: ScoreError
+    evidence: Evidence, arithmetic: Arithmetic, conditions: Conditions, scores: ScoreError
 ) -> ScoreModError:
     """Return the errors of the score mod's derivative at every seen pair; a sink's is exactly 1."""
     analysis = evidence.slope_error(arithmetic)
     if analysis is None:
         # A key that is not seen gets no gradient whatever the derivative.
-        unbounded = torch.where(known.seen, torch.inf, 0.0)
-        return ScoreModError(radius=unbounded, own=unbounded, jump=torch.zeros_like(known.seen))
-    seen, sink = known.seen[..., : evidence.case.problem.kv], scores.radius[..., -1:]
-    errors = _only_where(seen, on_keys(analysis, evidence, known, scores))
-    return _with_sink(errors, torch.zeros_like(sink)) if known.has_sink else errors
+        unbounded = torch.where(conditions.seen, torch.inf, 0.0)
+        return ScoreModError(
+            radius=unbounded, own=unbounded, jump=torch.zeros_like(conditions.seen)
+        )
+    seen, sink = conditions.seen[..., : evidence.case.problem.kv], scores.radius[..., -1:]
+    errors = _only_where(seen, on_keys(analysis, evidence, conditions, scores))
+    return _with_sink(errors, torch.zeros_like(sink)) if conditions.has_sink else errors

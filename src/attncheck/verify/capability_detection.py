@@ -44,7 +44,7 @@ _FATAL = {"crash", "timeout"}
 _CALL_RULES = {"contract", "alias", "mutation"}  # Rules whose reasons need no name before them.
 # Aspects in which a result of a wrong form is as good as an exception: by a convention that is not
 # the kernel's its axes are others, and autograd raises where a gradient is missing.
-_RAISES_BY_FORM = {"convention", "backward"}
+_WRONG_FORM_IS_RAISED = {"convention", "backward"}
 
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ def trial_verdict(record: Record, aspect: str) -> Verdict:
     """Return the verdict on a trial of ``aspect`` from its Record."""
     judgement = record.judgement
     has_wrong_form = judgement is not None and judgement.rule == "contract"
-    if has_wrong_form and aspect in _RAISES_BY_FORM:
+    if has_wrong_form and aspect in _WRONG_FORM_IS_RAISED:
         return "raises"
     return _VERDICT_OF_STATUS.get(record.status, "takes")
 

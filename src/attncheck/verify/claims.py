@@ -76,6 +76,7 @@ _CACHE_FORMAT = 7  # Part of the cache key: a new number invalidates what older 
 _ODD_LENGTH = 77  # No multiple of any tile.
 _ODD_TRIAL = f"lengths-{_ODD_LENGTH}"
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
+_DEFAULT_DTYPE = "bf16"  # in which a kernel is asked if no other is requested
 
 
 class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -509,12 +510,13 @@ def claimed_questions(
         subject: The kernel on the terms of these claims.
         dtypes: Requested dtypes; if empty, bf16, or the first that it is right in.
         head_dims: Requested head dims.
-        names: Names of requested questions; empty for all.
+        names: Names of requested questions; empty for all. If no dtype is requested and the kernel
+            is wrong in bf16, a question about that is included.
         calls: Whether to include checks of calls beside the accuracy of outputs.
     """
     takes = subject_takes(subject, device)
-    right = claims.dtypes()
-    dtypes = dtypes or (("bf16",) if "bf16" in right else right[:1])
+    right, dtypes_requested = claims.dtypes(), bool(dtypes)
+    dtypes = dtypes or ((_DEFAULT_DTYPE,) if _DEFAULT_DTYPE in right else right[:1])
     dims = claims.head_dims()
     usual = head_dims or [dim for dim in dims if dim in _USUAL_HEAD_DIMS] or dims
     questions = call_cases(dtypes[0], usual, takes=takes, names=names) if calls else []
@@ -528,7 +530,12 @@ def claimed_questions(
     # A question beyond its claims is asked once, under its own name.
     admitted = {one.case.id for one in beyond}
     questions = [one for one in questions if one.case.id not in admitted] + beyond
-    return [question for question in questions if not names or question.name in names]
+    if not names:
+        return questions
+    # Named questions are in the usual dtype, unless the kernel does not take it. If it is wrong in
+    # it instead, they would pass in another dtype: then this stands beside them.
+    wanted = set(names) if dtypes_requested else {*names, f"dtypes-{_DEFAULT_DTYPE}"}
+    return [question for question in questions if question.name in wanted]
 
 
 def subject_questions(

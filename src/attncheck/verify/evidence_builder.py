@@ -23,7 +23,12 @@ from attncheck.oracles.row_conditions import (
 )
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.allowances import allowances, numbers_read, settle, totals_of_rows
+from attncheck.verify.allowances import (
+    allowances,
+    bound_deciding_rows,
+    numbers_read,
+    totals_of_rows,
+)
 from attncheck.verify.evidence import Evidence
 
 if TYPE_CHECKING:
@@ -202,10 +207,10 @@ class EvidenceBuilder:
     def allowance(self, arithmetic: Arithmetic, outputs: Outputs | None = None) -> Allowance:
         """Return the error bounds of a kernel of this arithmetic, as in ``allowances.allowances``.
 
-        With ``outputs``, only as exact as a verdict on them needs: see ``allowances.settle``.
+        With ``outputs``, only as exact as a verdict on them needs: see ``bound_deciding_rows``.
         """
         allowance = self._allowance(arithmetic)
-        settle(allowance, self.evidence, arithmetic, outputs)
+        bound_deciding_rows(allowance, self.evidence, arithmetic, outputs)
         return allowance
 
     def _allowance(self, arithmetic: Arithmetic) -> Allowance:

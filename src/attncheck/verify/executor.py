@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import traceback
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -17,7 +16,7 @@ import torch
 
 from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.outputs import Outputs
-from attncheck.core.source_files import error_line, first_line, kernel_place
+from attncheck.core.source_files import error_line, first_line, kernel_frames, kernel_place
 from attncheck.subjects.capabilities.subject import ContractViolation, Refused, Tiling
 from attncheck.verify.call_conditions import (
     PLAIN_CALL,
@@ -55,7 +54,9 @@ class Failure:
     # ``timeout``: its process died, or did not answer in time.
     kind: str
     message: str  # one line
-    trace: str = ""  # the traceback; empty if there is none
+    # If it raised, the frames from the kernel's first one on, a line each. If its process died, the
+    # end of its standard error.
+    trace: str = ""
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -103,7 +104,7 @@ def failure(error: BaseException) -> Failure:
     message = f"{error_line(error)}{kernel_place(error)}"
     if not isinstance(error, Exception):
         message += f", {ENDS_CALLER}"
-    trace = "".join(traceback.format_exception(error))
+    trace = "\n".join(kernel_frames(error))
     is_oom = bool(line) and isinstance(error, Exception) and out_of_memory(error)
     is_oom = is_oom or isinstance(error, MemoryError)  # Python's own has no message.
     return Failure(kind="oom" if is_oom else "error", message=message, trace=trace)
@@ -126,7 +127,7 @@ class CallReport:
     arithmetic: Arithmetic  # the declared arithmetic, or the one assumed
     notes: CallNotes = dataclasses.field(default_factory=CallNotes)  # observations around the call
     # ``obligations.inputs_digest`` of the inputs after the call; empty if not requested.
-    left: str = ""
+    inputs_digest: str = ""
     compiling: float = 0.0  # seconds that compilers took in its calls; 0 if not measured
 
 
@@ -315,7 +316,7 @@ class InProcess:
             tiling=tiling,
             arithmetic=arithmetic,
             notes=around.notes,
-            left=inputs_digest(copies) if self._digests else "",
+            inputs_digest=inputs_digest(copies) if self._digests else "",
         )
 
 

@@ -225,7 +225,7 @@ class IsolatedExecutor:
         # Each process draws the inputs itself and only digests are sent: neither trusts the other.
         if answer.words.get("drawn") != digest:
             return Failure(kind="contract", message="in its process the Case has other inputs.")
-        if report.left != digest:
+        if report.inputs_digest != digest:
             return Failure(kind="mutation", message="wrote to its inputs.")
         # Checked again here, because the kernel could tamper with the checks in its own process.
         outputs = unpack_outputs(answer.words.get("outputs"), answer.data, inputs.device)

@@ -106,7 +106,7 @@ def check_relation(
     if by_bits:
         of_bits = [dataclasses.replace(each, dcaptured=None) for each in outputs]
         finding = relation.holds(inputs, of_bits, case.parameters, None)
-        if finding is None and relation.in_turn:
+        if finding is None and relation.consecutive_calls:
             finding = _second_call_fault(inputs, executions, device)
         if finding or not case.problem.dcaptured:
             return finding
@@ -114,7 +114,7 @@ def check_relation(
     bounded = [*zip(inputs, executions, strict=True)][: 1 if relation.only_promised else None]
     bounds = [_truth_and_bounds(read, execution, device)[1] for read, execution in bounded]
     finding = relation.holds(inputs, outputs, case.parameters, bounds)
-    if finding is None and relation.in_turn and not by_bits:
+    if finding is None and relation.consecutive_calls and not by_bits:
         finding = _second_call_fault(inputs, executions, device)
     unbounded = [name for each in bounds for name in _unbounded(each)]
     if by_bits:  # Bits of all other outputs were compared.
@@ -160,7 +160,7 @@ def _run_each(
     executions = []
     for run, (launch, each) in enumerate(zip(subjects, inputs, strict=True)):
         under = CallConditions(guarded=True)
-        if relation_named(case.question).in_turn:
+        if relation_named(case.question).consecutive_calls:
             # The last call gets another pattern, so that reads of unwritten memory differ.
             last = run + 1 == len(inputs)
             under = CallConditions(turn=run + 1, fill="inverse" if last else "pattern")

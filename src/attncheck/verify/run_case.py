@@ -264,7 +264,9 @@ def without_outputs(record: Record, failure: Failure) -> Record:
         rule = _BROKEN_RULES[failure.kind]
         judgement = Judgement(status="fail", rule=rule, reason=failure.message)
         return replace(record, status="fail", judgement=judgement)
-    return replace(record, status=_STATUSES.get(failure.kind, "error"), reason=failure.message)
+    status = _STATUSES.get(failure.kind, "error")
+    frames = tuple(failure.trace.splitlines()) if status == "error" else ()
+    return replace(record, status=status, reason=failure.message, frames=frames or msgspec.UNSET)
 
 
 def record_comparison(record: Record, execution: Execution, evidence: EvidenceBuilder) -> Record:

@@ -33,7 +33,7 @@ from attncheck.workers.journal_format import (
     read_journal,
     read_journal_file,
 )
-from attncheck.workers.units import Done, Shard, Unit
+from attncheck.workers.units import Shard, Unit, UnitResult
 
 MAX_LOSSES = 2  # A unit is given up after so many attempts without a result.
 
@@ -103,7 +103,7 @@ class Journal:
         return journal
 
     @property
-    def results(self) -> Mapping[str, Done]:
+    def results(self) -> Mapping[str, UnitResult]:
         """Results by unit id, in the order in which they were written."""
         return self.content.results
 
@@ -123,7 +123,7 @@ class Journal:
         # Not synced: losing this line costs no more than one additional attempt.
         self._write("start", {"unit": unit})
 
-    def done(self, done: Done, *, quarantined: bool = False) -> None:
+    def done(self, done: UnitResult, *, quarantined: bool = False) -> None:
         """Write a unit's result and sync it to the disk before returning.
 
         Args:
@@ -387,7 +387,9 @@ def _check_same(first: str, one: JournalContent, others: list[tuple[str, Journal
                 )
 
 
-def _check_equal(unit: Unit | None, one: Done, other: Done, first: str, name: str) -> None:
+def _check_equal(
+    unit: Unit | None, one: UnitResult, other: UnitResult, first: str, name: str
+) -> None:
     if _comparable(unit, one) != _comparable(unit, other):
         raise JournalError(
             f"{one_line(first)} and {one_line(name)} have different results of unit {one.unit}: "
@@ -395,7 +397,7 @@ def _check_equal(unit: Unit | None, one: Done, other: Done, first: str, name: st
         )
 
 
-def _comparable(unit: Unit | None, done: Done) -> Any:
+def _comparable(unit: Unit | None, done: UnitResult) -> Any:
     """Return the part of a result in which two results of ``unit`` must agree.
 
     For a unit that every shard does, these are the units that follow and the answers' statuses, but

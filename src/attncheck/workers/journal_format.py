@@ -29,7 +29,7 @@ import msgspec
 from attncheck.core import json_numbers
 from attncheck.core.errors import AttncheckError
 from attncheck.core.sanitize_text import one_line
-from attncheck.workers.units import Done, Shard, Unit
+from attncheck.workers.units import Shard, Unit, UnitResult
 
 SCHEMA = 1
 
@@ -46,7 +46,7 @@ class JournalContent:
     version: str = ""  # Version of attncheck that wrote it.
     plan: str = ""  # Fingerprint of ``head`` and ``version``.
     # Results by unit id, in the order in which they were written.
-    results: dict[str, Done] = field(default_factory=dict)
+    results: dict[str, UnitResult] = field(default_factory=dict)
     # All known units by id: queued, begun, or following from a result.
     units: dict[str, Unit] = field(default_factory=dict)
     # How often each unit was begun but neither finished nor abandoned.
@@ -120,7 +120,7 @@ class JournalContent:
         self.lost[unit.id] = self.lost.get(unit.id, 0) + 1
 
     def _take_result(self, event: Mapping[str, Any]) -> None:
-        done: Done = event["done"]
+        done: UnitResult = event["done"]
         if done.unit in self.results:
             raise JournalError(f"unit {done.unit} has two results")
         self.results[done.unit] = done
@@ -281,14 +281,14 @@ def _unit(data: dict[str, Any]) -> Unit:
     )
 
 
-def _done(data: dict[str, Any]) -> Done:
+def _done(data: dict[str, Any]) -> UnitResult:
     answers = [
         one | {"record": json_numbers.words_to_record_numbers(one.get("record"))}
         for one in data.get("answers", ())
     ]
     # Converted separately, since their Cases have strings for NaN and infinities.
     units = tuple(_unit(one) for one in data.get("units", ()))
-    done = msgspec.convert(data | {"answers": answers, "units": []}, Done)
+    done = msgspec.convert(data | {"answers": answers, "units": []}, UnitResult)
     return msgspec.structs.replace(done, units=units)
 
 

@@ -22,7 +22,7 @@ import msgspec
 from attncheck.workers.interruptions import Interruptions
 from attncheck.workers.journal import MAX_LOSSES, Journal
 from attncheck.workers.reaper import Guard, new_mark
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 from attncheck.workers.worker_pool import (
     Cluster,
     Limits,
@@ -78,7 +78,7 @@ class Schedule:
         """Return how many units wait."""
         return len(self._waiting) + len(self._held_back) + len(self._suspects)
 
-    def add(self, units: Iterable[Unit]) -> list[tuple[Unit, Done]]:
+    def add(self, units: Iterable[Unit]) -> list[tuple[Unit, UnitResult]]:
         """Queue new units, and the units that follow from those that are done.
 
         Returns:
@@ -155,12 +155,12 @@ class RunEvent:
 
     kind: Literal["recalled", "begun", "done"]  # ``recalled``: the journal had its result
     unit: Unit
-    done: Done | None  # The result; None for a unit that begins.
+    done: UnitResult | None  # The result; None for a unit that begins.
     finished: int  # Number of units that have a result.
     known: int  # Number of units known so far; more may follow.
     running: int  # Number of units that workers are doing.
     # Estimated seconds for the known remaining units; None before the first result.
-    left: float | None
+    seconds_left: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,9 +173,9 @@ class RunEnd:
     left: int  # Number of known units that have none.
 
 
-def _lost_result(unit: Unit, reason: str) -> Done:
+def _lost_result(unit: Unit, reason: str) -> UnitResult:
     """Return a harness error as the result of a unit that was lost too often."""
-    return Done(unit=unit.id, harness=f"{unit.kind} of {unit.kernel}: {reason}")
+    return UnitResult(unit=unit.id, harness=f"{unit.kind} of {unit.kernel}: {reason}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -187,7 +187,7 @@ class _Run:
     pool: WorkerPool[Any]
     limits: Limits
     seconds: float | None
-    stop: Callable[[Unit, Done], bool]
+    stop: Callable[[Unit, UnitResult], bool]
     on_event: Callable[[RunEvent], None]
     began: float = field(default_factory=time.monotonic)
     running: dict[int, tuple[Unit, float]] = field(default_factory=dict)
@@ -295,7 +295,7 @@ class _Run:
             done = _lost_result(unit, f"{reason}, {times} times")
             self.settle(unit, msgspec.structs.replace(done, attempts=times), quarantined=True)
 
-    def settle(self, unit: Unit, done: Done, *, quarantined: bool = False) -> None:
+    def settle(self, unit: Unit, done: UnitResult, *, quarantined: bool = False) -> None:
         """Write a result to the journal, then queue what follows and announce it."""
         self.journal.done(done, quarantined=quarantined)
         self.finished += 1
@@ -306,7 +306,7 @@ class _Run:
             self.why = "stopped early"
 
     def announce(
-        self, kind: Literal["recalled", "begun", "done"], unit: Unit, done: Done | None
+        self, kind: Literal["recalled", "begun", "done"], unit: Unit, done: UnitResult | None
     ) -> None:
         seconds = time.monotonic() - self.began
         rest = self.schedule.known - self.finished
@@ -318,7 +318,7 @@ class _Run:
                 finished=self.finished,
                 known=self.schedule.known,
                 running=len(self.running),
-                left=seconds / self.now_done * rest if self.now_done else None,
+                seconds_left=seconds / self.now_done * rest if self.now_done else None,
             )
         )
 
@@ -347,7 +347,7 @@ def run_units(  # noqa: PLR0913  # all parameters of a run
     journal: Journal,
     workers: Sequence[WorkerPlace] | Cluster,
     seconds: float | None = None,
-    stop: Callable[[Unit, Done], bool] = lambda _, __: False,
+    stop: Callable[[Unit, UnitResult], bool] = lambda _, __: False,
     on_event: Callable[[RunEvent], None] = lambda _: None,
     priority: Callable[[Unit], tuple[Any, ...]] = lambda _: (),
     mine: Callable[[Unit], bool] = lambda _: True,
@@ -363,7 +363,7 @@ def run_units(  # noqa: PLR0913  # all parameters of a run
     or raises, or when this process is killed.
 
     Args:
-        units: The units that are known from the outset; ``Done.units`` follow.
+        units: The units that are known from the outset; ``UnitResult.units`` follow.
         work: Factory of the workers' Work, ``module:function``, called with ``options`` by name.
         options: Keyword arguments of the factory.
         journal: A journal that is open for writing.

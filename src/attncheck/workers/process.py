@@ -93,9 +93,15 @@ class Tail:
 
 
 class HeldOutput:
-    """The last lines that processes printed, held until it is known whether they are wanted."""
+    """The last lines that processes printed, held until it is known whether they are wanted.
 
-    def __init__(self) -> None:
+    Args:
+        kernel: Who printed them.
+        verb: What precedes ``-v``, with which all lines are shown.
+    """
+
+    def __init__(self, kernel: str = "the kernel", verb: str = "") -> None:
+        self._kernel, self._verb = one_line(kernel), verb
         self._size, self._count = 0, 0  # Bytes and lines, with repetitions.
         self._last: deque[str] = deque(maxlen=_HELD_LINES)
 
@@ -107,13 +113,14 @@ class HeldOutput:
     def show(self, *, passed: bool) -> None:
         """Show the last lines on standard error and forget them; of a pass only their number."""
         lines = list(self._last)
-        count = f"the kernel printed {self._count:,} lines in all its calls"
+        count = f"{self._kernel} printed {self._count:,} lines in all its calls"
         shown = "them" if self._size <= KEPT else f"the first {KEPT >> 10} KiB of them"
+        hint = f"{self._verb}-v shows {shown}"
         self._last.clear()
         if passed and lines[1:]:
-            lines = [f"attncheck: {count}: -v shows {shown}."]
+            lines = [f"attncheck: {count}: {hint}."]
         elif self._count > len(lines) == _HELD_LINES:
-            lines.insert(0, f"attncheck: {count} (-v shows {shown}), and last:")
+            lines.insert(0, f"attncheck: {count} ({hint}), and last:")
         _show("".join(f"{line}\n" for line in lines))
 
 

@@ -55,7 +55,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return base64.b32encode(digest)[:16].decode().lower()
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class UnitResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The result of a unit."""
 
     unit: str  # Id of the unit.

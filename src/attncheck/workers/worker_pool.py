@@ -24,7 +24,7 @@ from attncheck.core.sanitize_text import one_line
 from attncheck.workers.interruptions import Interruptions
 from attncheck.workers.process import Died, Worker
 from attncheck.workers.transport import Frame
-from attncheck.workers.units import Done, Unit
+from attncheck.workers.units import Unit, UnitResult
 
 _LARGEST = 1 << 27  # Bytes of the largest message.
 _LONGEST_REASON = 500  # Characters of the text of an exception.
@@ -39,7 +39,7 @@ class WorkerError(AttncheckError):
 class Work(Protocol):
     """The object that does units in a worker, made once by the run's factory."""
 
-    def do(self, unit: Unit) -> Done:
+    def do(self, unit: Unit) -> UnitResult:
         """Do ``unit``; if this raises, it is repeated in a new process, and then given up."""
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class WorkerSetup(msgspec.Struct, kw_only=True):
 class WorkerReply(msgspec.Struct, kw_only=True):
     """A message from a worker: it is ready, has done a unit, or an exception was raised."""
 
-    done: Done | None = None  # The result of the unit.
+    done: UnitResult | None = None  # The result of the unit.
     raised: str = ""  # The exception that was raised, in one line; empty for none.
     usage: bool = False  # Whether the exception is a UsageError.
 
@@ -155,7 +155,7 @@ class WorkerNews:
     """A worker has done its unit, or was lost."""
 
     worker: int
-    done: Done | None = None  # The result of the unit.
+    done: UnitResult | None = None  # The result of the unit.
     lost: str = ""  # Why the worker was lost, together with its unit; its place is free.
 
 

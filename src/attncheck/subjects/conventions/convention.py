@@ -94,17 +94,17 @@ class Argument:
     """The value of one parameter, and when to pass it."""
 
     value: Any  # the value itself, or a ``ComputedArgument``
-    # ``needed``: a function without the parameter does not support the Problem. ``offered``:
+    # ``always``: a function without the parameter does not support the Problem. ``accepted``:
     # passed if the function has the parameter. ``required``: passed if it has no default.
-    when: Literal["needed", "offered", "required"]
+    when: Literal["always", "accepted", "required"]
 
 
 Arguments = dict[str, Argument]  # arguments by meaning
 
 
-needed = partial(Argument, when="needed")
-offered = partial(Argument, when="offered")
-spare = partial(Argument, when="required")  # for values that are the convention's default
+must_pass = partial(Argument, when="always")
+pass_if_accepted = partial(Argument, when="accepted")
+pass_if_required = partial(Argument, when="required")  # for the convention's default values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,14 +118,14 @@ class Request:
 
     def scale(self) -> Argument:
         """Return the scale; 1/√head_dim is left out, so that the default is tested too."""
-        return (spare if self.problem.has_usual_scale else needed)(self.problem.scale)
+        return (pass_if_required if self.problem.has_usual_scale else must_pass)(self.problem.scale)
 
     def sinks(self) -> Argument:
         """Return each head's sink logit, fp32 ``(heads,)``; −∞ (weight 0) without a sink."""
         heads = self.problem.heads
         if self.problem.sink:
-            return needed(ComputedArgument(make=lambda inputs: inputs.sink, text="sink"))
-        return spare(
+            return must_pass(ComputedArgument(make=lambda inputs: inputs.sink, text="sink"))
+        return pass_if_required(
             ComputedArgument(
                 make=lambda inputs: inputs.q.new_full((heads,), -math.inf, dtype=torch.float32),
                 text=f'torch.full(({heads},), -float("inf"), device=q.device)',
@@ -136,7 +136,7 @@ class Request:
         """Return the score mod as a bias, fp32 ``(batch, heads, query, kv)``, or why it is none."""
         score = self.problem.score
         if score == NONE:
-            return spare(None)
+            return pass_if_required(None)
         if not is_additive(score):
             return f"a bias is added to scores, and {score} does more"
         shape = (self.problem.batch, self.problem.heads, self.problem.query, self.problem.kv)
@@ -146,12 +146,14 @@ class Request:
             # Expanded, because few kernels broadcast it.
             return bias.expand(shape).contiguous()
 
-        return needed(ComputedArgument(make=make, text="", what="bias", size=4 * math.prod(shape)))
+        return must_pass(
+            ComputedArgument(make=make, text="", what="bias", size=4 * math.prod(shape))
+        )
 
     def key_padding(self, *, seen: bool) -> Argument:
         """Return a bool ``(batch, kv)``, True where padding leaves (``seen``) or hides a key."""
         if without_padding(self.problem.mask) == self.problem.mask:
-            return spare(None)
+            return pass_if_required(None)
         lengths, kv = list(sequence_lengths(self.problem)), self.problem.kv
 
         def make(inputs: Inputs) -> torch.Tensor:
@@ -161,11 +163,15 @@ class Request:
 
         ends = f"torch.tensor({lengths}, device=q.device)[:, None]"
         text = f"torch.arange({kv}, device=q.device) {'<' if seen else '>='} {ends}"
-        return needed(ComputedArgument(make=make, text=text))
+        return must_pass(ComputedArgument(make=make, text=text))
 
     def lse_flag(self) -> Argument:
         """Return the flag that requests LSE, by which kernels are judged too if they have it."""
-        return spare(value=False) if self.options.returns_lse is False else offered(value=True)
+        return (
+            pass_if_required(value=False)
+            if self.options.returns_lse is False
+            else pass_if_accepted(value=True)
+        )
 
 
 # ------------------------------------------------------------------ signatures
@@ -351,7 +357,7 @@ class Convention:
     claims_function: Callable[[frozenset[str], str], bool]
     # The reverse of ``bind``: parses a user's call; None if calls are not parsed.
     parse: Callable[[CallArguments], ParsedCall] | None = None
-    most: int = 2  # the longest tuple of results of a function
+    most_results: int = 2  # the longest tuple of results of a function
     bottom_right: bool = False  # whether causal masks and windows are aligned bottom-right
     empty_lse: tuple[float, ...] = (-math.inf,)  # valid LSE of a row that sees no key
     # Context manager around a call on (device).

@@ -56,7 +56,7 @@ def convention_named(name: str) -> Convention | _Native:
     return look_up("convention", name, CONVENTIONS)
 
 
-def adopted(
+def make_subject(
     candidate: object,
     name: str,
     convention: str | None = None,
@@ -102,7 +102,7 @@ length, heads, dim), although only one convention lists them as its own."""
 
 
 def possible_conventions(function: object) -> tuple[str, ...]:
-    """Return conventions by which a function may be called, first the one that ``adopted`` uses.
+    """Return conventions by which a function may be called, first that of ``make_subject``.
 
     There is only one if the signature decides it; else also one with other axes, to be tried.
     """

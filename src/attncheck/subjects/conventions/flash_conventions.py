@@ -35,10 +35,10 @@ from attncheck.subjects.conventions.convention import (
     Convention,
     Parameter,
     Request,
-    needed,
+    must_pass,
     number_tensor,
-    offered,
-    spare,
+    pass_if_accepted,
+    pass_if_required,
 )
 from attncheck.subjects.conventions.layouts import Lengths
 from attncheck.subjects.conventions.parse import CallArguments, ParsedCall, UnreadableCall
@@ -65,7 +65,9 @@ _PARAMETERS = (
 )
 
 # flash-attn's LSE is +∞ unless it splits the keys (``normalize_softmax_lse``), else -∞.
-_convention = partial(Convention, most=4, bottom_right=True, empty_lse=(-math.inf, math.inf))
+_convention = partial(
+    Convention, most_results=4, bottom_right=True, empty_lse=(-math.inf, math.inf)
+)
 
 _NO_WINDOW = (-1, -1)
 
@@ -111,9 +113,9 @@ def _bind_band(
         return "alibi_slopes are -slope·|i + kv - query - j|: not this bias without causal"
     cap = next((step for step in steps if step.name == "softcap"), None)
     return {
-        "dropout": offered(0.0),
+        "dropout": pass_if_accepted(0.0),
         "scale": request.scale(),
-        "softcap": needed(cap.values["cap"]) if cap else spare(0.0),
+        "softcap": must_pass(cap.values["cap"]) if cap else pass_if_required(0.0),
         **_slopes(problem, range(problem.batch)),
         **_descales(problem),
         **_edges(edges, request.able),
@@ -126,18 +128,18 @@ def _slopes(problem: Problem, sequences: Iterable[int]) -> Arguments:
     """Return fp32 slopes ``(heads,)``, or ``(parts, heads)`` if sequences have their own."""
     names = {score.name for score in problem.score.walk()}
     if not names & set(_SLOPES):
-        return {"alibi_slopes": spare(None)}
+        return {"alibi_slopes": pass_if_required(None)}
     slopes: Sequence[float | list[float]] = alibi_slopes(problem.heads)
     if "alibi" not in names:
         each = sequence_slopes(problem.batch, problem.heads)
         slopes = [each[b] for b in sequences]
-    return {"alibi_slopes": needed(number_tensor(slopes, torch.float32))}
+    return {"alibi_slopes": must_pass(number_tensor(slopes, torch.float32))}
 
 
 def _descales(problem: Problem, sequences: list[int] | None = None) -> Arguments:
     """Return fp32 descales ``(batch, kv_heads)``, or ``(parts, kv_heads)`` of ``sequences``."""
     if not problem.formats.scaled:
-        return {f"{name}_descale": spare(None) for name in "qkv"}
+        return {f"{name}_descale": pass_if_required(None) for name in "qkv"}
 
     def descale_argument(name: str) -> ComputedArgument:
         def make(inputs: Inputs) -> torch.Tensor:
@@ -147,7 +149,7 @@ def _descales(problem: Problem, sequences: list[int] | None = None) -> Arguments
         of_parts = "" if sequences is None else f"[{sequences}]"
         return ComputedArgument(make=make, text=f"{name}_descale{of_parts}")
 
-    return {f"{name}_descale": needed(descale_argument(name)) for name in "qkv"}
+    return {f"{name}_descale": must_pass(descale_argument(name)) for name in "qkv"}
 
 
 def _edges(edges: tuple[int, int], able: frozenset[str]) -> Arguments:
@@ -156,10 +158,10 @@ def _edges(edges: tuple[int, int], able: frozenset[str]) -> Arguments:
     causal = right == 0 and "causal" in able
     # A window is left out if there is none or the causal flag expresses it.
     if edges == _NO_WINDOW or (causal and left < 0):
-        return {"causal": offered(causal), "window_size": spare(_NO_WINDOW)}
+        return {"causal": pass_if_accepted(causal), "window_size": pass_if_required(_NO_WINDOW)}
     if right == 0 and left < 0 and "window_size" not in able:
-        return {"causal": needed(value=True)}  # a reason for refusal: neither is supported
-    return {"causal": offered(causal), "window_size": needed(edges)}
+        return {"causal": must_pass(value=True)}  # a reason for refusal: neither is supported
+    return {"causal": pass_if_accepted(causal), "window_size": must_pass(edges)}
 
 
 def _parsed_window(call: CallArguments) -> tuple[int, int]:
@@ -236,8 +238,8 @@ def _bind_varlen(request: Request) -> Arguments | str:
     places: Arguments = {}
     for side, name in enumerate("qk"):
         longest = max(lengths[side] for lengths in packed.lengths())
-        places[f"cu_seqlens_{name}"] = needed(number_tensor(packed.starts(side), torch.int32))
-        places[f"max_seqlen_{name}"] = offered(longest)
+        places[f"cu_seqlens_{name}"] = must_pass(number_tensor(packed.starts(side), torch.int32))
+        places[f"max_seqlen_{name}"] = pass_if_accepted(longest)
     parts = [b for b, _, _ in packed.places()]
     return places | arguments | _descales(problem, parts) | _slopes(problem, parts)
 
@@ -327,13 +329,13 @@ def _bind_paged(request: Request) -> Arguments | str:
         setup=_cache_setup(problem, lengths),
     )
     return arguments | {
-        "cache_seqlens": needed(number_tensor(lengths, torch.int32)),
-        "block_table": needed(table),
+        "cache_seqlens": must_pass(number_tensor(lengths, torch.int32)),
+        "block_table": must_pass(table),
         # Parameters of launches are passed only if required, so that defaults are tested too.
-        "max_seqlen_k": spare(max(lengths)),
-        "max_seqlen_q": spare(problem.query),
-        "page_size": offered(paging.size),
-        "block_size": spare(paging.size),
+        "max_seqlen_k": pass_if_required(max(lengths)),
+        "max_seqlen_q": pass_if_required(problem.query),
+        "page_size": pass_if_accepted(paging.size),
+        "block_size": pass_if_required(paging.size),
     }
 
 

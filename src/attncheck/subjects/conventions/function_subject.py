@@ -272,7 +272,7 @@ class FunctionSubject(Subject):
             return bound
         passed = {}
         for meaning, argument in bound.items():
-            if argument.when == "needed" and meaning not in self._names:
+            if argument.when == "always" and meaning not in self._names:
                 return f"takes no {self._convention.bound[meaning].spellings[0]}"
             for name in self._names.get(meaning, ()):
                 if argument.when != "required" or name in self._signature.required:

@@ -49,9 +49,9 @@ def read_result(
     """Return out and LSE, or None, from a result: out, or a tuple with out and LSE first.
 
     Whether they are tensors is checked by the executor. Raises BrokenResult for anything else than
-    out or a tuple of 2 to ``convention.most``, and if a declared LSE is missing.
+    out or a tuple of 2 to ``convention.most_results``, and if a declared LSE is missing.
     """
-    most = convention.most
+    most = convention.most_results
     if isinstance(result, tuple | list):
         # Functions that may also return weights or a cache end their tuples with None.
         while len(result) > most and result[-1] is None:

@@ -26,9 +26,9 @@ from attncheck.subjects.conventions.convention import (
     Convention,
     Parameter,
     Request,
-    needed,
-    offered,
-    spare,
+    must_pass,
+    pass_if_accepted,
+    pass_if_required,
 )
 from attncheck.subjects.conventions.layouts import bhsd, without_padding
 from attncheck.subjects.conventions.parse import CallArguments, ParsedCall, UnreadableCall
@@ -69,16 +69,16 @@ def _bind_sdpa(request: Request) -> Arguments | str:
     flagged = causal and "causal" in request.able
     unmasked = flagged or problem.mask == FULL
     arguments = {
-        "enable_gqa": needed(value=True) if problem.group > 1 else offered(value=False),
+        "enable_gqa": must_pass(value=True) if problem.group > 1 else pass_if_accepted(value=False),
         "scale": request.scale(),
-        "attn_mask": spare(None) if unmasked else needed(_written_mask(problem)),
-        "dropout": offered(0.0),
-        "causal": offered(flagged),
+        "attn_mask": pass_if_required(None) if unmasked else must_pass(_written_mask(problem)),
+        "dropout": pass_if_accepted(0.0),
+        "causal": pass_if_accepted(flagged),
         "return_lse": request.lse_flag(),
         "sinks": request.sinks(),
         **written,
     }
-    missing = [name for name, one in arguments.items() if one.when == "needed"]
+    missing = [name for name, one in arguments.items() if one.when == "always"]
     missing = [name for name in missing if name not in request.able]
     # Other missing parameters are reported by FunctionSubject.
     if causal and missing == ["attn_mask"]:
@@ -211,12 +211,14 @@ def _bind_flex(request: Request) -> Arguments:
     )
     no_lse = request.options.returns_lse is False
     return {
-        "score_mod": spare(None) if problem.score == NONE else needed(score),
+        "score_mod": pass_if_required(None) if problem.score == NONE else must_pass(score),
         **_flex_mask(problem, request.able),
         "scale": request.scale(),
-        "enable_gqa": needed(value=True) if problem.group > 1 else offered(value=False),
-        "return_aux": offered(aux) if by_aux and not no_lse else spare(None),
-        "return_lse": spare(value=False) if by_aux or no_lse else offered(value=True),
+        "enable_gqa": must_pass(value=True) if problem.group > 1 else pass_if_accepted(value=False),
+        "return_aux": pass_if_accepted(aux) if by_aux and not no_lse else pass_if_required(None),
+        "return_lse": pass_if_required(value=False)
+        if by_aux or no_lse
+        else pass_if_accepted(value=True),
     }
 
 
@@ -255,7 +257,7 @@ def _score_expression(step: Spec, problem: Problem) -> str:
 
 def _flex_mask(problem: Problem, able: frozenset[str]) -> dict[str, Argument]:
     if problem.mask == FULL:
-        return {"block_mask": spare(None), "mask_mod": spare(None)}
+        return {"block_mask": pass_if_required(None), "mask_mod": pass_if_required(None)}
     # A block mask is preferred: flex_attention itself takes one, and its tiles are tested too.
     if "mask_mod" in able and "block_mask" not in able:
         mask = ComputedArgument(
@@ -263,7 +265,7 @@ def _flex_mask(problem: Problem, able: frozenset[str]) -> dict[str, Argument]:
             text="mask_mod",
             setup=_MASK_OF_TABLE,
         )
-        return {"mask_mod": needed(mask)}
+        return {"mask_mod": must_pass(mask)}
     blocks = ComputedArgument(
         make=lambda inputs: flex_block_mask(problem, str(inputs.device)),
         text="torch.nn.attention.flex_attention.create_block_mask("
@@ -272,7 +274,7 @@ def _flex_mask(problem: Problem, able: frozenset[str]) -> dict[str, Argument]:
         what="mask, of which blocks are made,",
         size=problem.batch * problem.heads * problem.query * problem.kv,
     )
-    return {"block_mask": needed(blocks), "mask_mod": spare(None)}
+    return {"block_mask": must_pass(blocks), "mask_mod": pass_if_required(None)}
 
 
 def _parse_flex(call: CallArguments) -> ParsedCall:
