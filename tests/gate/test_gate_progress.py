@@ -53,14 +53,13 @@ def test_estimate_extrapolates_each_stage_from_its_own_speed():
     progress.hear(event(FIRST, 1, seconds=90.0, units=(*CONTRACT, *BOUNDS)))
     for number, done_unit in enumerate(CONTRACT, 2):
         progress.hear(event(done_unit, number, seconds=1.0))
-    assert progress.seconds_left(event(CONTRACT[-1], 13)) == pytest.approx(
-        88
-    )  # no bounds measured yet
+    # No bounds are measured yet.
+    assert progress.seconds_left(event(CONTRACT[-1], 13)) == pytest.approx(88)
     for number, done_unit in enumerate(BOUNDS[:8], 14):
         progress.hear(event(done_unit, number, seconds=5.0, running=2))
     last = event(BOUNDS[7], 21, running=2)
     assert progress.seconds_left(last) == pytest.approx(80 * 5 / 2)
-    assert progress.line(last).endswith("about 3 min seconds_left")
+    assert progress.line(last).endswith("about 3 min left")
 
 
 def test_no_estimate_before_the_bounds_are_drawn():

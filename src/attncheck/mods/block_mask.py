@@ -234,9 +234,10 @@ def list_visits(mask: BlockMask, groups: int = 1) -> tuple[Tensor, Tensor]:
         runs, int32 ``(batch', heads', query_blocks)``. ``query_blocks`` counts whole blocks.
     """
     missing = -mask.kinds.shape[2] % groups  # groups beyond the last row, which see nothing
-    kinds = pad(mask.kinds.int(), (0, 0, 0, missing), value=EMPTY).unflatten(2, (-1, groups))
+    kinds = pad(mask.kinds.int(), (0, 0, 0, missing), value=EMPTY)
     shifts = 2 * torch.arange(groups, dtype=torch.int32, device=kinds.device)
-    codes = (kinds << shifts[:, None]).sum(3, dtype=torch.int32)
+    of_groups = kinds.view(*kinds.shape[:2], -1, groups, kinds.shape[3])
+    codes = (of_groups << shifts[:, None]).sum(3, dtype=torch.int32)
     changes = (codes[..., 1:] != codes[..., :-1]).to(torch.uint8)
     visited = codes != 0
     counts, first = _list_true(visited & pad(changes, (1, 0), value=1).bool())
