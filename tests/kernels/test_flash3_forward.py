@@ -23,6 +23,7 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.block_mask import BlockMask, list_visits
 from attncheck.mods.masks import Band, band_of
+from attncheck.subjects import triton_flash
 from attncheck.subjects.kernel_mods import visited_tiles
 from attncheck.subjects.triton_flash import Flash2, Flash3
 from attncheck.verify.environment import prepare
@@ -259,12 +260,26 @@ def test_span_of_a_group_covers_the_tiles_that_it_sees(data):
                 assert visited == 1
 
 
-def test_visit_list_for_another_number_of_groups_is_refused():
-    problem = Problem(**SIZES, dtype="bf16", mask=MASKS[0])
-    shape = Flash3()._chosen(problem, "cpu")
-    tiles = visited_tiles(problem, shape.rows, shape.keys, "cpu")
-    with pytest.raises(UsageError, match=r"tiles lists .* of 1 group\(s\) .*: this kernel has 3\."):
-        tiles.check("tiles", (300, shape.rows), (300, shape.keys), groups=shape.groups)
+@pytest.mark.parametrize(
+    ("groups", "longer", "message"),
+    [
+        (1, 0, r"tiles lists .* of 1 group\(s\) of rows per block: this kernel has 3\."),
+        (3, 100, r"tiles lists tile 3, counted from 0: 300 in tiles of 128 are 3\."),
+    ],
+    ids=["groups", "tiles"],
+)
+def test_visit_list_that_does_not_fit_the_launch_is_refused(
+    groups, longer, message, run_emulated, monkeypatch
+):
+    problem = Problem(**SIZES, dtype="bf16", mask=MASKS[-1])
+    other = problem.replace(kv=300 + longer)
+    rows = 64 * (3 // groups)
+    lists = lambda _, __, keys, device, **___: visited_tiles(  # noqa: E731
+        other, rows, keys, device, groups=groups
+    )
+    monkeypatch.setattr(triton_flash, "visited_tiles", lists)
+    with pytest.raises(UsageError, match=message):
+        run_emulated(draw_inputs(problem))
 
 
 def test_tiles_are_visited_in_reverse_unless_listed():
@@ -366,6 +381,9 @@ def test_output_is_within_the_bounds_at_every_scale(mask, scale, dtype, run_emul
 BELOW = Spec.of("offset", Spec.of("sliding_window", window=400), rows=299)  # no limit above
 # Each warpgroup of a block sees other tiles than the next, and most of them wholly.
 STEPS = Spec.of("expression", text="kv_idx // 128 == q_idx // 64")
+# Between tiles that a warpgroup sees there are tiles that only its neighbours see, and of a second
+# sequence they are the other way round.
+CHEQUERED = Spec.of("expression", text="(kv_idx // 128 + q_idx // 64 + b) % 2 == 0")
 MASKS = [
     Spec.of("document", lengths=[150, 20, 130]),
     Spec.of("expression", text="(q_idx - kv_idx) % 3 < 2"),
@@ -420,6 +438,7 @@ def test_planted_fault_in_masks_or_mods_fails(fault, emulate, tmp_path, monkeypa
         Problem(**sizes, dtype="bf16", mask=MASKS[1]),
         Problem(**sizes, dtype="bf16", mask=BELOW),
         Problem(**sizes, dtype="bf16", mask=STEPS),
+        Problem(**sizes | {"query": 384}, batch=2, dtype="bf16", mask=CHEQUERED),
         # One row of a warpgroup does not see the last key, or the first, of an otherwise full tile.
         Problem(**sizes, dtype="bf16", mask=Spec.of("sliding_window", window=191)),
         Problem(**sizes, kv=426, dtype="bf16", mask=BOTTOM_RIGHT),
