@@ -68,19 +68,24 @@ _METHOD = (
 
 
 def gate_document(
-    report: GateReport, *, most: int = MOST_ON_TERMINAL, where: str = "--out has all of them"
+    report: GateReport,
+    *,
+    most: int = MOST_ON_TERMINAL,
+    where: str = "--out has all of them",
+    failures_first: bool = False,
 ) -> Document:
     """Return the page of ``report`` for a terminal or a summary.
 
     Args:
         where: Where the failures beyond the first ``most`` are.
+        failures_first: Whether the failures precede the counts. A terminal shows the end of a page
+            first, and a summary its beginning.
     """
+    counts, failures = (_counts(report), *_warnings(report)), _failures(report, most, where)
+    changes = _baseline(report)
     sections = (
         *_causes(report),
-        _counts(report),
-        *_warnings(report),
-        *_baseline(report),
-        *_failures(report, most, where),
+        *((*failures, *changes, *counts) if failures_first else (*counts, *changes, *failures)),
         *_not_covered(report),
     )
     return Document(
