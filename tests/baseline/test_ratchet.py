@@ -271,6 +271,18 @@ def test_absent_case_is_gone_only_in_a_complete_run():
     assert count_standings(part) == {"identical": len(SIZES) - 1}
 
 
+def test_case_of_a_dtype_that_was_not_chosen_is_not_gone():
+    baseline = _baseline((*run("bf16"), *run("fp32")))
+    changes = compare_runs(baseline, run("bf16")[1:], ENVIRONMENTS, dtypes=("bf16",))
+    assert count_standings(changes) == {
+        "identical": len(SIZES) - 1,
+        "gone": 1,
+        "not asked": len(SIZES),
+    }
+    only_others = compare_runs(_baseline(run("fp32")), run("bf16"), ENVIRONMENTS, dtypes=("bf16",))
+    assert count_standings(only_others) == {"worse": len(SIZES), "new": len(SIZES)}
+
+
 def test_run_without_any_case_of_the_baseline_is_worse():
     baseline = _baseline(run("bf16")[:1])
     changes = compare_runs(baseline, run("bf16")[1:], ENVIRONMENTS)

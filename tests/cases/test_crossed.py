@@ -3,8 +3,9 @@
 import pytest
 from tests.planted_kernels.by_convention import BY_CHECK, BY_GATE, MAKERS
 
-from attncheck.cases.check_cases import check_cases, crossed_cases
+from attncheck.cases.check_cases import call_cases, check_cases, crossed_cases
 from attncheck.cases.covering import AXES, FewRows, plain_row, row_problem
+from attncheck.gate.stages import _RELATIONS as RELATIONS
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.conventions.declarations import make_subject
 from attncheck.subjects.ideal import Ideal
@@ -37,6 +38,13 @@ def test_correct_kernel_passes_all_crossed_questions(convention):
     statuses = run_statuses(subject, crossed_cases("bf16", (), takes))
     assert len(statuses) >= 15
     assert set(statuses.values()) == {"pass"}
+
+
+def test_check_asks_nothing_of_what_its_page_leaves_to_a_gate():
+    cases = [*check_cases("bf16"), *call_cases("bf16"), *crossed_cases("bf16", (), lambda _: True)]
+    assert all(one.case.problem.scale > 0 for one in cases)
+    questions = {one.case.question for one in cases}
+    assert questions.isdisjoint({*RELATIONS["determinism"], *RELATIONS["memory"]} - {"call_order"})
 
 
 PLANTED = [(name, *each) for name, faults in BY_CHECK.items() for each in faults]

@@ -173,6 +173,19 @@ def test_accept_drops_missing_cases_only_after_a_complete_run(baseline_file, fol
     assert len(read_baseline(baseline_file).entries) == 1
 
 
+def test_accept_retains_cases_of_dtypes_that_were_not_chosen(baseline_file, folder):
+    command = "attncheck gate mine.py::fwd --dtype"
+    other = gate(folder / "now.json", record(0), command=f"{command} fp16")
+    assert call("diff", other).return_value == 0
+    # Both cases are in the default dtype, and only the first was asked.
+    assert code("accept", other) == 0
+    assert len(read_baseline(baseline_file).entries) == 2
+    dtype = CASES[0].problem.dtype
+    same = gate(folder / "same.json", record(0), command=f"{command}={dtype}")
+    assert code("accept", other, same) == 0
+    assert len(read_baseline(baseline_file).entries) == 1
+
+
 def test_damaged_baseline_is_rejected(baseline_file, folder):
     baseline_file.write_text(baseline_file.read_text().replace("0.001", "0.009"))
     for verb in ("diff", "accept"):

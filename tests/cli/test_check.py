@@ -61,6 +61,7 @@ def test_correct_kernel_passes_and_writes_reports(run_fresh, tmp_path):
     assert (run.returncode, run.stderr) == (0, "")
     lines = run.stdout.splitlines()
     assert lines[0] == "PASS my_kernel.py::attention: 2 questions"
+    assert "left to attncheck gate" not in run.stdout  # said of a whole check alone
     assert not any(" pass " in line for line in lines)
     assert sorted(p.name for p in (tmp_path / "reports").iterdir()) == ["check.json", "check.md"]
     report = load_report((tmp_path / "reports" / "check.json").read_text(), Report)
@@ -376,6 +377,7 @@ def test_tutorial_kernel_is_checked_within_its_claims(
     page = " ".join(run.stdout.split())
     assert verdict in page
     assert cause in page
+    assert ("left to attncheck gate: scale ≤ 0" in page) == (code == 0)
     # What it cannot take is mentioned once, and fails no question.
     assert page.count("InterpreterError") == 1
     report = load_report((tmp_path / "reports" / "check.json").read_text(), Report)

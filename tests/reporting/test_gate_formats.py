@@ -89,6 +89,23 @@ def test_junit_totals_match_its_cases(sample):
     assert len(cases) == len(questions) + len(sample.changes) + 1  # the unfinished
 
 
+def test_junit_counts_comparisons_with_a_baseline_apart():
+    answers = [gates.answer(gates.wrong("mine")), gates.answer(gates.record("mine"))]
+    change = gates.Change(kernel="mine", case_id="abcdefghij", standing="worse", reason="larger")
+    root = suites(gates.report(*answers, changes=(change,), baseline="b.json"))
+    failures = {suite.get("name"): suite.get("failures") for suite in root}
+    assert failures == {"mine · bounds": "1", "mine · compared with b.json": "1"}
+
+
+def test_summary_shows_failures_before_tables(sample):
+    page = render(sample, "md")
+    titles = re.findall("^## (.*)", page, re.MULTILINE)
+    assert titles[1:] == [
+        *("failures, worst first", "compared with the baseline baseline.json"),
+        *("by kernel and stage", "warnings", "not covered"),
+    ]
+
+
 def test_junit_properties_identify_the_failure(sample):
     root = suites(sample)
     failure = root.find("testsuite[@name='myfa.py::forward · bounds']/testcase/failure/..")
@@ -221,6 +238,7 @@ def test_github_annotates_the_kernels_definition(tmp_path, monkeypatch):
     report = gates.report(gates.answer(gates.wrong("my,fa.py::forward")))
     (_, properties, text), _ = commands(report)
     assert properties.startswith("file=my%2Cfa.py,line=4,title=my%2Cfa.py%3A%3Aforward")
+    assert properties.endswith("forward%3A bounds compare")
     assert "%0AReproduce: attncheck repro " in text
 
 

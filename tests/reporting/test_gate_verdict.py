@@ -7,6 +7,7 @@ from tests.reporting import gate_reports as gates
 from attncheck.reporting.gate_document import not_covered
 from attncheck.reporting.gate_verdict import (
     Policy,
+    chosen_dtypes,
     failure_groups,
     gate_exit_code,
     gate_verdict,
@@ -25,7 +26,7 @@ def sentence(report):
 
 WRONG = ("fail", "error", "crash", "timeout", "oom")
 DOUBT = "inconclusive"
-STANDINGS = ("worse", "identical", "within rounding", "new", "gone", "better")
+STANDINGS = ("worse", "identical", "within rounding", "new", "gone", "not asked", "better")
 STRICT_BASELINE = {"strict_baseline": True}
 
 
@@ -39,6 +40,18 @@ def gate_of(*statuses, **changes):
 
 def change(standing):
     return gates.Change(kernel="k", case_id="abcdefghij", standing=standing)
+
+
+def test_verdict_says_how_much_of_the_baseline_was_compared():
+    changes = [change(kind) for kind in ("identical", "new", "not asked", "not asked")]
+    text = sentence(gate_of("pass", changes=tuple(changes)))
+    assert text == "PASS  1 question, 1 of 3 baseline cases compared (--dtype leaves 2 out)"
+
+
+@pytest.mark.parametrize("words", ["--dtype bf16 --dtype=fp32", "--dtype=bf16 -q --dtype fp32"])
+def test_chosen_dtypes_are_those_of_the_command_line(words):
+    assert chosen_dtypes(gate_of("pass", command=f"attncheck gate k {words}")) == ("bf16", "fp32")
+    assert chosen_dtypes(gate_of("pass", command="attncheck gate k")) == ()
 
 
 DISK, UNFINISHED = {"harness": ("disk full",)}, {"unfinished": 3}

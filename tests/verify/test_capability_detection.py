@@ -6,12 +6,17 @@ import tomllib
 import pytest
 import torch
 
+from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.capability_table import read_table, render_table
 from attncheck.subjects.conventions.convention import ConventionOptions
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import Candidate
 from attncheck.verify import capability_detection
-from attncheck.verify.capability_detection import detect_capabilities
+from attncheck.verify.capability_detection import (
+    DetectedCapabilities,
+    TrialResult,
+    detect_capabilities,
+)
 from attncheck.verify.proposed_table import propose_table
 
 
@@ -253,3 +258,27 @@ def test_trials_keep_the_query_length_of_the_base_problem(aspect):
     assert trials
     for one in trials:
         assert one.of(base).query == base.query
+
+
+@pytest.mark.parametrize(
+    ("reason", "comment"),
+    [
+        ("word " * 17 + "elements differ", "word " * 17 + "…"),
+        ("word " * 17 + "end", "word " * 17 + "end"),
+        ("x" * 100, "x" * 88 + " …"),
+    ],
+)
+def test_comments_are_cut_between_words(reason, comment):
+    tried = (
+        TrialResult(aspect="head_dims", what="64", verdict="takes"),
+        TrialResult(aspect="head_dims", what="80", verdict="wrong", reason=reason),
+    )
+    detection = DetectedCapabilities(
+        convention="sdpa",
+        options=ConventionOptions(),
+        base=Problem(query=16),
+        exposes_lse=True,
+        tried=tried,
+    )
+    (line,) = propose_table(detection, "mine.py::kernel")[1]["head_dims"]
+    assert line.endswith(f"taken out: {comment}")

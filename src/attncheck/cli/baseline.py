@@ -52,6 +52,9 @@ class Measurements:
     # A short description of each case, by its id.
     problems: dict[str, str] = field(default_factory=dict)
     complete: bool = True  # whether every planned question was asked
+    # Dtypes that every source was limited to, by --dtype; None before the first source, and empty
+    # where one was not limited.
+    dtypes: frozenset[str] | None = None
 
 
 def baseline_path(typed: str | None) -> Path:
@@ -72,8 +75,10 @@ def read_measurements(sources: Sequence[str]) -> Measurements:
     """
     measured = Measurements()
     for source in sources:
-        answers, environments, complete = _read(Path(source))
+        answers, environments, complete, dtypes = _read(Path(source))
         measured.complete &= complete
+        before = dtypes if measured.dtypes is None else measured.dtypes
+        measured.dtypes = before | dtypes if before and dtypes else frozenset()
         measured.by_record |= environments
         measured.answers += answers
         records = list(measurements(answers))
@@ -93,8 +98,10 @@ def read_measurements(sources: Sequence[str]) -> Measurements:
     return measured
 
 
-def _read(path: Path) -> tuple[list[Answer], dict[str, Environment], bool]:
-    """Return the answers, the environments, and whether every planned question was asked."""
+def _read(path: Path) -> tuple[list[Answer], dict[str, Environment], bool, frozenset[str]]:
+    """Return the answers, the environments, whether all was asked, and the chosen dtypes."""
+    from attncheck.reporting.gate_verdict import chosen_dtypes
+
     # A journal may be of an interrupted gate, which has no gate.json.
     if path.suffix == ".jsonl":
         report = read_run_journal(path)
@@ -104,10 +111,11 @@ def _read(path: Path) -> tuple[list[Answer], dict[str, Environment], bool]:
             records = load_report(path, Report)
             # Not complete, since such a report does not say what was planned.
             answers = [Answer(unit="", stage="baseline", record=one) for one in records.records]
-            return answers, records.environments, False
+            return answers, records.environments, False, frozenset()
         report = load_report(path, GateReport)
     # A shard asked only a part, so cases that it lacks are not gone.
-    return list(report.answers), report.environments, not report.unfinished and not report.shard
+    complete = not report.unfinished and not report.shard
+    return list(report.answers), report.environments, complete, frozenset(chosen_dtypes(report))
 
 
 _ACCEPTED = ("worse", "better", "new", "gone")  # standings that ``accept`` takes over
@@ -242,7 +250,13 @@ for _verb in (write, diff, accept):
 
 def _changes(path: Path, measured: Measurements) -> tuple[Change, ...]:
     old = read_baseline(path)
-    return compare_runs(old, measured.answers, measured.by_record, complete=measured.complete)
+    return compare_runs(
+        old,
+        measured.answers,
+        measured.by_record,
+        complete=measured.complete,
+        dtypes=measured.dtypes or (),
+    )
 
 
 def _filter_changes(

@@ -143,7 +143,13 @@ def _comparisons(
         # Cases of the baseline that are missing in a shard may be in other shards.
         is_whole = complete and not head.get("shard")
         changes.append(
-            baseline_comparison.compare_runs(baseline[1], answers, environments, complete=is_whole)
+            baseline_comparison.compare_runs(
+                baseline[1],
+                answers,
+                environments,
+                complete=is_whole,
+                dtypes=[name for name in str(head.get("dtypes", "")).split(",") if name],
+            )
         )
     if head.get("against"):
         names.append(f"commit {str(head['against'])[:12]}")

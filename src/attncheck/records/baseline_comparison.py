@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -193,12 +193,12 @@ def _has_independent_errors(record: Record) -> bool:
 
 _ORDER: tuple[BaselineStanding, ...] = (
     *("worse", "better", "gone"),
-    *("new", "within rounding", "identical"),
+    *("new", "not asked", "within rounding", "identical"),
 )
 # Which change of a case to report for several baselines: cases without a counterpart come last.
 _RANK: tuple[BaselineStanding, ...] = (
     *("worse", "better", "within rounding", "identical"),
-    *("gone", "new"),
+    *("gone", "not asked", "new"),
 )
 
 
@@ -235,6 +235,7 @@ def compare_runs(
     environments: Mapping[str, Environment],
     *,
     complete: bool = True,
+    dtypes: Collection[str] = (),
 ) -> tuple[Change, ...]:
     """Compare each case that was measured with its entry in ``baseline``.
 
@@ -244,6 +245,8 @@ def compare_runs(
         environments: Environments of the answers, by the ids in their Records.
         complete: Whether the whole plan was asked. In a shard, or in a run that was stopped, a
             missing case does not count as gone.
+        dtypes: The dtypes that were chosen; empty for all. A missing case of another dtype was not
+            asked, and is not gone.
 
     Returns:
         The changes, sorted as by ``sort_changes``.
@@ -253,7 +256,7 @@ def compare_runs(
     measured = {(entry.kernel, entry.device) for entry, _ in after.values()}
     before = {e.key: e for e in baseline.entries if (e.kernel, e.device) in measured}
     by_id = baseline.environments | {one.id: one for one in environments.values()}
-    return _compare_entries(before, after, by_id, complete=complete)
+    return _compare_entries(before, after, by_id, complete=complete, dtypes=dtypes)
 
 
 def compare_answers(
@@ -319,6 +322,7 @@ def _compare_entries(
     environments: Mapping[str, Environment],
     *,
     complete: bool,
+    dtypes: Collection[str] = (),
 ) -> tuple[Change, ...]:
     common = {k: _Case(before[k], *after[k]) for k in after if k in before}
     standings = _standings(common)
@@ -330,18 +334,21 @@ def _compare_entries(
         changes.append(_change(case.before, case.after, standing, reason))
     changes += [_change(None, after[key][0], "new", "") for key in after if key not in before]
     if complete:
-        changes += _missing_changes(before, after)
+        changes += _missing_changes(before, after, dtypes)
     return sort_changes(changes)
 
 
-def _missing_changes(before: Mapping[Key, Entry], after: Mapping[Key, object]) -> Iterator[Change]:
+def _missing_changes(
+    before: Mapping[Key, Entry], after: Mapping[Key, object], dtypes: Collection[str]
+) -> Iterator[Change]:
     """Yield the cases that were not asked; they count as worse if their kernel was not asked."""
     measured = {before[key].kernel for key in after if key in before}
     for key, entry in before.items():
         if key in after:
             continue
         if entry.kernel in measured:
-            yield _change(entry, None, "gone", "")
+            is_chosen = not dtypes or entry.dtype in dtypes
+            yield _change(entry, None, "gone" if is_chosen else "not asked", "")
         else:  # otherwise a kernel that was not asked at all would pass
             reason = "of all that the baseline has of this kernel nothing was asked"
             yield _change(entry, None, "worse", reason)

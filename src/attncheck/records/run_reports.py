@@ -13,7 +13,9 @@ Stage = Literal["contract", "probes", "bounds", "properties", "memory", "determi
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
-BaselineStanding = Literal["identical", "within rounding", "better", "worse", "new", "gone"]
+BaselineStanding = Literal[
+    "identical", "within rounding", "better", "worse", "new", "gone", "not asked"
+]
 STANDINGS: tuple[BaselineStanding, ...] = get_args(BaselineStanding)
 """A case compared with its baseline: identical bits; different bits, but no significant change of
 accuracy; more accurate; less accurate; missing in the baseline; not asked in this run."""

@@ -77,6 +77,12 @@ _READING = (
     "out/bound, LSE/bound, grad/bound: largest error ÷ its bound, of gradients the largest of all; "
     "above 1, or nan, is proof of a fault."
 )
+# What a gate asks in its stages bounds, memory and determinism, and no question of a check. Of
+# strides, a check tries two kinds while it detects what the kernel takes.
+_LEFT_TO_GATE = (
+    "left to attncheck gate: scale ≤ 0, most kinds of strides, offsets beyond 2³¹, NaN in hidden "
+    "keys, determinism"
+)
 # Limits that keep verdict, cause, problem and reproducing command on a first screen of 24 lines.
 _MOST_CAUSES = 3
 _MOST_LIKELY = 3
@@ -129,6 +135,8 @@ def _document(
     elif worst is None:
         notes += [f"judged as {one}" for one in profiles(report.records, brief=not remarks)]
         notes += [visible] if (visible := visible_faults(report.records)) else []
+        if check_outcome(report) == "pass" and not _is_chosen_by_hand(report):
+            notes.append(_LEFT_TO_GATE)
     notes += refusal_lines(report.records) if remarks else []
     kernels = [" · ".join(filter(None, one)) for one in report.kernels.items()]
     if report.claims is not msgspec.UNSET:

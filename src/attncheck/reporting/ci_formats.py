@@ -58,7 +58,8 @@ _COUNTED = {"failure": "failures", "error": "errors", "skipped": "skipped"}
 def junit_text(report: GateReport) -> str:
     """Return ``report`` as JUnit XML, as GitLab, Jenkins and GitHub's actions read it.
 
-    There is a suite for each kernel and stage, and a test case for each question.
+    There is a suite for each kernel and stage, with a test case for each question, and one for each
+    kernel's comparison with a baseline, with a test case for each of its cases.
     """
     root = ET.Element("testsuites", {"name": "attncheck gate"})
     for name, cases in _suites(report).items():
@@ -95,7 +96,8 @@ def _suites(report: GateReport) -> dict[str, list[ET.Element]]:
             ET.SubElement(case, "failure", {"type": "regression", "message": text}).text = text
         else:
             ET.SubElement(case, "system-out").text = _xml(f"{change.standing}: {text}")
-        suites.setdefault(f"{change.kernel} · baseline", []).append(case)
+        # A suite of its own, since the stage baseline counts questions.
+        suites.setdefault(f"{change.kernel} · compared with {report.baseline}", []).append(case)
     # Errors that are no kernel's fault, but leave the gate without an answer.
     errors = [(f"the gate itself {i}", "harness", line) for i, line in enumerate(report.harness, 1)]
     if report.unfinished:
@@ -309,7 +311,10 @@ def _errors(report: GateReport) -> Iterator[str]:
         yield _annotation("error", line, "the gate itself")
     for group in failure_groups(report):
         lines, kernel = _failure_lines(report, group), group.shown.record.kernel
-        yield _annotation("error", "\n".join(lines), f"{kernel}: {lines[0]}", kernel)
+        # The first line of the text says what is wrong; a title that repeats it is cut by GitHub.
+        question = str(group.shown.record.case.get("question", ""))
+        title = f"{kernel}: {group.answer.stage} {question}".rstrip()
+        yield _annotation("error", "\n".join(lines), title, kernel)
     for change, cases in group_changes(failing_changes(report, policy_of(report))):
         text = f"{change.standing} than the baseline: {change.reason}"
         yield _annotation("error", text, cases, change.kernel)

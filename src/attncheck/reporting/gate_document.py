@@ -68,19 +68,24 @@ _METHOD = (
 
 
 def gate_document(
-    report: GateReport, *, most: int = MOST_ON_TERMINAL, where: str = "--out has all of them"
+    report: GateReport,
+    *,
+    most: int = MOST_ON_TERMINAL,
+    where: str = "--out has all of them",
+    failures_first: bool = False,
 ) -> Document:
     """Return the page of ``report`` for a terminal or a summary.
 
     Args:
         where: Where the failures beyond the first ``most`` are.
+        failures_first: Whether the failures precede the counts. A terminal shows the end of a page
+            first, and a summary its beginning.
     """
+    counts, failures = (_counts(report), *_warnings(report)), _failures(report, most, where)
+    changes = _baseline(report)
     sections = (
         *_causes(report),
-        _counts(report),
-        *_warnings(report),
-        *_baseline(report),
-        *_failures(report, most, where),
+        *((*failures, *changes, *counts) if failures_first else (*counts, *changes, *failures)),
         *_not_covered(report),
     )
     return Document(
@@ -302,13 +307,16 @@ def _baseline(report: GateReport) -> list[Section]:
     if not report.changes:
         return []
     rows = []
+    # Only a run with --dtype leaves cases out.
+    found = {change.standing for change in report.changes}
+    standings = [one for one in STANDINGS if one != "not asked" or one in found]
     for kernel in dict.fromkeys(change.kernel for change in report.changes):
         count = Counter(c.standing for c in report.changes if c.kernel == kernel)
-        cells = (count_cell(count[one], _STANDING_LOOKS.get(one, "plain")) for one in STANDINGS)
+        cells = (count_cell(count[one], _STANDING_LOOKS.get(one, "plain")) for one in standings)
         rows.append(row(kernel, *cells))
     # Cases of other standings need no action and are only counted.
     shown = group_changes(c for s in ("worse", "better") for c in report.changes if c.standing == s)
-    blocks: list[Block] = [Table(columns(["kernel"], STANDINGS, cut=1), tuple(rows))]
+    blocks: list[Block] = [Table(columns(["kernel"], standings, cut=1), tuple(rows))]
     blocks += [
         Note(f"{one.standing}: {cases}: {one.reason}", _STANDING_LOOKS[one.standing])
         for one, cases in shown[:_MOST_CHANGES]

@@ -6,7 +6,7 @@ import itertools
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -72,19 +72,34 @@ class FailureGroup:
 
 def policy_of(report: GateReport) -> Policy:
     """Return the policy that the command line of ``report`` set."""
-    words = report.command.split()
-    with suppress(ValueError):  # it may be malformed
-        # In a longer one a quoted word may be taken for an option, but no option is missed.
-        words = shlex.split(report.command) if len(report.command) <= _LONGEST_COMMAND else words
+    words = _command_words(report)
     flaky = 0
-    for word, following in itertools.pairwise([*words, ""]):
-        name, _, value = word.partition("=")
-        number = value or following
+    for name, number in _options(words):
         if name == "--flaky" and number.isascii() and number.isdigit():
             flaky = int(number[:9])
     return Policy(
         strict="--strict" in words, strict_baseline="--strict-baseline" in words, flaky=flaky
     )
+
+
+def chosen_dtypes(report: GateReport) -> tuple[str, ...]:
+    """Return the dtypes that the command line of ``report`` chose; empty for all."""
+    return tuple(value for name, value in _options(_command_words(report)) if name == "--dtype")
+
+
+def _command_words(report: GateReport) -> list[str]:
+    words = report.command.split()
+    with suppress(ValueError):  # it may be malformed
+        # In a longer one a quoted word may be taken for an option, but no option is missed.
+        words = shlex.split(report.command) if len(report.command) <= _LONGEST_COMMAND else words
+    return words
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each word as if it were an option, and its value: after ``=``, or the next word."""
+    for word, following in itertools.pairwise([*words, ""]):
+        name, _, value = word.partition("=")
+        yield name, value or following
 
 
 def gate_exit_code(report: GateReport, policy: Policy | None = None) -> int:
@@ -126,6 +141,7 @@ def gate_verdict(report: GateReport) -> Verdict:
     changed, untested = len(failing_changes(report, policy)), len(untested_kernels(report))
     parts = {
         f"{changed:,} not as the baseline": changed,
+        _compared_text(report): sum(one.standing == "not asked" for one in report.changes),
         f"{report.unfinished:,} not asked": report.unfinished,
         **{f"{count[s]:,} {s}": count[s] for s in DOUBTFUL if s not in failing},
         f"{count['unsupported']:,} not supported": count["unsupported"],
@@ -144,6 +160,15 @@ def gate_verdict(report: GateReport) -> Verdict:
         word = "NOT ALL TESTED"
     first = f"{failed:,} of {number} failed" if failed else number
     return Verdict(word, ", ".join([first, *(text for text, n in parts.items() if n)]), look)
+
+
+def _compared_text(report: GateReport) -> str:
+    """Return ``1 of 12 baseline cases compared (--dtype leaves 11 out)``."""
+    count = Counter(change.standing for change in report.changes)
+    known = count.total() - count["new"]
+    compared = known - count["gone"] - count["not asked"]
+    cases = f"{compared:,} of {plural(known, 'baseline case')} compared"
+    return f"{cases} (--dtype leaves {count['not asked']:,} out)"
 
 
 def questions(report: GateReport) -> tuple[Answer, ...]:

@@ -102,7 +102,8 @@ def gate_markdown(report: GateReport, *, largest: int = LARGEST_SUMMARY) -> str:
     # Failures take most of the space, so only as many of them as fit are shown in full.
     text = ""
     for most in (100, 50, 20, 10, 5, 2, 1, 0):
-        text = markdown_text(gate_document(report, most=most, where="gate.json has all of them"))
+        where = "gate.json has all of them"
+        text = markdown_text(gate_document(report, most=most, where=where, failures_first=True))
         if len(text.encode(errors="backslashreplace")) <= largest:
             return text
     # With hundreds of kernels not even the head fits.

@@ -414,6 +414,7 @@ _STANDING_LOOKS: dict[run_reports.BaselineStanding, Look] = {
     "better": "good",
     "gone": "notable",
     "new": "plain",
+    "not asked": "dim",
     "within rounding": "dim",
     "identical": "dim",
 }
@@ -424,7 +425,8 @@ def baseline_document(report: run_reports.BaselineComparison) -> Document:
     """Return the page of each case's change since the baseline, the worst standings first."""
     sections = []
     alike = group_by(report.changes, lambda change: change.standing)
-    alike.pop("identical", None)  # counted in the facts above, with nothing else to show
+    for standing in ("identical", "not asked"):  # counted above, with nothing else to show
+        alike.pop(standing, None)
     for standing in (one for one in _STANDING_LOOKS if one in alike):
         changes = alike[standing]
         # Every worse or better case is shown, but only the first of thousands of new ones.

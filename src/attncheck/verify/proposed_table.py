@@ -162,4 +162,7 @@ def _fault_comments(tried: Iterable[TrialResult]) -> list[str]:
 def _shorten(reason: str) -> str:
     # TOML allows no control characters in comments.
     line = " ".join("".join(c if c.isprintable() else " " for c in reason).split())
-    return line if len(line) <= _LONGEST_REASON else f"{line[: _LONGEST_REASON - 1]}…"
+    if len(line) <= _LONGEST_REASON:
+        return line
+    whole_words = line[: _LONGEST_REASON - 1].rpartition(" ")[0]
+    return f"{whole_words or line[: _LONGEST_REASON - 2]} …"
