@@ -88,7 +88,9 @@ class FaultOptions:
     replace: str | None = verb.option(
         "--replace", "package.module:NAME", "With --pytest: the function that your tests call."
     )
-    convention: str = verb.convention("as its signature shows", "With --pytest: how the function is called")
+    convention: str = verb.convention(
+        "as its signature shows", "With --pytest: how the function is called"
+    )
     kernels: tuple[str, ...] = verb.argument("[KERNEL]…", nargs=-1)
     mutants: bool = verb.flag(
         "--mutants",

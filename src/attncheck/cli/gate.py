@@ -123,7 +123,7 @@ class GateOptions:
     timed: bool = verb.flag(
         "--bench",
         "Finally time the kernels as attncheck bench does: fail where one is wrong, or slower "
-"than as of --against.",
+        "than as of --against.",
     )
     cluster: str | None = verb.option(
         "--cluster", "ADDRESS", "Ray cluster to run on: auto, local, or an address."
