@@ -62,6 +62,13 @@ def test_problem_line_lists_score_mod_backward_and_scale():
     assert text.endswith("scale 0.5")
 
 
+def test_problem_of_a_cause_has_the_parameters_of_its_mods():
+    """The case this guards: a cap of 10,000, which changes nothing, was shown as any softcap."""
+    problem = Problem(query=4, kv=4, score=Spec.of("softcap", cap=10000.0), backward=True)
+    record = SimpleNamespace(case=Case(problem=problem).to_json())
+    assert check_document._full_problem(record).startswith("full softcap(cap=10000.0) backward B1")
+
+
 def test_allowance_terms_are_sorted_with_share_and_meaning(make):
     worst = make.worst(budget={"weights": 0.0078125, "output rounding": 0.0234375})
     lines = as_page(make.judged(worst=worst)).splitlines()

@@ -13,10 +13,10 @@ def explanation(sentence, share=0.998, explains_all=True, **parameters):
     )
 
 
-def lines(*ranked, tied=0, **known):
+def lines(*ranked, tied=0, tried=45, **known):
     level = "named" if tied else "unknown"
     fields = {"level": level, **known}
-    return list(explanation_facts(Diagnosis(ranked=ranked, tied=tied, tried=45, **fields)))
+    return list(explanation_facts(Diagnosis(ranked=ranked, tied=tied, tried=tried, **fields)))
 
 
 def test_confirmed_model_is_likely():
@@ -61,6 +61,13 @@ def test_family_is_shown_with_observed_facts():
 
 def test_unknown_when_no_model_fits():
     assert lines() == [("likely", "unknown: none of 45 fault models fits")]
+
+
+def test_single_model_is_no_plural():
+    text = "the one fault model that applies"
+    assert lines(tried=1) == [("likely", f"unknown: {text} does not fit")]
+    family = {"level": "family", "family": "a factor"}
+    assert lines(tried=1, **family) == [("likely", f"a factor; {text} is not confirmed")]
 
 
 def test_undiagnosed_record_has_no_lines():

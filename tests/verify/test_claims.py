@@ -161,7 +161,7 @@ def test_limits_that_raise_are_reported_and_not_asked(find):
     takes = "fp16; head_dim 32, 64, 128; values as wide as keys; as many queries as keys"
     assert claims.limits() == takes
     (line,) = claims.lines()
-    assert line.startswith(f"takes {takes}: only that is asked")
+    assert line.startswith(f"supports {takes}: only this is tested")
     assert line.endswith("beyond that it raises RuntimeError, TypeError")
     assert wrong(claims) == []
     limited = on_terms(subject, claims.terms())
@@ -261,7 +261,8 @@ def test_wrong_output_dtype_is_one_finding_for_all_input_dtypes(find, name, dtyp
     """The finding names every input dtype that is answered in another one."""
     subject, claims = find(name)
     (line,) = claims.lines()
-    assert line == f"takes {dtype}: only that is asked (`attncheck init` keeps it)"
+    only = "only this is tested (`attncheck init` writes it into the configuration)"
+    assert line == f"supports {dtype}: {only}"
     limited = on_terms(subject, claims.terms())
     names = wrong(claims)
     records = [
@@ -324,9 +325,13 @@ def test_kernel_that_always_raises_has_no_claims(find):
 @pytest.mark.parametrize(
     ("name", "convention", "line"),
     [
-        ("heads_inside", "flash_attn", "called as flash_attn, by which alone it is right; "),
-        ("scaled_bhsd", "sdpa", "called as sdpa, by which alone it is right; --convention flash"),
-        ("either", "sdpa", "right as sdpa and as flash_attn: asked as sdpa; --convention flash_at"),
+        (
+            "heads_inside",
+            "flash_attn",
+            "called as flash_attn, the only convention with which it is right",
+        ),
+        ("scaled_bhsd", "sdpa", "called as sdpa, the only convention with which it is right; --"),
+        ("either", "sdpa", "right when called as sdpa and as flash_attn: called as sdpa here"),
     ],
 )
 def test_convention_is_detected(find, name, convention, line):
@@ -372,9 +377,9 @@ def test_convention_of_a_wrong_kernel_is_inferred_from_shapes(find):
     assert (claims.convention, claims.right) == ("flash_attn", False)
     assert [one.what for one in claims.readings] == ["sdpa", "flash_attn"]
     line, *_ = claims.lines()
-    assert line.startswith("right by no convention (as sdpa wrong: ")
+    assert line.startswith("wrong with every convention (as sdpa wrong: ")
     assert "; as flash_attn wrong: bound: out[" in line
-    assert line.endswith("asked as flash_attn; --convention sdpa says otherwise")
+    assert line.endswith("called as flash_attn here; --convention sdpa changes that")
 
 
 @pytest.mark.parametrize("name", ["heads_inside", "halved", "wrong_inside"])

@@ -123,18 +123,18 @@ _ACCEPTED = ("worse", "better", "new", "gone")  # standings that ``accept`` take
 
 @click.group(cls=Group)
 def baseline() -> None:
-    """Keep what your kernels can do in a file of the project, and see what has become of it.
+    """Save the measured errors of your kernels in a file, and compare later ones with them.
 
-    SOURCE is what a gate wrote: its gate.json, or its journal results.jsonl.
+    SOURCE is a file that `attncheck gate` wrote: its gate.json, or its journal results.jsonl.
     """
 
 
 _SOURCES: Any = verb.argument("SOURCE…", nargs=-1, required=True)
 _FILE: Any = verb.option(
-    "--baseline", "FILE", "The baseline (default: attncheck-baseline.json of the project)."
+    "--baseline", "FILE", "File of the baseline (default: attncheck-baseline.json of the project)."
 )
-_KERNELS: Any = verb.several("--kernel", "NAME", "Only of this kernel; repeatable.")
-_CASES: Any = verb.several("--case", "ID", "Only of this case; repeatable.")
+_KERNELS: Any = verb.several("--kernel", "NAME", "Only cases of this kernel (repeatable).")
+_CASES: Any = verb.several("--case", "ID", "Only the case of this id (repeatable).")
 
 
 @verb.command
@@ -142,11 +142,11 @@ def write(
     *,
     sources: tuple[str, ...] = _SOURCES,
     file: str | None = _FILE,
-    force: bool = verb.flag("--force", "Replace a baseline that is there."),
+    force: bool = verb.flag("--force", "Replace an existing baseline."),
 ) -> int:
-    """Make the file, of what the kernels of SOURCE can do.
+    """Save the measured errors of the kernels in SOURCE.
 
-    What fails cannot be kept: a baseline excuses no wrong answer. Commit the file.
+    Nothing is saved if an answer is wrong, since a baseline excuses none. Commit the file.
     """
     path = baseline_path(file)
     if path.exists() and not force:
@@ -171,10 +171,12 @@ def diff(
     file: str | None = _FILE,
     kernels: tuple[str, ...] = _KERNELS,
     cases: tuple[str, ...] = _CASES,
-    strict: bool = verb.flag("--strict-baseline", "Exit code 1 for what is better or gone, too."),
+    strict: bool = verb.flag(
+        "--strict-baseline", "Exit with code 1 for cases that are better or gone, too."
+    ),
     fmt: str = verb.fmt(),
 ) -> int:
-    """Show what the kernels of SOURCE can do, compared with the baseline.
+    """Compare the measured errors of the kernels in SOURCE with the baseline.
 
     Exit code 1 when a case is worse.
     """
@@ -200,12 +202,14 @@ def accept(
     file: str | None = _FILE,
     kernels: tuple[str, ...] = _KERNELS,
     cases: tuple[str, ...] = _CASES,
-    reason: str = verb.option("--reason", "TEXT", "Why; it must be said of what is worse.", ""),
+    reason: str = verb.option(
+        "--reason", "TEXT", "Reason for accepting a case that is worse; required for one.", ""
+    ),
 ) -> int:
-    """Take over what has become of SOURCE's kernels: all, or by --kernel and --case.
+    """Put the changed errors in SOURCE into the baseline: all, or those of --kernel and --case.
 
-    What is worse needs a reason, which stands in the file from then on. What is within rounding
-    stays as it was, unless its case is named: else a baseline would creep.
+    A case that is worse needs a --reason, which is kept in the file. A case that differs only by
+    chance keeps its old value unless --case names it: else many small losses would add up.
     """
     from attncheck.reporting.score_documents import tally
 

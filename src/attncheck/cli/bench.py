@@ -57,43 +57,48 @@ class BenchOptions:
         "(repeatable; default: main, on a cpu cpu).",
     )
     dtypes: tuple[str, ...] = verb.several(
-        "--dtype", "NAME", "In place of the table's: fp32, tf32, fp16, bf16, e4m3 or e5m2."
+        "--dtype", "NAME", "Dtype, instead of the table's: fp32, tf32, fp16, bf16, e4m3 or e5m2."
     )
     variants: tuple[str, ...] = verb.several(
-        "--variant", "NAME", "In place of the table's: a mask and score mod of `attncheck list`."
+        "--variant", "NAME", "Mask and score mod of `attncheck list`, instead of the table's."
     )
     lengths: tuple[int, ...] = verb.several(
-        "--length", "N", "In place of the table's.", type=click.IntRange(1)
+        "--length", "N", "Sequence length, instead of the table's.", type=click.IntRange(1)
     )
     dims: tuple[int, ...] = verb.several(
-        "--head-dim", "N", "In place of the table's.", type=click.IntRange(1, 256)
+        "--head-dim", "N", "Head dim, instead of the table's.", type=click.IntRange(1, 256)
     )
     shapes: tuple[str, ...] = verb.several(
-        "--shape", "BxHxLxD", "In place of a table: sizes as of `attncheck rmse`."
+        "--shape", "BxHxLxD", "Sizes, written as for `attncheck rmse`, instead of a table."
     )
     backward: bool | None = verb.option(
         "--backward/--forward",
         "",
-        "Whether the backward is timed too (default: as the table says).",
+        "Time the backward too, or the forward alone (default: as the table says).",
         is_flag=True,
     )
     baseline: str = verb.option(
-        "--baseline", "NAME", f"The kernel that others are beside (default: {_BASELINE}).", ""
+        "--baseline",
+        "NAME",
+        f"Kernel that the others are compared with (default: {_BASELINE}).",
+        "",
     )
     against: str | None = verb.option(
         "--against",
         "REF",
-        "Time the --kernel of a file as of another commit too, and say whether it is faster, "
-        "slower or the same.",
+        "Time the --kernel of a file as of git commit REF too, and say whether it has become "
+        "faster or slower.",
     )
     rounds: int | None = verb.option(
         "--rounds",
         "N",
-        f"In which kernels take turns (default: {_ROUNDS}, with --against {_ROUNDS_AGAINST}).",
+        f"Number of rounds in which the kernels take turns (default: {_ROUNDS}, with --against "
+        f"{_ROUNDS_AGAINST}).",
         type=click.IntRange(1, 10_000),
     )
     graph: bool = verb.flag(
-        "--graph", "Time calls in CUDA graphs, without launches, where they can be captured."
+        "--graph",
+        "Time CUDA graphs of the calls, which leaves out launches, where they can be captured.",
     )
     seed: int = verb.seed()
     device: str | None = verb.device("Where kernels run", verb.GPU)
@@ -102,22 +107,22 @@ class BenchOptions:
     fmt: str = verb.fmt()
     directory: str = verb.out("bench.json, bench.md and bench.csv")
     plots: tuple[str, ...] = verb.plots("Also draw a roofline")
-    max_time: str | None = verb.max_time(", with what there is")
+    max_time: str | None = verb.max_time(", and keep what has been measured")
     quiet: bool = verb.quiet()
 
 
 @verb.command
 def bench(options: BenchOptions) -> int:
-    """Time kernels in turns, and judge what the timed calls gave.
+    """Time kernels in turns, and check the outputs of the timed calls.
 
-    The tables of the FlashAttention and FlexAttention papers and of Triton's tutorial, or shapes of
-    your own: TFLOP/s forward, backward and both, of decoding TB/s, beside a kernel and beside what
-    this machine does at best, a large matmul and a large copy measured in the same run.
+    Shapes are those of the FlashAttention and FlexAttention papers and of Triton's tutorial, or
+    your own. Each kernel's TFLOP/s (TB/s for decoding) stand beside those of the --baseline kernel,
+    and beside the best of this machine: a large matmul and a large copy, measured in the same run.
 
-    A fast wrong kernel is `fail`. On a CPU Triton kernels are interpreted and their times mean
-    nothing: torch's kernels and functions of its operations are timed there, and no others.
+    A wrong kernel is `fail`, however fast. On a CPU only torch's kernels and functions of torch's
+    operations are timed: Triton kernels are interpreted there, and their times mean nothing.
 
-    A run that is stopped, by Ctrl-C or --max-time, writes and shows the cells that it has.
+    A run that is stopped, by Ctrl-C or --max-time, writes and shows the cells that it has measured.
 
     Exit code 1 when a verdict is fail, a kernel raised, or one is slower than --against, 3 when
     --max-time was too short, 5 when nothing could be timed, 130 after Ctrl-C.

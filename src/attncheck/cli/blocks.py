@@ -19,29 +19,33 @@ _SIZE = click.IntRange(1, MOST)
 def blocks(
     *,
     mask: str = verb.argument("MASK"),
-    query: int = verb.option("--query", "N", "Rows of the mask.", DEFAULT_LENGTH, type=_SIZE),
-    kv: int | None = verb.option(
-        "--kv", "N", "Keys of the mask (default: as many as rows).", type=_SIZE
+    query: int = verb.option(
+        "--query", "N", "Number of rows of the mask.", DEFAULT_LENGTH, type=_SIZE
     ),
-    batch: int = verb.option("--batch", "N", "Sequences, for a mask that reads b.", 1, type=_SIZE),
+    kv: int | None = verb.option(
+        "--kv", "N", "Number of keys of the mask (default: as many as rows).", type=_SIZE
+    ),
+    batch: int = verb.option(
+        "--batch", "N", "Number of sequences, for a mask that depends on b.", 1, type=_SIZE
+    ),
     heads: int = verb.option(
-        "--heads", "N", "Query heads, for a mask that reads h.", 1, type=_SIZE
+        "--heads", "N", "Number of query heads, for a mask that depends on h.", 1, type=_SIZE
     ),
     sizes: tuple[str, ...] = verb.several(
         "--block",
         "ROWSxKEYS",
-        f"Size of a tile, any numbers (repeatable; default: {DEFAULT_BLOCK}).",
+        f"Size of a tile (repeatable; default: {DEFAULT_BLOCK}).",
     ),
     mapped: bool = verb.flag("--map", "Also draw the tiles of the first sequence and head."),
     as_json: bool = verb.as_json(),
 ) -> int:
     """Count the tiles that a mask leaves empty, partial and full.
 
-    MASK is a name of the library, a mask in JSON such as '{"name": "prefix_lm", "prefix": 64}', or
-    FILE.py::NAME.
+    MASK is a mask's name in `attncheck list`, a mask in JSON such as '{"name": "prefix_lm",
+    "prefix": 64}', or FILE.py::NAME.
 
-    A kernel with a block mask, FlexAttention's or ours, skips the empty tiles, and applies the mask
-    in the partial ones.
+    A kernel with a block mask, FlexAttention's or attncheck's, skips the empty tiles, and applies
+    the mask in the partial ones.
     """
     with interrupts.importing():
         from attncheck.surveys.block_survey import blocks_of, mask_of, survey_blocks

@@ -60,41 +60,45 @@ class CheckOptions:
     head_dims: tuple[int, ...] = verb.several(
         "--head-dim",
         "N",
-        "A head_dim that the kernel takes (repeatable; default: 64, 80, 96 and 128).",
+        "A head_dim that the kernel has to support (repeatable; default: 64, 80, 96 and 128).",
         type=click.IntRange(1, 256),
     )
     names: tuple[str, ...] = verb.several(
-        "--question", "NAME", "Ask this one alone, by the name it has in the report (repeatable)."
+        "--question", "NAME", "Ask only this question, by its name in the report (repeatable)."
     )
     recording: str | None = verb.option(
         "--inputs",
         "FILE",
-        "Ask the calls that attncheck.capture() or attncheck model recorded (safetensors), and "
-        "nothing else.",
+        "Repeat only the calls that attncheck.capture() or attncheck model recorded (safetensors).",
     )
     flex: str | None = verb.option(
         "--flex",
         "MOD",
-        "Ask attention with this FlexAttention mask or score mod, FILE.py::NAME or module:NAME, in "
-        "each dtype, forward and backward; SPEC is torch's flex_attention where it is left out.",
+        "Test only attention with this FlexAttention mask or score mod, FILE.py::NAME or "
+        "module:NAME, in each dtype, forward and backward (default of SPEC: torch's "
+        "flex_attention).",
     )
     shapes: tuple[str, ...] = verb.several(
         "--shape",
         "BxHxLxD",
-        f"Of --flex, as in attncheck rmse (repeatable; default: {_FLEX_SHAPE}).",
+        f"Sizes for --flex, written as for attncheck rmse (repeatable; default: {_FLEX_SHAPE}).",
     )
     last_failed: bool = verb.flag(
         "--last-failed",
-        "Ask what failed in the last report of this kernel alone; all where nothing did.",
+        "Ask only the questions that failed in this kernel's last report; all if none did.",
     )
-    watch: bool = verb.flag("--watch", "Ask again whenever a file beside the kernel's has changed.")
+    watch: bool = verb.flag(
+        "--watch", "Check again whenever a Python file in the kernel's folder has changed."
+    )
     device: str = verb.device("Where the kernel runs")
     timeout: float | None = verb.timeout()
     in_process: bool = verb.in_process()
     fmt: str = verb.fmt()
     directory: str = verb.out("check.json and check.md")
-    quiet: bool = verb.flag("-q --quiet", "Verdict, cause and problem alone; no progress.")
-    verbose: bool = verb.flag("-v --verbose", "Every question, and the worst in full.")
+    quiet: bool = verb.flag(
+        "-q --quiet", "Print only the verdict, cause and problem; show no progress."
+    )
+    verbose: bool = verb.flag("-v --verbose", "Print every question, and the worst in full.")
 
     @property
     def own_questions(self) -> bool:
@@ -104,15 +108,16 @@ class CheckOptions:
 
 @verb.command
 def check(options: CheckOptions) -> int:
-    """Ask one kernel what wrong kernels answer wrongly: some sixty exact probes and problems.
+    """Check one kernel with about 60 problems that are known to expose faults.
 
     SPEC is FILE.py::NAME, package.module:NAME, FOLDER::NAME of the kernels hub, or a kernel of
-    `attncheck list`. NAME is a function of query, key and value in a known convention that gives
-    out, or (out, LSE), or a Subject. It runs in a process of its own: what ends or changes that is
-    told, and changes no verdict.
+    `attncheck list`. NAME is a Subject, or a function of query, key and value that returns out, or
+    (out, LSE), and is called by one of the conventions below. It runs in a process of its own:
+    whatever ends this process, or changes its settings, is reported and spoils no other result.
 
-    Exit code 1 when an answer is more than rounding away or the kernel raised, or when no question
-    would have noticed a whole class of fault; 5 when it takes none.
+    Exit code 1 when an error is larger than rounding explains, when the kernel raised, or when no
+    question could have shown a whole class of faults; 5 when the kernel supports none of the
+    problems.
     """
     few_threads(small=options.own_questions)
     options = dataclasses.replace(options, spec=_kernel_spec(options))

@@ -19,10 +19,10 @@ def config(
     *,
     files: tuple[str, ...] = verb.argument("[FILE]…", nargs=-1),
 ) -> int:
-    """Read the tables of kernels strictly, and say every mistake in a line.
+    """Check the tables of kernels in a configuration, and print each mistake in a line.
 
-    FILE is a pyproject.toml or an attncheck.toml (default: the nearest that names kernels, here or
-    above). No kernel is imported, and neither is torch: fit for a hook at every commit.
+    FILE is a pyproject.toml or an attncheck.toml (default: the nearest that names kernels, in this
+    folder or above). Neither kernels nor torch are imported, so a pre-commit hook can run this.
 
     Exit code 2 when something is wrong.
     """

@@ -75,13 +75,15 @@ _STORY = {
 @verb.command
 def demo(
     *,
-    device: str | None = verb.device("Where it runs", f"{verb.GPU}, else in Triton's interpreter"),
+    device: str | None = verb.device(
+        "Where the wrong kernel runs", f"{verb.GPU}, else in Triton's interpreter"
+    ),
     kernel_file: str | None = verb.option(
-        "--kernel-file", "FILE", "Write the wrong kernel there, and stop."
+        "--kernel-file", "FILE", "Write the wrong kernel to FILE, and stop."
     ),
     quiet: bool = verb.quiet(),
 ) -> int:
-    """See a wrong kernel caught: it passes the usual test, and fails in one minute.
+    """Show how a wrong kernel that passes the usual test is found within a minute.
 
     Exit code 0 when the fault was found, as it should be; 3 when it was not.
     """

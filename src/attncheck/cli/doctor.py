@@ -16,7 +16,10 @@ def doctor(
     *,
     as_json: bool = verb.as_json(),
 ) -> int:
-    """Versions, devices, and a small self-test of what runs here. Exit code 3 if one fails."""
+    """Print versions and devices, and run a small test of what works on this machine.
+
+    Exit code 3 if a test fails.
+    """
     from attncheck.surveys.machine_checkup import check_machine
 
     checkup = check_machine()

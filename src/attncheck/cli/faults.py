@@ -59,71 +59,78 @@ class FaultOptions:
     """Options of ``attncheck faults``, as typed."""
 
     host: str = verb.option(
-        "--host", "NAME", "In which kernel faults are planted: triton, ideal or all.", "all"
+        "--host", "NAME", "Kernels in which faults are planted: triton, ideal or all.", "all"
     )
-    names: tuple[str, ...] = verb.several("--fault", "ID", "Only this one (repeatable).")
+    names: tuple[str, ...] = verb.several("--fault", "ID", "Plant only this fault (repeatable).")
     categories: tuple[str, ...] = verb.several(
-        "--category", "NAME", "Only faults of this category (repeatable)."
+        "--category", "NAME", "Plant only faults of this category (repeatable)."
     )
     tier: str | None = verb.option(
         "--tier",
         "NAME",
-        "How hard the gate asks: smoke, pr or nightly (default: smoke on a cpu, pr on cuda).",
+        "How thoroughly the gate tests: smoke, pr or nightly (default: smoke on a cpu, pr on "
+        "cuda).",
     )
     device: str | None = verb.device("Where kernels run")
     file: str | None = verb.option(
         "--kernel-file",
         "FILE.py",
-        'Score on faults of your own: FAULTS = {"id": kernel, …} of the file, or its public '
-        "functions and Subjects, each of which is wrong.",
+        'Test wrong kernels of your own: those of FAULTS = {"id": kernel, …} in the file, else '
+        "all its public functions and Subjects.",
     )
     command: str | None = verb.option(
         "--pytest",
         "ARGS",
-        'Score your own tests: what follows pytest, such as "tests/ -k attn". They run once '
-        "with a right kernel in place of your function, then once with each fault.",
+        'Measure how many faults your own tests find: the arguments of pytest, such as "tests/ '
+        '-k attn". They run once with a right kernel in place of your function, then once with '
+        "each fault.",
     )
     replace: str | None = verb.option(
-        "--replace", "package.module:NAME", "With --pytest: the function that they test."
+        "--replace", "package.module:NAME", "With --pytest: the function that your tests call."
     )
-    convention: str = verb.convention("what it shows", "With --pytest: how the function is called")
+    convention: str = verb.convention(
+        "as its signature shows", "With --pytest: how the function is called"
+    )
     kernels: tuple[str, ...] = verb.argument("[KERNEL]…", nargs=-1)
     mutants: bool = verb.flag(
         "--mutants",
-        "Score mutants: every small change by rule to the file of each KERNEL, FILE.py::NAME "
-        f"(default: those that {_MUTANTS_TABLE} names).",
+        "Test mutants: copies of the file of each KERNEL, FILE.py::NAME, with one small change "
+        f"each (default: the kernels that {_MUTANTS_TABLE} names).",
     )
     tool: str | None = verb.option(
-        "--tool", "NAME", "With --mutants: who is asked: check (default), or a gate: smoke or pr."
+        "--tool",
+        "NAME",
+        "With --mutants: what tests them: check (default), or a gate of tier smoke or pr.",
     )
     most: int | None = verb.option(
         "--max-mutants",
         "N",
-        "With --mutants: at most so many, spread evenly; the same ones each time.",
+        "With --mutants: test at most N, spread evenly; the same ones each time.",
         type=click.IntRange(1),
     )
     small: bool = verb.flag(
         "--sensitivity",
-        "How small a fault is still seen: of the softmax scale, of one weight, of few bits.",
+        "Measure the smallest faults that are found: of the softmax scale, of one weight, of "
+        "too few bits.",
     )
     dtypes: tuple[str, ...] = verb.several(
-        "--dtype", "NAME", "With --sensitivity: only in this dtype (repeatable)."
+        "--dtype", "NAME", "With --sensitivity: measure only this dtype (repeatable)."
     )
-    jobs: int | None = verb.jobs("Faults")
+    jobs: int | None = verb.jobs("faults")
     json_file: str | None = verb.option("--json", "FILE", "Write the report as JSON.")
     md_file: str | None = verb.option("--md", "FILE", "Write the report as Markdown.")
     controls: bool | None = verb.option(
         "--controls/--no-controls",
         "",
-        "Whether changes that are no faults are asked too (default: where no fault or "
-        "category is named).",
+        "Test harmless changes too, which must pass (default: unless a fault or category is "
+        "named).",
     )
-    listed: bool = verb.flag("--list", "Show the faults, and run none.")
+    listed: bool = verb.flag("--list", "Print the faults, and run none.")
     fresh: bool = verb.fresh()
-    max_time: str | None = verb.max_time("; resumable")
+    max_time: str | None = verb.max_time("; the same command resumes it")
     directory: str = verb.out("the journal", "reports/faults")
     quiet: bool = verb.quiet()
-    verbose: bool = verb.flag("-v --verbose", "Each score in a line as it is known.")
+    verbose: bool = verb.flag("-v --verbose", "Print each result in a line as it is known.")
 
     @property
     def outputs(self) -> list[tuple[Path, str]]:
@@ -139,13 +146,13 @@ class FaultOptions:
 
 @verb.command
 def faults(options: FaultOptions) -> int:
-    """Score the gate: plant faults that real kernels had, and see which it catches.
+    """Measure how many planted bugs the gate finds.
 
-    Each is planted in a copy of a kernel of ours, and asked everything that `attncheck gate` asks,
-    up to the first wrong answer. A run that was stopped goes on where it was.
+    The bugs are those of real kernels. Each is planted in a copy of a kernel of attncheck, which is
+    tested as by `attncheck gate`, up to the first failure. A run that was stopped resumes.
 
-    Exit code 1 when a fault was missed or a control flagged, 3 when not everything could be scored,
-    5 when nothing was, 130 when it was interrupted.
+    Exit code 1 when a fault was missed or a harmless change failed, 3 when not everything could be
+    scored, 5 when nothing was, 130 when it was interrupted.
     """
     few_threads(small=False)
 

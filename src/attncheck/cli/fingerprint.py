@@ -22,11 +22,12 @@ def fingerprint(
 ) -> int:
     """Read a kernel's arithmetic from its outputs, and compare it with what it declares.
 
-    KERNEL is FILE.py::NAME, package.module:NAME, or a name of `attncheck list`. On inputs made for
-    the purpose out and LSE tell the format of P, the bits of sums, the tile, the sentinel and more.
+    KERNEL is FILE.py::NAME, package.module:NAME, or a name of `attncheck list`. From the outputs
+    for specially built inputs it finds the format of P, the bits of sums, the tile size, the value
+    of masked scores and more.
 
-    Exit code 1 where something is read that differs from what is declared, and is not finer; 5 when
-    the kernel takes none of the inputs.
+    Exit code 1 when something differs from what is declared and is not more precise; 5 when the
+    kernel supports none of the inputs.
     """
     few_threads(small=False)
     worker = start_worker(kernel, in_process=False)

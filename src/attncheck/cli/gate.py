@@ -62,7 +62,9 @@ class GateOptions:
 
     kernels: tuple[str, ...] = verb.argument("[KERNEL]…", nargs=-1)
     tier: str | None = verb.option(
-        "--tier", "NAME", "smoke, pr or nightly (default: smoke on a cpu, pr on cuda)."
+        "--tier",
+        "NAME",
+        "How thoroughly to test: smoke, pr or nightly (default: smoke on a cpu, pr on cuda).",
     )
     device: str | None = verb.device("Where kernels run")
     dtypes: tuple[str, ...] = verb.dtypes("all that a kernel takes")
@@ -72,53 +74,66 @@ class GateOptions:
     stages: tuple[str, ...] = verb.several(
         "--stage",
         "NAME",
-        "contract, probes, bounds, properties, memory, determinism or baseline (repeatable; "
-        "default: all).",
+        "Run only this stage: contract, probes, bounds, properties, memory, determinism or "
+        "baseline (repeatable; default: all).",
     )
-    skipped: tuple[str, ...] = verb.several("--skip", "NAME", "Leave a stage out.")
+    skipped: tuple[str, ...] = verb.several("--skip", "NAME", "Leave this stage out (repeatable).")
     exitfirst: bool = verb.flag("-x --exitfirst", "Stop at the first failure.")
-    jobs: int | None = verb.jobs("Kernels")
+    jobs: int | None = verb.jobs("kernels")
     timeout: float | None = verb.timeout()
-    max_time: str | None = verb.max_time("; resumable")
+    max_time: str | None = verb.max_time("; the same command resumes it")
     seed: int | None = verb.option(
         "--seed",
         "N",
-        "Which numbers are drawn (default: others each time in tier nightly, else the same).",
+        "Seed of the random inputs (default: a new one each time in tier nightly, else always "
+        "the same).",
         type=click.IntRange(0, 10**18),
     )
-    shard: str = verb.option("--shard", "I/N", "Ask the I-th of N parts.", "")
+    shard: str = verb.option("--shard", "I/N", "Run only the I-th of N parts.", "")
     changed_since: str | None = verb.option(
-        "--changed-since", "REF", "Only kernels whose sources git says have changed since then."
+        "--changed-since",
+        "REF",
+        "Test only kernels whose sources have changed since git commit REF.",
     )
     against: str | None = verb.option(
-        "--against", "REF", "Ask the kernels of another commit too; fail where these are worse."
+        "--against",
+        "REF",
+        "Test the kernels as of git commit REF too; fail where they have become worse.",
     )
     baseline: str | None = verb.option(
-        "--baseline", "FILE", "Fail where a kernel is worse than it was."
+        "--baseline",
+        "FILE",
+        "Fail where a kernel is worse than in this file of `attncheck baseline`.",
     )
-    strict: bool = verb.flag("--strict", "Warnings and inconclusive answers fail too.")
-    strict_baseline: bool = verb.flag("--strict-baseline", "What is better or gone fails too.")
+    strict: bool = verb.flag("--strict", "Fail for warnings and inconclusive answers too.")
+    strict_baseline: bool = verb.flag(
+        "--strict-baseline", "Fail for cases that are better than in the baseline, or gone, too."
+    )
     flaky: int = verb.option(
-        "--flaky", "N", "Answers that may be flaky.", 0, type=click.IntRange(min=0)
+        "--flaky",
+        "N",
+        "Allow up to N answers that differ between runs.",
+        0,
+        type=click.IntRange(min=0),
     )
     sanitizer: bool = verb.flag(
         "--sanitizer",
-        "A few small problems under NVIDIA's compute-sanitizer too, where it is installed.",
+        "Run a few small problems under NVIDIA's compute-sanitizer too, where it is installed.",
     )
     timed: bool = verb.flag(
         "--bench",
-        "In the end time the kernels too, alone, as attncheck bench does: fail where one is wrong, "
-        "or slower than --against.",
+        "Finally time the kernels as attncheck bench does: fail where one is wrong, or slower "
+        "than as of --against.",
     )
     cluster: str | None = verb.option(
-        "--cluster", "ADDRESS", "A Ray cluster to work on: auto, local, or an address."
+        "--cluster", "ADDRESS", "Ray cluster to run on: auto, local, or an address."
     )
     fresh: bool = verb.fresh()
     in_process: bool = verb.in_process()
     fmt: str = verb.fmt("table, json, csv, md, html, junit, sarif or github")
     directory: str = verb.out("the journal and the reports", "reports/gate")
     quiet: bool = verb.quiet()
-    verbose: bool = verb.flag("-v --verbose", "Each failure in a line as it is found.")
+    verbose: bool = verb.flag("-v --verbose", "Print each failure in a line as it is found.")
 
 
 class GateRun(NamedTuple):
@@ -131,13 +146,13 @@ class GateRun(NamedTuple):
 
 @verb.command
 def gate(options: GateOptions) -> int:
-    """Ask kernels everything that a change of them needs: is every answer right, and repeatable?
+    """Run all tests that a changed kernel needs: is every answer right, and repeatable?
 
     KERNEL is FILE.py::NAME, package.module:NAME, a kernel of `attncheck list`, or a name of
     [tool.attncheck.kernels] (default: all of those). Each runs in a process of its own. A run that
-    was stopped goes on where it was.
+    was stopped resumes.
 
-    Exit code 1 when a check failed, 3 when not everything was asked or the gate itself failed, 5
+    Exit code 1 when a check failed, 3 when not everything was tested or the gate itself failed, 5
     when nothing was tested, 130 when it was interrupted.
     """
     few_threads(small=False)

@@ -23,12 +23,12 @@ def init(
     *,
     spec: str = verb.argument("SPEC"),
     name: str | None = verb.option(
-        "--name", "NAME", "What the kernel is called (default: as in SPEC)."
+        "--name", "NAME", "Name of the kernel from now on (default: as in SPEC)."
     ),
     file: str | None = verb.option(
         "--file",
         "FILE",
-        "Where its table goes (default: the nearest attncheck.toml or pyproject.toml).",
+        "File for its table (default: the nearest attncheck.toml or pyproject.toml).",
     ),
     force: bool = verb.flag("--force", "Replace a table of this name."),
     dry_run: bool = verb.flag("--dry-run", "Show the table, and write nothing."),
@@ -37,12 +37,12 @@ def init(
     timeout: float | None = verb.timeout(),
     quiet: bool = verb.quiet(),
 ) -> int:
-    """Write what a kernel takes, as `attncheck probe` finds it, into a file of the project.
+    """Write what a kernel supports, as `attncheck probe` finds it, into the configuration.
 
     Everything else in the file stays as it is, to the byte. Afterwards the kernel has a name:
     `attncheck check NAME`, `pytest --pyargs attncheck.properties --kernel NAME`.
 
-    Exit code 5, and nothing is written, when the kernel takes nothing.
+    Exit code 5, and nothing is written, when the kernel supports nothing.
     """
     from attncheck.subjects.capabilities.configuration import (
         check_kernel_name,

@@ -16,20 +16,20 @@ from attncheck.core.formats import DTYPES, MEASURED_DTYPES
 def list_(
     *,
     support: bool = verb.flag(
-        "--support", "Also what supports what: each kernel's variants on this device (loads torch)."
+        "--support", "List which variants each kernel supports on this device, too (loads torch)."
     ),
     as_json: bool = verb.flag(
         "--json",
-        "JSON on standard output, nothing else; its `support` and `device` only with --support.",
+        "Print JSON only; it has `support` and `device` only with --support.",
     ),
     device: str | None = verb.option(
         "--device",
         "",
-        "Of --support. Default: cuda where there is a GPU.",
+        "Device for --support (default: cuda where there is a GPU).",
         type=click.Choice(["cpu", "cuda"]),
     ),
 ) -> None:
-    """Kernels, variants, dtypes, distributions, masks and score mods; what supports what."""
+    """List kernels, variants, dtypes, distributions, masks and score mods."""
     # Look for a device only if needed, since that loads torch, which takes seconds.
     if (support or device == "cuda") and device != "cpu":
         from attncheck.verify.environment import usable_device

@@ -24,9 +24,9 @@ def merge(
 ) -> int:
     """Join the journals that the shards of one gate have written, one results.jsonl each.
 
-    They must be parts of the same run: of the same command but for --shard, on equal machines. A
-    result that several have must be the same but for times. The file can be rendered by attncheck
-    report, and resumed by attncheck gate without --shard.
+    They must come from the same command, except for --shard, on equal machines. A result that
+    several of them have must be the same, except for times. `attncheck report` shows the merged
+    journal, and `attncheck gate` without --shard can resume it.
 
     Exit code 2 when a file is no journal, 3 when a shard is missing, or has not finished.
     """

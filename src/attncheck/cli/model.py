@@ -36,11 +36,13 @@ def model(
     dtype: str = verb.option(
         "--dtype",
         "NAME",
-        "Of weights and activations: fp32, fp16 or bf16.",
+        "Dtype of weights and activations: fp32, fp16 or bf16.",
         "bf16",
         type=click.Choice(["fp32", "fp16", "bf16"]),
     ),
-    layers: int = verb.option("--layers", "N", "Of a built-in model.", 4, type=_COUNT),
+    layers: int = verb.option(
+        "--layers", "N", "Number of layers of a built-in model.", 4, type=_COUNT
+    ),
     hidden: int = verb.option(
         "--hidden",
         "N",
@@ -49,21 +51,26 @@ def model(
         type=_COUNT,
     ),
     length: int = verb.option(
-        "--length", "N", "Tokens of each prompt.", 48, type=click.IntRange(min=4)
+        "--length", "N", "Number of tokens of each prompt.", 48, type=click.IntRange(min=4)
     ),
-    batch: int = verb.option("--batch", "N", "Prompts.", 2, type=_COUNT),
+    batch: int = verb.option("--batch", "N", "Number of prompts.", 2, type=_COUNT),
     steps: int = verb.option(
-        "--steps", "N", "Tokens decoded after it, with a cache.", 8, type=click.IntRange(min=0)
+        "--steps",
+        "N",
+        "Number of tokens decoded after the prompt, with a cache.",
+        8,
+        type=click.IntRange(min=0),
     ),
     right: int = verb.option(
         "--right",
         "N",
-        "Right kernels to compare with: drift beyond all N is chance once in N + 1.",
+        "Number of right kernels to compare with: by chance a right kernel drifts further than "
+        "all N once in N + 1 runs.",
         _DEFAULT_RIGHT,
         type=click.IntRange(2, 25),
     ),
     seed: int = verb.option(
-        "--seed", "", "Of random weights and tokens.", 0, type=click.IntRange(min=0)
+        "--seed", "", "Seed of random weights and tokens.", 0, type=click.IntRange(min=0)
     ),
     device: str | None = verb.device("Where the model runs", verb.GPU),
     timeout: float | None = verb.timeout(),
@@ -73,18 +80,20 @@ def model(
     plots: tuple[str, ...] = verb.plots("Also draw each layer's drift"),
     quiet: bool = verb.quiet(),
 ) -> int:
-    """Run transformers with their attention swapped for a kernel, and compare what they say.
+    """Run transformers with their attention replaced by a kernel, and compare their outputs.
 
-    SPEC is llama, gemma, gpt-oss, mistral or bert: small, of random weights; or a folder with a
-    Hugging Face config.json, and weights in safetensors or random ones. Nothing is downloaded.
+    SPEC is llama, gemma, gpt-oss, mistral or bert, a small model with random weights; or a folder
+    with a Hugging Face config.json, and weights in safetensors or random ones. Nothing is
+    downloaded.
 
-    Every call of every layer is judged on the tensors that it received. What the model gives, of a
-    prompt, of tokens decoded with a cache and of a training step, is compared with the same model
-    in fp64 with exact attention, beside the same model with right kernels.
+    Every call of every layer is judged on the tensors that it received. The model's outputs for a
+    prompt, for tokens decoded with a cache and for a training step are compared with those of the
+    same model in fp64 with exact attention. How far right kernels differ from it is measured too,
+    for comparison.
 
-    The first call that fails is kept with its tensors: `attncheck repro ID` asks it again.
+    The first call that fails is kept with its tensors: `attncheck repro ID` repeats it.
 
-    Exit code 1 when a call failed or a kernel raised; 5 when no kernel takes the model.
+    Exit code 1 when a call failed or a kernel raised; 5 when no kernel supports the model.
     """
     workers = {each: start_worker(each, in_process=in_process) for each in kernels}
     with interrupts.importing():

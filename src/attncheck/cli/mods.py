@@ -27,7 +27,7 @@ DEFAULT_SHAPE = "2x2x40/48"
 def mods(
     *,
     file: str = verb.argument("FILE.py[::NAME]"),
-    kernels: tuple[str, ...] = verb.kernels("all built in that take score mods"),
+    kernels: tuple[str, ...] = verb.kernels("all built in that support score mods"),
     shape: str = verb.option(
         "--shape",
         "BxHxL",
@@ -38,10 +38,10 @@ def mods(
     fmt: str = verb.fmt(),
     quiet: bool = verb.quiet(),
 ) -> int:
-    """Compare what mpmath and each kernel make of a file's FlexAttention mods with the callables.
+    """Compare FlexAttention mods, as mpmath and each kernel compute them, with the functions.
 
-    A mod is a public name of the file that is called with (b, h, q_idx, kv_idx), or with (score, b,
-    h, q_idx, kv_idx).
+    A mod is a public function of the file with the parameters (b, h, q_idx, kv_idx), or with
+    (score, b, h, q_idx, kv_idx).
 
     Exit code 1 when a backend differs, raises, or is unknown somewhere; 2 when a mod cannot be
     traced.

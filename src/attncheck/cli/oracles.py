@@ -25,7 +25,7 @@ LEAST_DIGITS, MOST_DIGITS = 17, 1000
 def oracles(
     *,
     distributions: tuple[str, ...] = verb.several(
-        "--distribution", "NAME", "Of the inputs (repeatable; default: all)."
+        "--distribution", "NAME", "Distribution of the inputs (repeatable; default: all)."
     ),
     variants: tuple[str, ...] = verb.several(
         "--variant",
@@ -35,25 +35,25 @@ def oracles(
     ),
     certify: bool = verb.flag(
         "--certify",
-        "Prove the errors on Arb's balls, beside what the judge allows a kernel (needs "
+        "Prove the errors in Arb's ball arithmetic, and show what a kernel is allowed (needs "
         "python-flint: attncheck[exact]).",
     ),
     dtype: str | None = verb.option(
         "--dtype",
         "NAME",
-        f"Of the inputs; the oracles compute in fp64 (default: {DEFAULT_DTYPE}; with --certify "
-        f"{CERTIFIED_DTYPE}, of which least is allowed).",
+        f"Dtype of the inputs; the oracles compute in fp64 (default: {DEFAULT_DTYPE}; with "
+        f"--certify {CERTIFIED_DTYPE}, which has the smallest bounds).",
     ),
     shape: str | None = verb.option(
         "--shape",
         "BxHxLxD",
-        f"As for `attncheck rmse`; small, since many digits are slow (default: {DEFAULT_SHAPE}; "
-        f"with --certify {CERTIFIED_SHAPE}).",
+        "Sizes, written as for `attncheck rmse`; small, since many digits are slow (default: "
+        f"{DEFAULT_SHAPE}; with --certify {CERTIFIED_SHAPE}).",
     ),
     digits: int | None = verb.option(
         "--digits",
         "",
-        f"Decimal digits of the exact side (default: {DEFAULT_DIGITS}); not with --certify.",
+        f"Decimal digits of the exact result (default: {DEFAULT_DIGITS}); not with --certify.",
         type=click.IntRange(LEAST_DIGITS, MOST_DIGITS),
     ),
     seed: int = verb.seed(),
@@ -71,11 +71,12 @@ def oracles(
     merged by LSE, and the one that kernels are compared with. The naive one overflows where its
     definition must.
 
-    Exit code 1 when another than the naive one is not finite where the exact result is, or when the
-    recurrences, all run in so many digits, agree to fewer than all but ten of them.
+    Exit code 1 when an oracle other than the naive one is not finite where the exact result is, or
+    when the recurrences, run in N digits (--digits), agree to fewer than N - 10 digits.
 
-    With --certify the errors are proven on balls. Exit code 1 when that of the one that kernels are
-    compared with is not proven, or to be more than a hundredth of what a kernel is allowed only.
+    With --certify the errors are proven in ball arithmetic. Exit code 1 when the error of the
+    oracle that kernels are compared with is not proven to be at most a hundredth of what a kernel
+    is allowed.
     """
     from attncheck.cases.variants import CERTIFIED_VARIANTS, ORACLE_VARIANTS, oracle_plan
     from attncheck.reporting import rendering

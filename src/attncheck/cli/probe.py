@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from attncheck.subjects.load import Entry
     from attncheck.verify.capability_detection import DetectedCapabilities
 
-RIGHT = "the one by which it is right"  # help text of --convention
+RIGHT = "the one with which it is right"  # help text of --convention
 
 _QUESTIONS = 70  # approximate number of questions of a probe, for the progress bar
 
@@ -48,13 +48,13 @@ def probe(
     as_json: bool = verb.as_json(),
     quiet: bool = verb.quiet(),
 ) -> int:
-    """Try tiny problems on a kernel, and propose the table of what it takes.
+    """Find out by tiny problems what a kernel supports, and propose its table.
 
-    SPEC is FILE.py::NAME, package.module:NAME, or a name of `attncheck list`. Each dtype, head_dim,
-    mask, score mod and shape is taken, refused, raised at, or answered wrongly. Nothing is written:
-    `attncheck init` does that.
+    SPEC is FILE.py::NAME, package.module:NAME, or a name of `attncheck list`. For each dtype,
+    head_dim, mask, score mod and shape it shows whether the kernel is right, refuses it, raises or
+    is wrong. Nothing is written: `attncheck init` does that.
 
-    Exit code 0, whatever is found; 5 when the kernel takes nothing.
+    Exit code 0, whatever is found; 5 when the kernel supports nothing.
     """
     from attncheck.reporting.terminal import document_lines, print_lines, print_text
     from attncheck.subjects.capabilities.capability_table import render_table

@@ -44,13 +44,13 @@ def report(
         "--out", "DIR", "Write all files of the report there (default: none)."
     ),
 ) -> int:
-    """Show again what a run found.
+    """Show the results of an earlier run again.
 
     SOURCE is the journal of a gate (results.jsonl), its gate.json, or the report of attncheck rmse,
     check, bench or model (rmse.json, check.json, …), which are shown as table, json, md, csv or
     html. No kernel is imported.
 
-    Exit code 0 however the run went.
+    Exit code 0 whatever the results are.
     """
     # The kind is found from the contents, since a gate's report may have any name.
     path = Path(source)
@@ -80,7 +80,7 @@ report.params.append(
         is_eager=True,
         expose_value=False,
         callback=lambda context, _, kind: _print_schema(context, kind) if kind else None,
-        help="Print the JSON Schema of a kind of report, such as check or gate, and end.",
+        help="Print the JSON Schema of a kind of report, such as check or gate, and stop.",
     )
 )
 

@@ -34,7 +34,7 @@ def repro(
     kernel: str | None = verb.option(
         "--kernel",
         "SPEC",
-        "Ask this kernel: a name, FILE.py::NAME or package.module:NAME (default: the one that "
+        "Test this kernel: a name, FILE.py::NAME or package.module:NAME (default: the one that "
         "failed).",
     ),
     convention: str = verb.convention("as it was, or the one that fits"),
@@ -44,7 +44,8 @@ def repro(
     recording: str | None = verb.option(
         "--inputs",
         "FILE",
-        "The recording that the Case is of (default: the one of that name beside the failure).",
+        "Recording from which the Case has its inputs (default: the one of that name beside "
+        "the failure).",
     ),
     reports: str = verb.option(
         "--reports", "DIR", "Folder in which an ID is looked up.", "reports"
@@ -52,18 +53,18 @@ def repro(
     script: str | None = verb.option(
         "--script",
         "FILE",
-        "Write a Python script that asks the same without attncheck: it needs torch and the "
-        "kernel alone.",
+        "Write a Python script that shows the failure without attncheck: it needs only torch "
+        "and the kernel.",
     ),
     plots: tuple[str, ...] = verb.plots("Draw where the error is"),
 ) -> int:
-    """Ask a kernel the very same question again, and say what is wrong with its answer.
+    """Repeat a failure of a kernel, and explain what is wrong with its answer.
 
-    ID stands for a failure that the properties kept, or for a record of a report (its case_id).
-    FILE holds a failure, a Case or a Problem as JSON; a Problem is compared with exact attention.
+    ID is that of a failure that the properties saved, or the case_id of a record in a report. FILE
+    holds a failure, a Case or a Problem as JSON; a Problem is compared with exact attention.
 
     Exit code 0 when the answer is right, 1 when it is wrong or the kernel raises, 5 when the kernel
-    does not take the problem.
+    does not support the problem.
     """
     few_threads(small=False)
     from attncheck.reporting.image_files import check_plots

@@ -59,19 +59,20 @@ class RmseOptions:
     mask: str | None = verb.option(
         "--mask",
         "MASK",
-        "In place of the variants: a mask of your own, FILE.py::NAME, or one of the library "
-        "that needs no numbers.",
+        "Mask instead of the variants: one of your own, FILE.py::NAME, or one of `attncheck "
+        "list` that needs no parameters.",
     )
     score: str | None = verb.option(
         "--score",
         "SCORE",
-        "In place of the variants: a score mod of your own, or of the library, likewise.",
+        "Score mod instead of the variants: one of your own, FILE.py::NAME, or one of "
+        "`attncheck list` that needs no parameters.",
     )
     recording: str | None = verb.option(
         "--inputs",
         "FILE",
         "Inputs that attncheck.capture() recorded (safetensors), with their masks and scales, "
-        "in place of variants, shapes and distributions.",
+        "instead of variants, shapes and distributions.",
     )
     dtypes: tuple[str, ...] = verb.dtypes("bf16, or as recorded")
     shapes: tuple[str, ...] = verb.several(
@@ -81,11 +82,11 @@ class RmseOptions:
         "value dim (repeatable; default: 1x4x256x64 on a CPU, 2x16x4096x128 on a GPU).",
     )
     distributions: tuple[str, ...] = verb.several(
-        "--distribution", "NAME", "Of the inputs (repeatable; default: normal)."
+        "--distribution", "NAME", "Distribution of the inputs (repeatable; default: normal)."
     )
     backward: bool = verb.flag(
         "--backward",
-        "Also dQ, dK and dV, of a loss whose gradient is drawn; not in fp8, of softmax or of "
+        "Measure dQ, dK and dV too, for random gradients of out; not in fp8, of softmax or of "
         "pages. Times are of forward and backward together.",
     )
     seed: int = verb.seed()
@@ -98,14 +99,14 @@ class RmseOptions:
     sources: tuple[str, ...] = verb.several(
         "--from",
         "FILE",
-        "Measure nothing: show the report that an earlier run wrote, rmse.json, again "
-        "(repeatable: the parts of a run as one); files only where --out or --plot says so.",
+        "Measure nothing, and show rmse.json of an earlier run again (repeatable: parts of a "
+        "run are joined); files are written only for --out or --plot.",
     )
-    max_time: str | None = verb.max_time(", with what there is")
+    max_time: str | None = verb.max_time(", and keep what has been measured")
     explained: str | None = verb.option(
         "--explain",
         "CELL",
-        "In place of the table: the verdict on KERNEL/VARIANT[/HEADS[/DTYPE]] term by term.",
+        "Print the verdict on KERNEL/VARIANT[/HEADS[/DTYPE]] term by term, instead of the table.",
     )
     quiet: bool = verb.quiet()
 
@@ -114,13 +115,15 @@ class RmseOptions:
 def rmse(options: RmseOptions) -> int:
     """Measure each kernel's RMSE against exact attention in fp64.
 
-    Every error also stands beside the two that bound what can be asked: the rounding floor (the
-    exact result correctly rounded) and the ideal kernel (a perfect tiled kernel at these dtypes).
+    Every error is also compared with two others: the rounding floor, the error of the exact result
+    rounded once, which no kernel can beat; and the error of the ideal kernel, a perfect tiled
+    kernel at these dtypes.
 
-    The verdict asks whether every error is rounding: it compares each element with what the
-    kernel's declared arithmetic allows there, and its precision with the ideal kernel's.
+    The verdict says whether every error is only rounding: the error of each element is compared
+    with what the kernel's declared arithmetic allows there, and the kernel's precision with the
+    ideal kernel's.
 
-    With --backward it judges gradients too, by what the kernel's own forward left for them.
+    With --backward gradients are judged too, given the out and LSE of the kernel's own forward.
 
     On a terminal each row is shown as it is measured. A run that is stopped, by Ctrl-C or
     --max-time, writes and shows what it has, marked incomplete.

@@ -110,13 +110,15 @@ def convention(default: str, what: str = "How the kernel is called") -> Any:
 
 def jobs(what: str) -> Any:
     """Return ``--jobs``: the number of ``what`` at the same time."""
-    text = f"{what} at work at the same time (default: by cores, at most 4, or 16 for each GPU)."
+    text = (
+        f"Number of {what} run at the same time (default: by cores, at most 4, or 16 for each GPU)."
+    )
     return option("--jobs", "N", text, type=click.IntRange(1, 256))
 
 
 def max_time(then: str) -> Any:
     """Return ``--max-time``."""
-    return option("--max-time", "TIME", f"Stop then, such as 10m{then}.")
+    return option("--max-time", "TIME", f"Stop after this time, such as 10m{then}.")
 
 
 def plots(draws: str) -> Any:
@@ -131,7 +133,7 @@ def fmt(names: str = "table, json, md, csv or html") -> Any:
     ``names`` is only for the help text: other formats are refused by ``rendering``, which is
     loaded when a report is shown and not for ``--help``.
     """
-    return option("--format", "FORMAT", f"Of standard output: {names}.", "table")
+    return option("--format", "FORMAT", f"Format of standard output: {names}.", "table")
 
 
 def out(files: str, directory: str = "reports") -> Any:
@@ -144,15 +146,19 @@ def _parse_time(_: click.Context, parameter: click.Parameter, typed: str | None)
 
 
 # Options that are the same in every verb.
-as_json = partial(flag, "--json", "JSON on standard output, nothing else.")
-fresh = partial(flag, "--fresh", "Forget an unfinished run, in place of going on.")
+as_json = partial(flag, "--json", "Print JSON only.")
+fresh = partial(flag, "--fresh", "Start anew instead of resuming an unfinished run.")
 in_process = partial(
     flag,
     "--in-process",
-    "For a debugger: call kernels in the judge's process, where they can break it.",
+    "Call kernels in attncheck's own process, for a debugger: a crash then ends the run.",
 )
-quiet = partial(flag, "-q --quiet", "No progress.")
-seed = partial(option, "--seed", "", "Which draw of the inputs.", 0, type=click.IntRange(min=0))
+quiet = partial(flag, "-q --quiet", "Show no progress.")
+seed = partial(option, "--seed", "", "Seed of the random inputs.", 0, type=click.IntRange(min=0))
 timeout = partial(
-    option, "--timeout", "TIME", "Of one call of a kernel, such as 90s.", callback=_parse_time
+    option,
+    "--timeout",
+    "TIME",
+    "Time limit for one call of a kernel, such as 90s.",
+    callback=_parse_time,
 )

@@ -91,6 +91,15 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
         return (*parts, *["backward"] * self.backward)
 
     @property
+    def mods(self) -> tuple[str, ...]:
+        """The mask, score mod, sink and pages with their parameters: ``softcap(cap=20.0)``."""
+        mods = ["softmax" if self.operation == "softmax" else str(Spec.from_json(self.mask))]
+        if self.score.get("name") != "none":
+            mods.append(str(Spec.from_json(self.score)))
+        mods += ["sink"] if self.sink else []
+        return (*mods, *([str(Paging.from_json(self.paging))] if self.paging else []))
+
+    @property
     def line(self) -> str:
         """``bf16 · B1 Q24 K24 D8 · heads 2/1 · seed 0``."""
         heads = [] if self.operation == "softmax" else [f"heads {self.head_counts}"]
@@ -99,12 +108,7 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def full_line(self) -> str:
         """All fields in a line: ``bf16 causal B1 H4/2 Q128 K96 D64 normal seed 0``."""
-        softmax = self.operation == "softmax"
-        mods = [self.operation if softmax else str(Spec.from_json(self.mask))]
-        if self.score.get("name") != "none":
-            mods.append(str(Spec.from_json(self.score)))
-        mods += ["sink"] if self.sink else []
-        mods += [str(Paging.from_json(self.paging))] if self.paging else []
+        mods = list(self.mods)
         flags = {"backward": self.backward, "dLSE": self.dlse, "dcaptured": self.dcaptured}
         mods += [name for name, is_set in flags.items() if is_set]
         scale = "" if self.has_usual_scale else f" scale {self.scale:g}"

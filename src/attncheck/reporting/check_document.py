@@ -167,7 +167,7 @@ def _causes(report: Report, command: str) -> list[Section]:
     for group, record in causes[:_MOST_CAUSES]:
         facts = [("cause", group.cause)] if group.known else [*explanation_facts(record.diagnosis)]
         facts = facts[: 1 if sections else _MOST_LIKELY] or [("cause", f"not known: {group.cause}")]
-        problem = f"{record.variant} · {problem_of(record).dtype} {_problem(record)}"
+        problem = f"{record.variant} · {problem_of(record).dtype} {_full_problem(record)}"
         facts += [("problem", problem), ("shown by", footnote(record))]
         if record.judgement is None:  # a kernel that raised or died has no numbers
             facts = [("cause", f"{record.status}: {footnote(record)}"), ("problem", problem)]
@@ -236,9 +236,15 @@ def check_outcome(report: Report) -> str:
     return "pass" if any(r.status in JUDGED for r in report.records) else "untested"
 
 
-def _problem(record: Record) -> str:
+def _full_problem(record: Record) -> str:
+    """Return the problem with the parameters of its mods, for which the table has no room."""
     problem = problem_of(record)
-    parts = [*problem.mod_names, problem.shape, f"H{problem.head_counts}"]
+    return _problem(record, (*problem.mods, *["backward"] * problem.backward))
+
+
+def _problem(record: Record, mods: Sequence[str] = ()) -> str:
+    problem = problem_of(record)
+    parts = [*(mods or problem.mod_names), problem.shape, f"H{problem.head_counts}"]
     parts += [problem.distribution] if record.case.get("question") == "compare" else []
     parts += [] if problem.has_usual_scale else [f"scale {problem.scale:.3g}"]
     return " ".join(parts)

@@ -192,9 +192,16 @@ def explanation_facts(diagnosis: object) -> Iterator[tuple[str, str]]:
         if more > 0:
             yield "or", f"{more} more fault models, which explain it equally well"
         return
-    tried = f"none of {diagnosis.tried} fault models"
-    family_text = f"{diagnosis.family}; {tried} alone is confirmed"
-    yield "likely", family_text if diagnosis.family else f"unknown: {tried} fits"
+    tried = diagnosis.tried
+    if diagnosis.family:
+        no_model = f"none of {tried} fault models alone is confirmed"
+        if tried == 1:
+            no_model = "the one fault model that applies is not confirmed"
+        yield "likely", f"{diagnosis.family}; {no_model}"
+    elif tried == 1:
+        yield "likely", "unknown: the one fault model that applies does not fit"
+    else:
+        yield "likely", f"unknown: none of {tried} fault models fits"
     yield from (("perhaps", _explain(one)) for one in ranked[:_MOST_EXPLANATIONS])
     yield from (("seen", fact) for fact in diagnosis.facts)
 

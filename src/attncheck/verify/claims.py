@@ -188,13 +188,13 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.others:
             names = " and as ".join((self.convention, *self.others))
             lines.append(
-                f"right as {names}: asked as {self.convention}; --convention {self.others[0]} "
-                "says otherwise"
+                f"right when called as {names}: called as {self.convention} here; --convention "
+                f"{self.others[0]} changes that"
             )
         elif self.right and self.convention != self.conventions[0]:
             lines.append(
-                f"called as {self.convention}, by which alone it is right; --convention "
-                f"{self.conventions[0]} says otherwise"
+                f"called as {self.convention}, the only convention with which it is right; "
+                f"--convention {self.conventions[0]} changes that"
             )
         if self.readings:
             readings = "; ".join(
@@ -202,18 +202,18 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
             other = next(name for name in self.conventions if name != self.convention)
             lines.append(
-                f"right by no convention ({readings}): asked as {self.convention}; --convention "
-                f"{other} says otherwise"
+                f"wrong with every convention ({readings}): called as {self.convention} here; "
+                f"--convention {other} changes that"
             )
         if self.causal:
             corner = "last" if self.causal == "bottom_right" else "first"
             lines.append(
                 f"where lengths differ its causal mask gives the {corner} row the {corner} key, "
-                f"unlike the {self.convention} convention's: asked so everywhere"
+                f"unlike the {self.convention} convention's: tested with that mask"
             )
         raises = [one for one in self.tried if one.aspect == "backward" and one.verdict == "raises"]
         if raises and raises[0].what == "out":  # A forward alone is a kernel too.
-            lines.append(f"asked for no gradients: it raises {raises[0].reason}")
+            lines.append(f"gradients are not tested: it raises {raises[0].reason}")
         if limits := self.limits():
             # Deaths are findings of their own.
             raised = [one for one in self.tried if one.verdict == "raises" and not one.fatal]
@@ -221,7 +221,10 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             # A gradient that is missing is no exception, and its reason no name.
             errors = sorted(reason for reason in reasons if " " not in reason)
             beyond = f"; beyond that it raises {', '.join(errors)}" if errors else ""
-            lines.append(f"takes {limits}: only that is asked (`attncheck init` keeps it){beyond}")
+            lines.append(
+                f"supports {limits}: only this is tested (`attncheck init` writes it into the "
+                f"configuration){beyond}"
+            )
         return lines
 
     def unclaimed(self, names: Iterable[str] = ()) -> Iterator[CheckCase]:
