@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from attncheck.cases.strategies.problems import problems
     from attncheck.inputs.capture import capture
     from attncheck.suite.python_api import assert_attention_close, check, given
+    from attncheck.verify.environment import repair_interpreter
 
 __all__ = [
     "__version__",
@@ -19,6 +20,7 @@ __all__ = [
     "check",
     "given",
     "problems",
+    "repair_interpreter",
 ]
 
 __version__ = VERSION
@@ -30,6 +32,7 @@ _MODULES = {
     "check": "attncheck.suite.python_api",
     "given": "attncheck.suite.python_api",
     "problems": "attncheck.cases.strategies.problems",
+    "repair_interpreter": "attncheck.verify.environment",
 }
 
 

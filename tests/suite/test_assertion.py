@@ -440,6 +440,9 @@ def counting(score, b, h, i, j):
         ({"sink": torch.full((4,), math.nan)}, "sink holds NaN or ∞"),
         ({"out": None}, "out is NoneType: it must be a tensor."),
         ({"out": torch.zeros(2, 4, 24, 8)}, "out.shape=(2, 4, 24, 8), but should be (2, 4, 24, 1"),
+        ({"out": torch.zeros(2, 24, 4, 16)}, "transpose axes 1 and 2 of it, or of q, k and v"),
+        ({"out": (torch.zeros(2, 4, 24, 16), None)}, "if LSE is in it, give that as lse="),
+        ({"causal": True}, "argument 'causal' is not known: did you mean 'is_causal'? Choose from"),
         ({"out": torch.zeros(2, 4, 24, 16).int()}, "out.dtype=torch.int32 is no dtype"),
         ({"lse": torch.zeros(2, 4, 24, 1)}, "lse.shape=(2, 4, 24, 1), but should be (2, 4, 24)"),
         ({"lse": 3.0}, "lse is float: it must be a tensor."),
@@ -450,8 +453,11 @@ def counting(score, b, h, i, j):
 def test_bad_arguments_are_one_line(changes, message):
     qkv = random_qkv()
     arguments = {"out": qkv["q"].clone(), **qkv} | changes
-    with one_line(AttncheckError, message):
+    with one_line(AttncheckError, message) as raised:
         close(**arguments)
+    # None of the frames in which arguments are read, and pytest hides those of the public function.
+    assert raised.traceback[-1].path.name == "python_api.py"
+    assert raised.traceback[-1].ishidden(raised)
 
 
 @pytest.mark.parametrize(

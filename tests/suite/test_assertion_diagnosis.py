@@ -1,6 +1,9 @@
 """A failing ``assert_attention_close`` diagnoses the tensors, without calling the kernel."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -140,3 +143,52 @@ def test_every_kind_of_problem_has_a_message(problem):
     columns = problem.kv if problem.operation == "softmax" else problem.value_dim
     with pytest.raises(AssertionError, match="attention: fail"):
         close(torch.full((*shape, columns), 3.0), problem=problem)
+
+
+def test_exchanged_axes_are_a_possible_cause(qkv):
+    out = attention(**qkv)
+    exchanged = {name: tensor.transpose(1, 2) for name, tensor in qkv.items()}
+    with pytest.raises(AssertionError) as failing:
+        close(out.transpose(1, 2), **exchanged)
+    perhaps = labelled_lines(failing, "perhaps")
+    assert any("axes 1 and 2 are exchanged: q, k and v each" in line for line in perhaps)
+
+
+_IN_TRITONS_INTERPRETER = """
+import torch
+import triton
+import triton.language as tl
+import attncheck
+
+if REPAIRED:
+    attncheck.repair_interpreter()
+
+@triton.jit
+def double(values):
+    tl.store(values, tl.load(values) + tl.load(values))
+
+value = torch.full((1,), 1.5, dtype=torch.bfloat16)
+double[(1,)](value)
+print(value.item() == 3.0)
+q = torch.ones(1, 1, 2, 16)
+try:
+    attncheck.assert_attention_close(q + 1, q=q, k=q, v=q)
+except AssertionError as error:
+    print("attncheck.repair_interpreter() in conftest.py" in str(error))
+"""
+
+
+@pytest.mark.parametrize("repaired", [False, True], ids=["stock", "repaired"])
+def test_unrepaired_interpreter_is_a_possible_cause(repaired, tmp_path):
+    """In a process of its own, as this one may have repaired the interpreter already."""
+    pytest.importorskip("triton", reason="Triton's interpreter")
+    file = tmp_path / "script.py"  # Triton reads the source of a function from its file.
+    file.write_text(f"REPAIRED = {repaired}\n{_IN_TRITONS_INTERPRETER}")
+    run = subprocess.run(
+        [sys.executable, file],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout.split() == [str(repaired), str(not repaired)]

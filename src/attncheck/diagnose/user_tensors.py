@@ -328,6 +328,11 @@ class UserOutputs:
         with self._evidence() as (result, evidence):
             return diagnose_result(result, evidence)
 
+    def has_more_heads_than_rows(self) -> bool:
+        """Return whether q, k and v each have, as if their axes 1 and 2 were exchanged."""
+        tensors = [self.call[name] for name in "qkv" if self.call[name] is not None]
+        return bool(tensors) and all(one.shape[1] > one.shape[2] > 1 for one in tensors)
+
     def own_copy(self) -> UserOutputs | None:
         """Return a copy in memory of its own; None where it is too large to be diagnosed."""
         problem = self.problem.problem if isinstance(self.problem, Inputs) else self.problem
@@ -360,6 +365,11 @@ class UserOutputs:
     @contextmanager
     def _inputs(self) -> Iterator[Inputs]:
         """Yield the Inputs of the call or problem."""
+        if isinstance(self.out, tuple | list):
+            kind = type(self.out).__name__
+            raise UsageError(
+                f"out is {kind}: it must be a tensor; if LSE is in it, give that as lse=."
+            )
         _require_tensor("out", self.out)
         if not isinstance(self.arithmetic, Arithmetic | None):
             kind = type(self.arithmetic).__name__
@@ -453,7 +463,10 @@ def _output_format(name: str, value: object, shape: tuple[int, ...], inputs: Inp
     """Return the format of an output; raise UsageError if it is none of this call."""
     tensor = _require_tensor(name, value)
     if tuple(tensor.shape) != shape:
-        raise UsageError(f"{name}.shape={tuple(tensor.shape)}, but should be {shape}.")
+        fact = f"{name}.shape={tuple(tensor.shape)}, but should be {shape}"
+        if tensor.dim() == 4 and tuple(tensor.transpose(1, 2).shape) == shape:
+            fact += ": transpose axes 1 and 2 of it, or of q, k and v; (batch, heads, length, dim)"
+        raise UsageError(f"{fact}.")
     if tensor.device != inputs.device:
         raise UsageError(f"{name}.device={tensor.device}, but should be {inputs.device}.")
     _require_strided(name, tensor)

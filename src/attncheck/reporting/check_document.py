@@ -52,7 +52,7 @@ from attncheck.reporting.record_text import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 _COLUMNS = (
@@ -118,13 +118,37 @@ def check_summary(
     return replace(page, command="", facts=(), verdict_first=True)
 
 
+def failures_document(report: Report, repeat: Callable[[Record], str]) -> Document:
+    """Return verdict, causes and problems alone, for the text of a failed test.
+
+    Args:
+        repeat: (Record of a failure) → the command that repeats it; empty if there is none.
+    """
+    sections = tuple(_causes(report, repeat))
+    verdict = _sentence(report)
+    return Document(title="", verdict=verdict, command="", sections=sections, verdict_first=True)
+
+
+def _repeating(command: str) -> Callable[[Record], str]:
+    """Return a function of a failure which returns ``command`` for its question alone."""
+
+    def repeat(record: Record) -> str:
+        words = [word for word in shlex.split(command) if word not in _NOT_REPEATED]
+        # Only the question that failed, so that reproducing it does not wait for the others.
+        if record.variant not in words:
+            words += [_OPTION, record.variant]
+        return shlex.join(words)
+
+    return repeat
+
+
 def _document(
     report: Report, command: str, shown: Sequence[Record], *, remarks: bool = True
 ) -> Document:
     """Return the page with rows of ``shown``; ``remarks`` adds reasons and the worst in full."""
     worst = worst_record(report.records)
     dtypes = dict.fromkeys(problem_of(record).dtype for record in shown)
-    sections = _causes(report, command)
+    sections = _causes(report, _repeating(command))
     sections += [
         check_section([r for r in shown if problem_of(r).dtype == dtype], remarks=remarks)
         for dtype in dtypes
@@ -151,7 +175,7 @@ def _document(
     )
 
 
-def _causes(report: Report, command: str) -> list[Section]:
+def _causes(report: Report, repeat: Callable[[Record], str]) -> list[Section]:
     """Return a section for each cause: the problem that shows it and how to reproduce it."""
     every = [record for record in report.records if record.status in _FAILING]
     # A failure beyond the kernel's claims is a separate finding, which the verdict mentions.
@@ -172,13 +196,10 @@ def _causes(report: Report, command: str) -> list[Section]:
         if record.judgement is None:  # a kernel that raised or died has no numbers
             facts = [("cause", f"{record.status}: {footnote(record)}"), ("problem", problem)]
         facts += [("failures", f"{len(group.members)} of {len(failed)}")] if causes[1:] else []
-        words = [word for word in shlex.split(command) if word not in _NOT_REPEATED]
-        # Only the question that failed, so that reproducing it does not wait for the others.
-        if record.variant not in words:
-            words += [_OPTION, record.variant]
-        again = Note(f"Reproduce: {shlex.join(words)}", "plain", whole=True)
+        command = repeat(record)
+        again = [Note(f"Reproduce: {command}", "plain", whole=True)] if command else []
         title = "" if sections else causes_title(groups)
-        sections.append(Section(title, (Facts(tuple(facts)), again)))
+        sections.append(Section(title, (Facts(tuple(facts)), *again)))
     last: list[Note] = []
     others = [group for group, _ in causes[_MOST_CAUSES:]]
     if others:

@@ -8,10 +8,11 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import hypothesis
 from hypothesis.strategies import SearchStrategy
+from msgspec.structs import replace
 from torch import Tensor
 
 from attncheck.cases.check_cases import check_cases, crossed_cases
@@ -31,15 +32,41 @@ from attncheck.subjects.load import load_subject
 from attncheck.suite.pytest_options import settings_of
 from attncheck.suite.wrong_answers import WrongAnswer, WrongAnswers
 from attncheck.verify.claims import claimed_questions, find_claims, subject_takes
-from attncheck.verify.environment import prepare, usable_device
+from attncheck.verify.environment import has_stock_interpreter, prepare, usable_device
 from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.question_fit import COMPARE
-from attncheck.verify.verify import iter_records
+from attncheck.verify.verify import assemble_report, iter_records
 
 _DEFAULT_DTYPES = ("bf16",)
 _MOST_SEARCHES = 4  # searches for a cause among all fault models, each of which takes a second
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
+
+def _point_at_caller(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return ``function`` with UsageErrors that show the caller's line alone.
+
+    An argument that it does not have is one of them, with the name that is nearest.
+    """
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        __tracebackhide__ = True
+        try:
+            for name in kwargs:
+                if name not in names:
+                    raise UnknownName("argument", name, names)
+            return function(*args, **kwargs)
+        except UsageError as error:
+            # The frames in which arguments are read tell their author nothing.
+            raise error.with_traceback(None)  # noqa: B904  # the same error
+
+    return call
+
+
+@_point_at_caller
 def check(
     kernel: Callable[..., object] | Subject | str,
     problem: Problem | Case | None = None,
@@ -78,17 +105,18 @@ def check(
     if problem is None or isinstance(kernel, str):  # the claims of a named kernel are cached
         claims = find_claims(subject, kernel=name, device=device)
     if claims is not None and not claims.timeout:
-        problems = [case.problem for case in cases if problem is not None]
+        problems = [case.problem for _, case in cases if problem is not None]
         named = () if problem is not None else _names(dtypes)
         # The default dtype is claimed only if the kernel is right in it.
         named = () if named == _DEFAULT_DTYPES else named
         subject = on_terms(subject, claims.terms(named, problems=problems))
         if problem is None:
             how: dict[str, Any] = {"device": device, "dtypes": named, "calls": False}
-            cases = [each.case for each in claimed_questions(claims, subject, **how)]
+            cases = [(one.name, one.case) for one in claimed_questions(claims, subject, **how)]
     elif problem is None and not isinstance(subject, FunctionSubject):
         takes = subject_takes(subject, device)
-        cases += [one.case for name in _names(dtypes) for one in crossed_cases(name, (), takes)]
+        crossed = [one for each in _names(dtypes) for one in crossed_cases(each, (), takes)]
+        cases += [(one.name, one.case) for one in crossed]
     records = tuple(iter_records([subject], cases, device=device))
     if hypothesis.currently_in_test_context():  # rejects Problems that are not taken
         hypothesis.assume(any(record.status != "unsupported" for record in records))
@@ -103,7 +131,8 @@ def check(
     if len(wrong) == 1:
         raise wrong[0]
     if wrong:
-        raise WrongAnswers(wrong, len(records))
+        report = assemble_report([subject], records, device=device, command="")
+        raise WrongAnswers(wrong, replace(report, kernels={name: subject.summary}))
     # A kernel that refuses everything must not pass.
     if problem is None and all(record.status == "unsupported" for record in records):
         raise AssertionError(
@@ -164,17 +193,20 @@ def _load_once(kernel: str, convention: str | None) -> Subject:
     return load_subject(kernel, convention)
 
 
-def _cases(problem: Problem | Case | None, question: str, dtypes: Iterable[str]) -> list[Case]:
+def _cases(
+    problem: Problem | Case | None, question: str, dtypes: Iterable[str]
+) -> list[tuple[str, Case]]:
+    """Return the Cases that are asked, each with its name in reports; empty for a single one."""
     if isinstance(problem, Case):
-        return [problem]
+        return [("", problem)]
     if isinstance(problem, Problem):
-        return [Case(problem=problem, question=question)]
+        return [("", Case(problem=problem, question=question))]
     if problem is not None:
         kind = type(problem).__name__
         raise UsageError(f"problem is {kind}: it must be a Problem or a Case.")
     if question != COMPARE:
         raise UsageError(f"question={question!r} is asked of a Problem: give one.")
-    return [each.case for dtype in _names(dtypes) for each in check_cases(dtype)]
+    return [(one.name, one.case) for dtype in _names(dtypes) for one in check_cases(dtype)]
 
 
 def _names(dtypes: Iterable[str]) -> tuple[str, ...]:
@@ -202,6 +234,7 @@ _left = iter(range(_MOST_DIAGNOSED))
 """Counts the failures of this process that are diagnosed, which takes as long as a question."""
 
 
+@_point_at_caller
 def assert_attention_close(  # noqa: PLR0913  # a call of attention has that many
     out: Tensor,
     lse: Tensor | None = None,
@@ -285,7 +318,7 @@ def assert_attention_close(  # noqa: PLR0913  # a call of attention has that man
     if judgement.status == "fail":
         raise NotAttention(judgement, answer)
     if judgement.status != "pass":
-        warnings.warn("\n".join(_lines(judgement)), UserWarning, stacklevel=2)
+        warnings.warn("\n".join(_lines(judgement)), UserWarning, stacklevel=3)
     return judgement
 
 
@@ -303,6 +336,7 @@ class NotAttention(AssertionError):
         super().__init__(judgement.reason)
         self.judgement = judgement
         self._answer = answer.own_copy()
+        self._remarks = [_fact("perhaps", text) for text in _remarks(answer)]
         self._text = ""
 
     def __str__(self) -> str:
@@ -310,8 +344,23 @@ class NotAttention(AssertionError):
             first, *rest = _lines(self.judgement)
             likely, tiles = _diagnosis_lines(self._answer)
             # The tensors are released, since pytest keeps every exception until the end.
-            self._text, self._answer = "\n".join([first, *likely, *rest, *tiles]), None
+            lines = [first, *self._remarks, *likely, *rest, *tiles]
+            self._text, self._answer = "\n".join(lines), None
         return self._text
+
+
+def _remarks(answer: UserOutputs) -> Iterator[str]:
+    """Yield what may be wrong with the test in place of the kernel."""
+    if answer.out.device.type == "cpu" and has_stock_interpreter():
+        yield (
+            "if a Triton kernel gave out: Triton's own interpreter computes bf16 and fp8 wrongly; "
+            "call attncheck.repair_interpreter() in conftest.py"
+        )
+    if answer.has_more_heads_than_rows():
+        yield (
+            "axes 1 and 2 are exchanged: q, k and v each have more heads than rows, and axes are "
+            "(batch, heads, length, dim)"
+        )
 
 
 def _diagnosis_lines(answer: UserOutputs | None) -> tuple[list[str], list[str]]:

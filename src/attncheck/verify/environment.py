@@ -44,6 +44,31 @@ def prepare(device: str) -> None:
         prepare_triton(device)
 
 
+def repair_interpreter() -> None:
+    """Run this process's Triton kernels in Triton's CPU interpreter, repaired.
+
+    Triton's own computes bf16 and fp8 wrongly. ``check`` and the command line call this by
+    themselves on a CPU; a test that calls a Triton kernel itself does it in ``conftest.py``, where
+    the kernels run on a CPU. A second call does nothing.
+
+    Raises:
+        InterpreterUnavailable: if triton is missing, or was imported in compiled mode before.
+    """
+    from attncheck.kernels import interpreter
+
+    interpreter.enable()
+
+
+def has_stock_interpreter() -> bool:
+    """Return whether this process interprets Triton kernels without the repairs."""
+    # Triton imports that module where it decorates the first function that it interprets.
+    if "triton.runtime.interpreter" not in sys.modules:
+        return False
+    from attncheck.kernels import interpreter
+
+    return not interpreter.enabled()
+
+
 def replacement_assembler(device: str) -> str | None:
     """Return the ptxas that replaces a faulty one for our kernels on ``device``; None if none."""
     if device == "cpu" or not find_spec("triton"):  # Nothing is assembled.
