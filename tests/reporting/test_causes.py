@@ -83,6 +83,23 @@ def test_failures_beyond_the_declared_claims_form_one_group():
     assert unclaimed_findings([records[0], crashed]) == [f"{finding}: refuse them by ValueError"]
 
 
+@pytest.mark.parametrize(
+    ("aspect", "what", "remedy"),
+    [
+        ("dtypes", ["fp16", "bf16"], "find the mistake with `check --dtype fp16`"),
+        ("backward", ["out", "out and LSE"], "mend the backward"),
+        ("backward", ["out and LSE"], "add LSE's gradient, or ctx.mark_non_differentiable(lse)"),
+    ],
+)
+def test_wrong_dtype_or_gradient_is_to_be_mended_before_it_is_refused(aspect, what, remedy):
+    records = [
+        msgspec.structs.replace(gates.wrong("mine"), unclaimed=Unclaimed(aspect=aspect, what=one))
+        for one in what
+    ]
+    (finding,) = unclaimed_findings(records)
+    assert finding.endswith(f": {remedy}, or refuse them by ValueError")
+
+
 def test_tie_goes_to_the_model_that_explains_other_failures():
     groups = grouped(explained(IGNORED, WIDER), explained(WIDER, seed=1), explained(WIDER, seed=2))
     assert groups == [(WIDER, True, (0, 1, 2))]

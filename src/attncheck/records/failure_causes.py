@@ -31,6 +31,7 @@ _REMEDIES = {
     "returns lse in ": "keep it in fp32, or ",
     "wrong out.shape": "give it q's length and v's head_dim, or ",
 }
+_WRONG = "wrong, not refused,"
 # The signal and last words of a process that died vary from call to call; this part does not.
 _HEAP = ": its heap is broken"
 # The number of a call, and the shape and dtype of a tensor: they differ from Case to Case.
@@ -119,11 +120,25 @@ def unclaimed_findings(records: Iterable[Record]) -> list[str]:
         parts = [f"{_ASPECTS.get(name, name)}{', '.join(each)}" for name, each in aspects.items()]
         of_way = (remedy for beginning, remedy in _REMEDIES.items() if way.startswith(beginning))
         remedy = next(of_way, "mask the last tile, or " if "lengths" in aspects else "")
+        if not remedy and way == _WRONG:
+            remedy = _search_for_mistake(aspects)
         by_remedy.setdefault(remedy, []).append(f"{way} for {'; '.join(parts)}")
     return [
         f"{'; '.join(alike)}: {remedy}refuse them by ValueError"
         for remedy, alike in by_remedy.items()
     ]
+
+
+def _search_for_mistake(aspects: Mapping[str, Iterable[str]]) -> str:
+    """Return how to find what is wrong in a dtype or gradient that may be meant to work."""
+    if set(aspects) == {"dtypes"}:
+        return f"find the mistake with `check --dtype {next(iter(aspects['dtypes']))}`, or "
+    if set(aspects) == {"backward"}:
+        # Gradients of out alone are right, then: the backward ignores that of LSE.
+        if set(aspects["backward"]) == {"out and LSE"}:
+            return "add LSE's gradient, or ctx.mark_non_differentiable(lse), or "
+        return "mend the backward, or "
+    return ""
 
 
 def _unclaimed_way(record: Record) -> str:
@@ -136,7 +151,7 @@ def _unclaimed_way(record: Record) -> str:
         if fact.endswith(".dtype"):
             return f"returns {fact.removesuffix('.dtype')} in {value}"
         return f"wrong {fact}, not refused," if value else f"{fact.rstrip('.')}, no refusal,"
-    return "wrong, not refused," if record.status == "fail" else f"{record.status}, no refusal,"
+    return _WRONG if record.status == "fail" else f"{record.status}, no refusal,"
 
 
 def without_numbers(reason: str) -> str:
