@@ -91,6 +91,7 @@ def test_held_output_is_shown_without_the_dump_of_threads(capsys):
         ((b"first\nlast", b""), "first\nlast\n"),
         ((b"la", b"st", b""), "last\n"),
         ((b"before\nFatal Python error: Segmentation fault\nframe\n", b""), "before\n"),
+        ((b"before\nFatal Python error: Aborted\n  File", b" of ours\n", b""), "before\n"),
     ):
         held = HeldOutput()
         echo = process._Echo(held)

@@ -143,7 +143,8 @@ class _Echo:
         self._line = rest[-KEPT:]
         dumps = [i for i, line in enumerate(lines) if line.startswith(_DUMP)]
         if dumps:  # the error message will quote it
-            self._left, lines = 0, lines[: dumps[0]]
+            # Also the beginning of a line of it, whose rest is in the next part.
+            self._line, self._left, lines = b"", 0, lines[: dumps[0]]
         texts = [one_line(line.decode(errors="replace")) for line in lines]
         texts += ["… what else the kernel prints is not shown"] if is_cut and part else []
         output = "".join(self._lines_to_show(text) for text in texts if text)
