@@ -139,7 +139,7 @@ def test_lines_of_progress_are_not_compared(reader, monkeypatch, capsys):
     lines = capsys.readouterr().err
     assert lines.startswith("question 0 of 40 (long-sum)\nquestion 1 of 40, about ")
     assert lines.count("\n") == 4
-    event = SimpleNamespace(finished=120, known=243, left=35.0)
+    event = SimpleNamespace(finished=120, known=243, seconds_left=35.0)
     for counter in (GateProgress(), FaultProgress()):
         lines += f"{counter.line(event)}\n"
     error = "attncheck: interrupted at 3 of 5: the same command goes on.\n"

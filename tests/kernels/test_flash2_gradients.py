@@ -8,6 +8,7 @@ from attncheck.core.mod_spec import FULL, NONE, Spec
 from attncheck.core.tensor_names import GRADIENTS
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
+from attncheck.mods import block_mask
 from attncheck.subjects import kernel_mods
 from attncheck.subjects.triton_flash import Flash2, Flash2Atomic
 
@@ -78,8 +79,13 @@ def test_lists_by_rows_and_by_keys_have_the_visible_tiles():
     assert by_rows.runs[..., 1].sum(-1).flatten().tolist() == [2, 4, 5]
     assert by_keys.runs[..., 1].sum(-1).flatten().tolist() == [3, 3, 2, 2, 1]
     # Key block 2 (keys 32 to 47): rows 32 to 63 see some of it, and 64 to 95 end at 69.
-    assert by_keys.runs[0, 0, 2].tolist()[0] == [2 * 1, 2]
-    assert by_keys.runs[0, 0, 0].tolist() == [[2 * 0, 1], [2 * 1 + 1, 1], [2 * 2, 1]]
+    assert by_keys.runs[0, 0, 2].tolist()[0] == [4 * 1 + block_mask.PARTIAL, 2]
+    first_keys = [
+        [4 * 0 + block_mask.PARTIAL, 1],
+        [4 * 1 + block_mask.FULL, 1],
+        [4 * 2 + block_mask.PARTIAL, 1],
+    ]
+    assert by_keys.runs[0, 0, 0].tolist() == first_keys
 
 
 def test_gradient_launches_have_8_warps_for_every_dtype_and_head_dim():

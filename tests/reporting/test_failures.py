@@ -136,7 +136,8 @@ def test_oldest_failures_are_removed_beyond_the_limit(failed, reports, monkeypat
 
 
 @pytest.mark.parametrize("text", ["../x", "abcdefgh", "ABCDEFGHIJ", "abcdefgh/j", "abcdefghij0"])
-def test_malformed_ids_are_rejected(failed, reports, text):
+def test_malformed_ids_are_rejected(failed, reports, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert not is_id(text)
     with pytest.raises(UsageError, match="is no id"):
         keep_failure(replace(failed, id=text), reports)
