@@ -1,11 +1,13 @@
 """Deaths of a kernel's process outside its Cases, and a judge that runs out of memory."""
 
+import msgspec
 import pytest
 import torch
 from tests.gate.gate_driver import choices, planted
 
 from attncheck import oracles
 from attncheck.core.mod_spec import Spec
+from attncheck.gate import gate_worker
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.property_stage import KnownFailures
 from attncheck.inputs import input_tensors
@@ -103,6 +105,35 @@ def test_judge_out_of_memory_retries_and_does_not_blame_the_kernel(
     assert waits == [0.5, 2.0, 8.0, 0][: min(shortages, 4)]
     if status == "unsupported":
         assert "too small for it: out of memory for the" in answer.record.reason
+
+
+@pytest.mark.parametrize(("others", "asks"), [(True, 3), (False, 1)])
+def test_question_that_needs_much_memory_waits_while_others_hold_it(others, asks, monkeypatch):
+    tried, run_case = [], gate_worker.run_case
+
+    def short_of_memory(subject, case, **options):
+        tried.append(1)
+        record = run_case(subject, case, **options)
+        if len(tried) == 3:
+            return record
+        reason = "this machine is too small for it: 37 GiB are needed, and 31 are free."
+        return msgspec.structs.replace(record, status="unsupported", reason=reason)
+
+    monkeypatch.setattr(gate_worker, "run_case", short_of_memory)
+    monkeypatch.setattr(gate_worker, "others_hold_memory", lambda _: others)
+    monkeypatch.setattr(gate_worker.time, "sleep", lambda _: None)
+    case = Case(
+        problem=Problem(query=4, kv=8, dtype="fp32"),
+        question="strides_far",
+        parameters={"tensor": 0},
+    )
+    unit = Unit(kind="ask", stage="properties", kernel="ideal", device="cpu", case=case.to_json())
+    gate = GateWorker(choices(), KnownFailures(()))
+    gate.load(unit)
+    (answer,) = gate.do(unit).answers
+    gate.close()
+    assert len(tried) == asks
+    assert answer.record.status == ("pass" if others else "unsupported"), answer.record
 
 
 @pytest.mark.parametrize(("query", "places"), [(64, {"cpu"}), (512, {"", "cpu"}), (8192, {""})])

@@ -14,8 +14,10 @@ _STORAGE_RATIO = 16
 # MAP_NORESERVE, which is missing in some versions of Python: pages are allocated when written.
 _ON_DEMAND = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 # Share of a GPU's memory to keep free for other processes. A gate has dozens of processes on one
-# GPU, whose unused caches would fill it. Freeing a cache costs milliseconds.
-_SPARE = 1 / 4
+# GPU, whose unused caches would fill it, and a question with far rows takes up to half of it.
+# Freeing a cache costs milliseconds.
+_SPARE = 1 / 2
+_MUCH = 1 / 4  # Share of a GPU's memory that other processes hold when they may be why it is full.
 
 
 def has_far_rows(tensor: torch.Tensor) -> bool:
@@ -80,7 +82,7 @@ def others_hold_memory(device: str | torch.device) -> bool:
         return False
     release_cached_memory(device)
     free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device) > _SPARE * total
+    return total - free - torch.cuda.memory_reserved(device) > _MUCH * total
 
 
 def _uses_gpu(device: str | torch.device) -> bool:

@@ -16,7 +16,11 @@ from msgspec.structs import replace
 
 from attncheck.core.errors import AttncheckError, HostError, UsageError
 from attncheck.core.mod_spec import Spec
-from attncheck.core.strided_alloc import release_cached_memory, release_scarce_memory
+from attncheck.core.strided_alloc import (
+    others_hold_memory,
+    release_cached_memory,
+    release_scarce_memory,
+)
 from attncheck.gate.bound_stage import REUSE_SUFFIX
 from attncheck.gate.gate_failures import SHRUNK_STATUSES, FailureLog
 from attncheck.gate.plan import covering_units, plan_kernel
@@ -35,6 +39,7 @@ from attncheck.verify.evidence_builder import forget_numbers
 from attncheck.verify.executor import LACKED, InProcess
 from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
 from attncheck.verify.kernel_hosts import KernelHost, on_terms, open_kernel
+from attncheck.verify.relation_runs import TOO_SMALL
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
 from attncheck.workers.process import Died
@@ -278,20 +283,20 @@ class GateWorker:
             return run_case(host.subject, case, brief=brief, **how)
 
         def ask() -> Record:
-            """Ask; if this process lacks memory to judge, retry later and finally on a CPU."""
+            """Ask; if this process lacks memory for it, retry later and finally judge on a CPU."""
             isolated = self._choices.isolated
             usual = "cpu" if isolated and pairs <= _MOST_PAIRS_ON_CPU else ""
             last = "cpu" if isolated and pairs <= _MOST_PAIRS_AS_FALLBACK else usual
             record = ask_at(usual)
             for wait, place in (*((wait, usual) for wait in _WAITS), (0, last)):
-                if not _judge_lacked_memory(record):
+                if not _lacked_memory(record, unit.device):
                     return record
                 forget_numbers()
                 release_cached_memory(unit.device)
                 time.sleep(wait)
                 record = ask_at(place)
             if _judge_lacked_memory(record):  # not the kernel's fault
-                reason = f"this machine is too small for it: {record.reason}"
+                reason = f"{TOO_SMALL}: {record.reason}"
                 return replace(record, status="unsupported", reason=reason)
             return record
 
@@ -437,6 +442,12 @@ class _KernelHosts:
     def _host_options(self, unit: Unit) -> dict[str, Any]:
         limits = Deadlines.of(self._choices.timeout)
         return {"convention": unit.convention, "device": unit.device, "deadlines": limits}
+
+
+def _lacked_memory(record: Record, device: str) -> bool:
+    """Return whether there may be more memory for a question later."""
+    too_small = record.status == "unsupported" and record.reason.startswith(TOO_SMALL)
+    return _judge_lacked_memory(record) or (too_small and others_hold_memory(device))
 
 
 def _judge_lacked_memory(record: Record) -> bool:

@@ -26,6 +26,8 @@ from attncheck.verify.evidence import Evidence
 from attncheck.verify.executor import Execution, Executor, Failure, Origin, failure, lacked_memory
 from attncheck.verify.kernel_hosts import executor_of
 
+# What a refusal begins with if the question, not the kernel, needs more memory than is free.
+TOO_SMALL = "this machine is too small for it"
 _UNBOUNDED = "no element of {} has a finite bound: nothing can be said of it"
 _OF_KEYS = ("dk", "dv", "dsink", "dcaptured")
 
@@ -141,7 +143,7 @@ def _run_all(
     if not needs_much_memory or runs.kind != "oom":
         return runs
     # The relation itself, not the kernel, needs more memory than there is.
-    return Failure(kind="refused", message=f"this machine is too small for it: {runs.message}")
+    return Failure(kind="refused", message=f"{TOO_SMALL}: {runs.message}")
 
 
 def _run_each(
