@@ -186,9 +186,9 @@ def test_dead_compiler_is_not_given_work(monkeypatch):
 @pytest.mark.parametrize(
     ("count", "kernels", "expected"),
     [
-        (8, ["triton-flash2", "flex", "sdpa-cudnn"], [1, 0, 2, 3, 0, 4]),
+        (8, ["triton-flash2", "flex", "sdpa-cudnn"], [2, 0, 3, 4, 1, 5]),
         (4, ["triton-flash2", "flex", "sdpa-cudnn"], [1, 0, 2, 3, 0, 1]),
-        (3, ["triton-flash2", "flex", "sdpa-cudnn"], [0, 1, 2, 0, 1, 2]),
+        (3, ["triton-flash2", "flex", "sdpa-cudnn"], [0, 1, 2, 1, 0, 0]),
         (8, ["flex"], [0]),
         (8, ["triton-flash2", "sdpa-cudnn"], [0, 1, 2]),
     ],
@@ -196,7 +196,10 @@ def test_dead_compiler_is_not_given_work(monkeypatch):
 def test_work_is_assigned_so_that_triton_does_not_wait_for_torch_compile(
     count, kernels, expected, monkeypatch
 ):
-    """With processes to spare, kernels that need torch's compiler get one of their own."""
+    """With processes to spare, kernels that need torch's compiler get one of their own.
+
+    The calls of each kernel are spread over the processes, as one may take longest for all.
+    """
     sent = []
 
     class Process:
@@ -216,12 +219,17 @@ def test_work_is_assigned_so_that_triton_does_not_wait_for_torch_compile(
 
     monkeypatch.setattr(compile_ahead, "free_places", lambda device: count)
     subjects = [subject_named(name) for name in kernels]
-    cells = [(SMALL.replace(query=query), subjects) for query in (16, 32)]
+    queries = (16, 32, 48, 64, 80, 96)
+    cells = [(SMALL.replace(query=query), subjects) for query in queries]
     with compiling_ahead(cells, "cuda", [Process(number) for number in range(count)]) as used:
-        assert len(used) == min(count, 2 * len(kernels) - 1)
-    every = [(name, query) for query in (16, 32) for name in kernels]
+        assert len(used) == min(count, len(queries) * len(kernels) - 1)
+    every = [(name, query) for query in queries for name in kernels]
     assert [(name, query) for _, name, query in sent] == every
     assert [number for number, *_ in sent][: len(expected)] == expected
+    for kernel in kernels:
+        numbers = [number for number, name, _ in sent if name == kernel]
+        places = {number for number, name, _ in sent if (name == "flex") == (kernel == "flex")}
+        assert max(numbers.count(number) for number in places) == -(-len(queries) // len(places))
 
 
 def test_builtin_table_names_the_compiler_of_each_kernel():

@@ -14,9 +14,9 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections import Counter
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from itertools import cycle
 from typing import TYPE_CHECKING
 
 from attncheck.core.errors import HostError
@@ -172,14 +172,19 @@ def compiling_ahead(
         workers.extend(_new_compiler() for _ in range(count - len(workers)))
         # With enough processes, only some import torch's compiler, and other kernels need not wait.
         torch_count = len(workers) // _TORCH_SHARE if {*calls.values()} > {"torch"} else 0
-        other_workers = cycle(workers[torch_count:])
-        torch_workers = cycle(workers[:torch_count]) if torch_count else other_workers
+        loads = {worker: Counter[str]() for worker in workers}
         for (kernel, problem), compiler in calls.items() if workers else ():
             words = {"kernel": kernel, "problem": problem.to_json(), "device": device}
             # Answers are not read: the pipe has room for thousands.
             request = Frame(kind="compile", words=words)
             with suppress(HostError):  # If it is not compiled there, it is compiled here.
-                worker = next(torch_workers if compiler == "torch" else other_workers)
+                of_torch = compiler == "torch" and torch_count > 0
+                # Dealt out in turn, all calls of the slowest kernel could get the same process.
+                worker = min(
+                    workers[:torch_count] if of_torch else workers[torch_count:],
+                    key=lambda each: (loads[each][kernel], loads[each].total()),
+                )
+                loads[worker][kernel] += 1
                 worker.send(request, seconds=_SECONDS)
     except (HostError, OSError):
         pass  # No further process can be started.
