@@ -115,11 +115,12 @@ def test_visible_faults_span_best_to_worst_problem(make):
         {"scale": 0.0122, "weight": 0.08, "dropped_keys": 1.0, "accumulator_bits": 12},
     )
     assert visible_faults(records) == (
-        "would have shown: the scale off by 0.31–1.2 %, one key's weight off by 2–8 %, "
-        "25–100 % of single dropped keys, sums of 11–12 bits, half the output, zeros"
+        "would have shown: a scale 0.31–1.2 % off, one key's weight 2–8 % off, "
+        "a dropped key (25–100 % of them), sums of 12 bits or fewer (11 in the worst problem), "
+        "an output half as large, an output of zeros"
     )
     for fmt in PAGES:
-        assert "0.31–1.2 %" in " ".join(render(make.report(*records), fmt).split())
+        assert "0.31–1.2 % off" in " ".join(render(make.report(*records), fmt).split())
 
 
 def test_invisible_faults_are_listed(make):
@@ -132,11 +133,12 @@ def test_invisible_faults_are_listed(make):
         "zeros": False,
     }
     assert visible_faults(judged_with_blind_spots(make, blind)) == (
-        "would not have shown: the scale of any size, one key's weight of any size, "
-        "a dropped key, short accumulators, half the output, zeros"
+        "would not have shown: a scale off by any factor, one key's weight off by any factor, "
+        "a dropped key, short accumulators, an output half as large, an output of zeros"
     )
     text = visible_faults(judged_with_blind_spots(make, {}, blind))
-    assert "the scale off by 0.31 % (in 1 of 2)" in text
+    assert "a scale 0.31 % off (in 1 of 2)" in text
+    assert "sums of 12 bits or fewer (none in the worst problem)" in text
     assert "zeros (in 1 of 2)" in text
     assert "not: short" not in text
 
@@ -156,7 +158,7 @@ def test_softmax_omits_faults_it_cannot_have(make):
     [
         ({"dropped_keys": 0.0}, "a dropped key"),
         ({"scale": 0.0101}, "a scale 1 % off"),
-        ({"half": False}, "half the output"),
+        ({"half": False}, "an output half as large"),
         ({"zeros": False}, "an output of zeros"),
     ],
 )

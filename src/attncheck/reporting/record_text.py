@@ -203,7 +203,7 @@ _SCALE = 0.01  # relative error of the fault "a scale 1 % off"
 def visible_faults(records: Iterable[Record]) -> str:
     """Return which faults the problems of ``records`` would have shown, and which they would not.
 
-    For example ``would have shown: the scale off by 0.12–0.43 %, half, zeros; not: …``; "" if
+    For example ``would have shown: a scale 0.12–0.43 % off, an output of zeros; not: …``; "" if
     nothing was judged.
     """
     by_record = list(_spots(records))
@@ -212,12 +212,12 @@ def visible_faults(records: Iterable[Record]) -> str:
     spots = [spot for _, spot in by_record]
     scaled = [spot for record, spot in by_record if problem_of(record).operation != "softmax"]
     facts = [
-        _least_size("the scale off by", [spot.scale for spot in scaled]),
-        _least_size("one key's weight off by", [spot.weight for spot in spots]),
+        _least_size("a scale", [spot.scale for spot in scaled]),
+        _least_size("one key's weight", [spot.weight for spot in spots]),
         _dropped_keys([s.dropped_keys for s in spots if s.dropped_keys is not None]),
         _accumulator_bits([spot.accumulator_bits for spot in scaled]),
-        _fixed_fault("half the output", [spot.half for spot in spots]),
-        _fixed_fault("zeros", [spot.zeros for spot in spots]),
+        _fixed_fault("an output half as large", [spot.half for spot in spots]),
+        _fixed_fault("an output of zeros", [spot.zeros for spot in spots]),
     ]
     visible = [fact for fact, is_visible in facts if fact and is_visible]
     hidden = [fact for fact, is_visible in facts if fact and not is_visible]
@@ -240,7 +240,7 @@ def missed_faults(records: Sequence[Record]) -> tuple[str, ...]:
     classes = {
         "a dropped key": several and not any(spot.dropped_keys for spot in several),
         "a scale 1 % off": scaled and not any(spot.scale <= _SCALE for spot in scaled),
-        "half the output": not any(spot.half for spot in spots),
+        "an output half as large": not any(spot.half for spot in spots),
         "an output of zeros": not any(spot.zeros for spot in spots),
     }
     return tuple(name for name, missed in classes.items() if missed)
@@ -257,17 +257,17 @@ _Fact = tuple[str, bool]
 _NOTHING: _Fact = ("", False)
 
 
-def _least_size(fault: str, sizes: list[float]) -> _Fact:
-    """Return the least size of a fault that shows, in the best problem and in the worst."""
+def _least_size(quantity: str, sizes: list[float]) -> _Fact:
+    """Return by how much a quantity must be off to show, in the best problem and in the worst."""
     if not sizes:
         return _NOTHING
     # The best problem decides what a suite sees, the worst how far to trust a single problem.
     best, worst = min(sizes), max(sizes)
     if math.isinf(best):
-        return f"{fault.removesuffix(' off by')} of any size", False
+        return f"{quantity} off by any factor", False
     if math.isinf(worst):
-        return f"{fault} {percent(best)} % (in {_count(map(math.isfinite, sizes))})", True
-    return f"{fault} {_range(percent(best), percent(worst))} %", True
+        return f"{quantity} {percent(best)} % off{_count(map(math.isfinite, sizes))}", True
+    return f"{quantity} {_range(percent(best), percent(worst))} % off", True
 
 
 def _dropped_keys(shares: list[float]) -> _Fact:
@@ -275,25 +275,28 @@ def _dropped_keys(shares: list[float]) -> _Fact:
         return _NOTHING
     if not any(shares):
         return "a dropped key", False
-    return f"{_range(percent(min(shares)), percent(max(shares)))} % of single dropped keys", True
+    if min(shares) == 1.0:
+        return "a dropped key", True
+    return f"a dropped key ({_range(percent(min(shares)), percent(max(shares)))} % of them)", True
 
 
 def _accumulator_bits(bits: list[int]) -> _Fact:
     if not bits:
         return _NOTHING
-    if not any(bits):
+    best, worst = max(bits), min(bits)
+    if not best:
         return "short accumulators", False
-    return f"sums of {_range(str(min(bits)), str(max(bits)))} bits", True
+    in_worst = f" ({worst or 'none'} in the worst problem)" if worst < best else ""
+    return f"sums of {best} bits or fewer{in_worst}", True
 
 
 def _fixed_fault(fault: str, answers: list[bool]) -> _Fact:
-    partly = any(answers) and not all(answers)
-    return f"{fault} (in {_count(answers)})" if partly else fault, any(answers)
+    return f"{fault}{_count(answers) if any(answers) else ''}", any(answers)
 
 
 def _count(seen: Iterable[bool]) -> str:
     answers = list(seen)
-    return f"{sum(answers)} of {len(answers)}"
+    return "" if all(answers) else f" (in {sum(answers)} of {len(answers)})"
 
 
 def _range(low: str, high: str) -> str:

@@ -414,11 +414,11 @@ def _visible_faults(spot: BlindSpot) -> str:
     """Return a text on the smallest faults that would be detected with these tensors."""
     facts = {
         f"a scale {100 * spot.scale:.2g} % off": spot.scale < float("inf"),
-        f"a key's weight {100 * spot.weight:.2g} % off": spot.weight < float("inf"),
-        f"{100 * (spot.dropped_keys or 0):.3g} % of single dropped keys": bool(spot.dropped_keys),
-        f"sums of {spot.accumulator_bits} bits": spot.accumulator_bits > 0,
-        "half the output": spot.half,
-        "zeros": spot.zeros,
+        f"one key's weight {100 * spot.weight:.2g} % off": spot.weight < float("inf"),
+        f"a dropped key ({100 * (spot.dropped_keys or 0):.3g} % of them)": bool(spot.dropped_keys),
+        f"sums of {spot.accumulator_bits} bits or fewer": spot.accumulator_bits > 0,
+        "an output half as large": spot.half,
+        "an output of zeros": spot.zeros,
     }
     return ", ".join(fact for fact, seen in facts.items() if seen) or "none of the usual faults"
 
