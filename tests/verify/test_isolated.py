@@ -23,10 +23,9 @@ from attncheck.verify import kernel_server
 from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.deaths import confirm_death
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin
-from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
+from attncheck.verify.isolated import Deadlines, IsolatedExecutor, IsolatedKernel, RemoteSubject
 from attncheck.verify.kernel_messages import run_words
 from attncheck.verify.kernel_server import KernelServer
-from attncheck.verify.remote_kernel import Deadlines, RemoteSubject
 from attncheck.verify.run_case import new_record, run_case
 from attncheck.verify.verify import iter_records
 from attncheck.workers.process import Died
@@ -142,7 +141,7 @@ def test_death_while_listing_launches_is_a_crash(host):
 
 @pytest.mark.parametrize(("limit", "value"), [("_MOST_CASES", 1), ("_MOST_GROWTH", -(1 << 50))])
 def test_process_is_replaced_after_its_most_cases_or_memory_growth(host, limit, value, monkeypatch):
-    monkeypatch.setattr(f"attncheck.verify.remote_kernel.{limit}", value)
+    monkeypatch.setattr(f"attncheck.verify.isolated.{limit}", value)
     case = Case(problem=SMALL)
     record = run_case(host.subject, case, device="cpu", executor=host.executor, brief=True)
     assert record.status == "pass"
@@ -151,11 +150,11 @@ def test_process_is_replaced_after_its_most_cases_or_memory_growth(host, limit, 
 
 def test_every_new_process_gets_time_to_compile(host):
     """What an earlier process compiled is lost with it."""
-    connection = SimpleNamespace(new=False, deadlines=Deadlines(), device="cuda")
+    kernel_host = SimpleNamespace(new=False, deadlines=Deadlines(), device="cuda")
     inputs = SimpleNamespace(problem=SMALL)
-    executor = IsolatedExecutor(connection)
+    executor = IsolatedExecutor(kernel_host)
     limits = []
-    for connection.new in (True, False, False, True, False):
+    for kernel_host.new in (True, False, False, True, False):
         limits.append(executor._seconds(host.subject, inputs, calls=1)[0])
     assert limits == [180.0, 60.0, 60.0, 180.0, 60.0]
 
@@ -219,7 +218,7 @@ class CountsReplacements(RemoteSubject):
     replacements = 0
 
     def __init__(self):
-        self.connection = SimpleNamespace(problems=(), device="cpu")
+        self.host = SimpleNamespace(problems=(), device="cpu")
 
     def fresh(self):
         self.replacements += 1

@@ -149,8 +149,8 @@ def _device(typed: str | None, original: Reproduction) -> str:
 
 def _open(kernel: str, original: Reproduction, *, seconds: float | None, **how: Any) -> KernelHost:
     """Open the kernel; raise UsageError if there is none, with a hint how to name another."""
+    from attncheck.verify.isolated import Deadlines
     from attncheck.verify.kernel_hosts import open_kernel
-    from attncheck.verify.remote_kernel import Deadlines
 
     if not kernel:
         raise UsageError(f"{original.source} names no kernel: add --kernel SPEC.")
