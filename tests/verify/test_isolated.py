@@ -91,7 +91,9 @@ def test_remote_subject_has_the_attributes_and_answers_of_the_kernel(host):
 def test_outputs_have_the_bits_of_this_process(host):
     case = Case(problem=BACKWARD)
     inputs = inputs_room.draw_inputs(case.problem)
-    there = host.executor.run(host.subject, inputs, origin=Origin(case=case), timed=True)
+    there = host.executor.run(
+        host.subject, inputs, origin=Origin(case=case), under=CallConditions(timed=True)
+    )
     here = InProcess().run(planted.Launched(), inputs)
     assert isinstance(there, Execution)
     assert there.seconds > 0
@@ -282,7 +284,7 @@ def test_server_releases_scarce_memory_except_for_kept_calls(kept, times, monkey
     server = KernelServer()
     how = {"device": "cpu", "threads": torch.get_num_threads(), "convention": ""}
     assert server.answer(Frame(kind="load", words={"kernel": "ideal"} | how)).kind == "described"
-    words = run_words(Origin(case=Case(problem=SMALL)), CallConditions(), timed=False, launch=None)
+    words = run_words(Origin(case=Case(problem=SMALL)), CallConditions())
     words |= {"kept": True, "graph": False} if kept else {}
     assert server.answer(Frame(kind="run", words=words)).kind == "ran"
     assert released == ["cpu"] * times
@@ -303,7 +305,7 @@ def test_lost_gpu_is_reported_as_a_crash(monkeypatch):
     how = {"device": "cpu", "threads": torch.get_num_threads(), "convention": ""}
     assert server.answer(Frame(kind="load", words={"kernel": "ideal"} | how)).kind == "described"
     server._device = "cuda"
-    words = run_words(Origin(case=Case(problem=SMALL)), CallConditions(), timed=False, launch=None)
+    words = run_words(Origin(case=Case(problem=SMALL)), CallConditions())
     answer = server.answer(Frame(kind="run", words=words))
     assert answer.kind == "failed"
     assert answer.words["kind"] == "crash"

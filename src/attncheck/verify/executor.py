@@ -173,14 +173,12 @@ class Executor(Protocol):
         inputs: Inputs,
         *,
         origin: Origin | None = None,
-        timed: bool = False,
         under: CallConditions = PLAIN_CALL,
     ) -> Execution | Failure:
         """Run ``subject`` on ``inputs``; return what the kernel raises as a Failure.
 
         Args:
             origin: Source of the inputs, for executors that draw them in another process.
-            timed: Whether it is called until its median time is known.
         """
         ...
 
@@ -234,17 +232,16 @@ class InProcess:
         inputs: Inputs,
         *,
         origin: Origin | None = None,
-        timed: bool = False,
         under: CallConditions = PLAIN_CALL,
     ) -> Execution | Failure:
-        """Run ``subject`` on a copy of ``inputs``; with ``timed``, until the median is known.
+        """Run ``subject`` on a copy of ``inputs``.
 
         Warnings are no failures, even if the caller turns warnings into errors.
         """
         del origin
 
         def time(call: Call) -> float | None:
-            return Stopwatch(call, inputs.device).median() if timed else None
+            return Stopwatch(call, inputs.device).median() if under.timed else None
 
         return self._run(subject, inputs, under, time)
 

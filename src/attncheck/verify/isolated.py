@@ -531,7 +531,6 @@ class IsolatedExecutor:
         inputs: Inputs,
         *,
         origin: Origin | None = None,
-        timed: bool = False,
         under: CallConditions = PLAIN_CALL,
     ) -> Execution | Failure:
         """Run ``subject`` on ``inputs``, which its process draws again from ``origin``.
@@ -539,9 +538,9 @@ class IsolatedExecutor:
         Without an origin the tensors are sent, each contiguous. Raise HostError if no process can
         be started.
         """
-        words = run_words(origin, under, timed=timed, launch=_remote(subject).launch)
+        words = run_words(origin, under, launch=_remote(subject).launch)
         new = self._host.new
-        calls = under.calls + under.window + timed
+        calls = under.calls + under.window + under.timed
         result = self._run(subject, inputs, dict(words), calls=calls)
         if isinstance(result, Failure):
             is_final = result.kind in _FATAL  # The next question starts a new process.

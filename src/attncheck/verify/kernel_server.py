@@ -233,9 +233,7 @@ class KernelServer:
             result = self._executor.keep(kernel, inputs, graph=words["graph"])
         else:
             under = from_fields(CallConditions, words["under"])
-            result = self._executor.run(
-                kernel, inputs, origin=origin, timed=words["timed"], under=under
-            )
+            result = self._executor.run(kernel, inputs, origin=origin, under=under)
         stir_heap()  # A heap that this call corrupted ends the process here, not after the answer.
         # Checked first: any other use of a lost GPU would raise an error that is not a crash.
         if gpu_error := lost_gpu() if self._device == "cuda" else "":

@@ -24,7 +24,7 @@ from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.subject import Subject, Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_checks import CHECKS, judge_call
-from attncheck.verify.call_conditions import PLAIN_CALL, judged_conditions
+from attncheck.verify.call_conditions import CallConditions, judged_conditions
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import (
     Execution,
@@ -169,8 +169,7 @@ def run_on_evidence(
                 subject,
                 evidence.inputs,
                 origin=Origin(case=evidence.case),
-                timed=timed,
-                under=PLAIN_CALL if timed else judged_conditions(evidence.case),
+                under=CallConditions(timed=True) if timed else judged_conditions(evidence.case),
             )
         if isinstance(execution, Failure):
             return without_outputs(record, execution), None
