@@ -128,7 +128,7 @@ def closing_lines(
     if document.notes or document.closing:
         yield Text("")
     for note in document.notes:
-        yield from _note_lines(note, width)
+        yield from _wrap(shortened(note), width, style=STYLES["dim"])
     if columns := ", ".join(left_out):
         yield from _wrap(f"Left out at {width} columns: {columns}.", width, style="dim")
     for note in document.closing:
