@@ -20,9 +20,10 @@ from attncheck.gate.stages import (
     surrounding_units,
 )
 from attncheck.inputs.problem import Case, check_parameters
+from attncheck.probes import PROBES
 from attncheck.records.failures import MAX_STORED, StoredFailure, is_id, load_failure
 from attncheck.records.run_reports import STAGES, Stage
-from attncheck.verify.question_fit import COMPARE, allowed_parameters, is_probe, unfit_reason
+from attncheck.verify.question_fit import COMPARE, allowed_parameters, unfit_reason
 from attncheck.workers.units import Unit
 
 REPLAYED = "failed before"  # Variant of a Case that failed in an earlier run.
@@ -180,7 +181,7 @@ def _stage_of(failure: StoredFailure) -> Stage:
     question = str(failure.record.case.get("question"))
     if failure.test:
         return "properties"
-    if is_probe(question):
+    if question in PROBES:
         return "probes"
     # Two stages ask relations, and a stored failure does not name its stage.
     return "bounds" if question == COMPARE else "memory"

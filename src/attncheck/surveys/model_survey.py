@@ -207,13 +207,7 @@ def _recording(file: str, place: CallPlace, inputs: Inputs) -> Recording:
     cap = None if problem.score == NONE else cast("float", problem.score.values["cap"])
     call = Call(
         name=f"{place.module}/{place.step}",
-        batch=problem.batch,
-        heads=problem.heads,
-        kv_heads=problem.kv_heads,
-        query=problem.query,
-        kv=problem.kv,
-        head_dim=problem.head_dim,
-        value_dim=problem.value_dim,
+        **dataclasses.asdict(problem.sizes),
         dtype=cast("Any", problem.dtype),
         mask=cast("Any", kinds.get(problem.mask.name, "bool")),
         scale=problem.scale,

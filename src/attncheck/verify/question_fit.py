@@ -50,11 +50,6 @@ def allowed_parameters(question: str, problem: Problem) -> Allowed:
     return {} if question == COMPARE else _definition(question).allowed(problem)
 
 
-def is_probe(question: str) -> bool:
-    """Return whether a question is a probe, which has inputs of its own."""
-    return question in PROBES
-
-
 def compares_launches(questions: Iterable[str]) -> bool:
     """Return whether all of ``questions`` are about other launches of the same kernel."""
     return all(name in RELATIONS and RELATIONS[name].uses_other_launch for name in questions)
