@@ -166,7 +166,7 @@ def test_dcaptured_must_be_fp32_of_the_captured_size(dcaptured, message):
 def test_dcaptured_is_refused_for_kernels_without_it():
     problem = ATTENTION.replace(score=Spec.of("alibi"), backward=True, dcaptured=True)
     reason = "it gives no gradients of the tensors that a score mod reads"
-    assert InProcess().refusal(Kernel(), problem, "cpu") == reason
+    assert InProcess().refusal(Kernel(), problem, "cpu").message == reason
     able = Kernel()
     able.captured = True
     assert InProcess().refusal(able, problem, "cpu") is None

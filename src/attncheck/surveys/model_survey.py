@@ -124,8 +124,10 @@ class _Kernel:
     def __call__(self, place: CallPlace, inputs: Inputs) -> Outputs:
         problem = inputs.problem
         refusal = self.executor.refusal(self.subject, problem, self.device)
-        if isinstance(refusal, str) or not self.executor.concerns(self.subject, problem):
-            raise Refused(refusal or f"it takes no {'sinks' if problem.sink else 'such call'}")
+        if refusal is not None and refusal.kind == "refused":
+            raise Refused(refusal.message)
+        if not self.executor.concerns(self.subject, problem):
+            raise Refused(f"it takes no {'sinks' if problem.sink else 'such call'}")
         result = refusal or self.executor.run(self.subject, inputs)
         if self.judged:
             record = self._record(Case(problem=problem), inputs, result)

@@ -394,7 +394,7 @@ def judge_call(
         return Failure(kind="refused", message="a CPU has no streams")
     refusal = executor.refusal(subject, case.problem, device)
     if refusal is not None:
-        return Failure(kind="refused", message=refusal) if isinstance(refusal, str) else refusal
+        return refusal
     kernel = CheckedKernel(subject=subject, case=case, device=device, executor=executor)
     try:
         return check.look(kernel)

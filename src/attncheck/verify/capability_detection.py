@@ -88,16 +88,15 @@ def trial_result(aspect: str, what: str, record: Record, problem: Problem | str)
     )
 
 
-def refused_result(convention: str, reply: str | Failure, problem: Problem) -> TrialResult:
+def refused_result(convention: str, failure: Failure, problem: Problem) -> TrialResult:
     """Return the result of a convention by which the kernel refused or raised."""
-    refuses = isinstance(reply, str) or reply.kind == "refused"
     return TrialResult(
         aspect="convention",
         what=convention,
-        verdict="refuses" if refuses else "raises",
-        reason=reply if isinstance(reply, str) else reply.message,
+        verdict="refuses" if failure.kind == "refused" else "raises",
+        reason=failure.message,
         problem=str(problem),
-        fatal=_fatal(reply.kind, reply.message) if isinstance(reply, Failure) else "",
+        fatal=_fatal(failure.kind, failure.message),
     )
 
 

@@ -509,12 +509,12 @@ class IsolatedExecutor:
         answer = self._ask(subject, "wanted", problem, self._host.device)
         return answer if isinstance(answer, bool) else True
 
-    def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
-        """Return why ``subject`` does not take ``problem``; a Failure if asking fails."""
+    def refusal(self, subject: Subject, problem: Problem, device: str) -> Failure | None:
+        """Return why ``subject`` does not take ``problem``, or why asking fails."""
         # A death in the last question is reported now: a new process would know nothing of it.
         answer = self._unreported or self._ask(subject, "refusal", problem, device)
         self._unreported = None
-        return answer if isinstance(answer, str | Failure) else None
+        return answer if isinstance(answer, Failure) else None
 
     def launches(
         self, subject: Subject, problem: Problem, device: str

@@ -153,10 +153,8 @@ def run_on_evidence(
     """
     problem = evidence.case.problem
     refusal = executor.refusal(subject, problem, evidence.device)
-    if isinstance(refusal, Failure):
+    if refusal is not None:
         return without_outputs(record, refusal), None
-    if refusal:
-        return replace(record, status="unsupported", reason=refusal), None
     try:
         # Before any kernel has run: nothing that it does can change the truth.
         stage("the exact result")
