@@ -216,8 +216,8 @@ def _print_at_once(line: str) -> None:
 def _run_one(subject: Subject, case: Any, device: str) -> str:
     problem = Case.from_json(case).problem
     executor = InProcess()
-    result = executor.refusal(subject, problem, device)
-    result = result or executor.run(subject, draw_inputs(problem, device))
+    refusal = executor.refusal(subject, problem, device)
+    result = refusal or executor.run(subject, draw_inputs(problem, device))
     if isinstance(result, Failure):
         return f"{'refused' if result.kind == 'refused' else 'error'} {one_line(result.message)}"
     return "ok"

@@ -149,7 +149,7 @@ def with_rounded_weights(assumed: Arithmetic) -> Arithmetic:
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-class CpuFlashDetector(QuietMode):
+class CpuFlashDetector(QuietMode):  # type: ignore[no-untyped-call]  # torch's
     """A mode that detects calls of torch's CPU flash kernel, and changes nothing."""
 
     def __init__(self) -> None:
