@@ -220,9 +220,9 @@ class CountsReplacements(RemoteSubject):
     replacements = 0
 
     def __init__(self):
-        self.host = SimpleNamespace(problems=(), device="cpu")
+        self.host = SimpleNamespace(problems=(), device="cpu", end=self.count)
 
-    def fresh(self):
+    def count(self):
         self.replacements += 1
 
 
@@ -414,7 +414,7 @@ def test_failure_to_load_a_kernel_raises(text, load, error, message, tmp_path):
 
 def test_process_that_does_not_start_is_a_host_error_and_no_death(host, monkeypatch):
     """None of the kernel's code has run by then, so it must not be recorded as a crash of it."""
-    host.subject.fresh()
+    host.end()
     monkeypatch.setattr(host, "deadlines", Deadlines(start=1e-9))
     inputs = inputs_room.draw_inputs(SMALL)
     with pytest.raises(HostError, match="no process of its own can be had") as caught:

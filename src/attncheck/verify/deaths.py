@@ -45,7 +45,7 @@ def confirm_death(
         return first, 1
     problems, device = tuple(subject.host.problems), subject.host.device
     # In a new process, because an earlier call may have corrupted the first one.
-    subject.fresh()
+    subject.host.end()
     crowded = first.status == "oom" and others_hold_memory(device)
     if culprit := _find_wild_write(first, subject, problems):
         return culprit, 2

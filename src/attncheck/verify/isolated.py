@@ -408,10 +408,6 @@ class RemoteSubject(Subject):
         """Whether the kernel's class overrides ``launches``."""
         return self._has_launches
 
-    def fresh(self) -> None:
-        """End its process; the next question goes to a new one."""
-        self.host.end()
-
     def absent(self, device: str) -> str | None:
         """Return why the kernel can run nothing on ``device``; None if it can."""
         return _text(self.ask("absent", None, device))
