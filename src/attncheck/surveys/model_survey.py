@@ -46,7 +46,7 @@ from attncheck.surveys.swapped_model import (
 from attncheck.verify.environment import environment
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Failure, InProcess
-from attncheck.verify.question_fit import question_summary
+from attncheck.verify.question_fit import question_named
 from attncheck.verify.run_case import new_record, run_on_evidence, without_outputs
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class _Kernel:
             id=short_id({"kernel": kernel, "device": self.device, "case": case.to_json()}),
             kernel=kernel,
             device=self.device,
-            question=question_summary(case.question),
+            question=question_named(case.question).summary,
             record=replace(record, variant=recording.call.name),
             environment=environment(self.device),
         )

@@ -38,7 +38,7 @@ from attncheck.verify.executor import (
 from attncheck.verify.judging import judge_outputs, with_error_map
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.obligations import outputs_digest
-from attncheck.verify.question_fit import adapted_cases, check_question, not_applicable_reason
+from attncheck.verify.question_fit import adapted_cases, not_applicable_reason, question_named
 from attncheck.verify.relation_runs import judge_relation
 from attncheck.verify.second_opinion import second_opinion
 
@@ -98,7 +98,7 @@ def run_case(  # noqa: PLR0913  # one case, and how it is run
     Raises:
         UsageError: for an unknown question, or one that does not apply to the Problem.
     """
-    check_question(case.question)
+    question_named(case.question)
     executor = executor or executor_of(subject)
     for adapted in adapted_cases(subject, case, executor):
         record = new_record(
