@@ -371,8 +371,7 @@ def judge_call(
     check.check(case.problem, case.parameters)
     if check.gpu and device == "cpu":
         return Failure(kind="refused", message="a CPU has no streams")
-    refusal = executor.refusal(subject, case.problem, device)
-    if refusal is not None:
+    if refusal := executor.refusal(subject, case.problem, device):
         return refusal
     kernel = CheckedKernel(subject=subject, case=case, device=device, executor=executor)
     try:

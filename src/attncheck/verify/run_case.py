@@ -152,8 +152,7 @@ def run_on_evidence(
         fit into memory, the status is ``error``.
     """
     problem = evidence.case.problem
-    refusal = executor.refusal(subject, problem, evidence.device)
-    if refusal is not None:
+    if refusal := executor.refusal(subject, problem, evidence.device):
         return without_outputs(record, refusal), None
     try:
         # Before any kernel has run: nothing that it does can change the truth.
