@@ -93,11 +93,11 @@ class Hasty(Journal):
 
     _held: UnitResult | None = None
 
-    def done(self, done: UnitResult, *, quarantined: bool = False) -> None:
+    def write_result(self, done: UnitResult, *, quarantined: bool = False) -> None:
         """Write the previous result."""
         held, self._held = self._held, done
         if held is not None:
-            super().done(held, quarantined=quarantined)
+            super().write_result(held, quarantined=quarantined)
 
 
 class Forgetful(Journal):
@@ -108,10 +108,10 @@ class Forgetful(Journal):
         """No results."""
         return {}
 
-    def done(self, done: UnitResult, *, quarantined: bool = False) -> None:
+    def write_result(self, done: UnitResult, *, quarantined: bool = False) -> None:
         """Write a result, and drop an earlier one of the same unit."""
         self.content.results.pop(done.unit, None)
-        super().done(done, quarantined=quarantined)
+        super().write_result(done, quarantined=quarantined)
 
 
 JOURNALS = {"right": Journal, "hasty": Hasty, "forgetful": Forgetful}

@@ -61,11 +61,11 @@ def test_interrupted_run_resumes(run, tmp_path, monkeypatch):
     head = planted_header(selection, device="cpu", tier="smoke", file=FAULTY_KERNELS)
     first = FaultScore(fault="exit", category="own", host="file", outcome="caught", problems=4321)
     with Journal.open(Path("reports/faults/results.jsonl"), head, resume=False) as journal:
-        journal.queued(selection.units)
+        journal.write_queued(selection.units)
         unit = selection.units[1]
-        journal.begun(unit)
+        journal.write_start(unit)
         facts = {"score": msgspec.to_builtins(first), "kind": "fault"}
-        journal.done(UnitResult(unit=unit.id, facts=facts))
+        journal.write_result(UnitResult(unit=unit.id, facts=facts))
         journal.end("interrupted")
     words = ["--kernel-file", str(FAULTY_KERNELS), "--fault", "next key", "--fault", "exit"]
     result = run(*words, "--device", "cpu", "--json", "r.json", "-q")
@@ -81,7 +81,7 @@ def test_unfinished_other_run_is_not_overwritten(run, tmp_path, monkeypatch):
     selection = select_from_file(FAULTY_KERNELS, names=["exit"], device="cpu", tier="smoke")
     head = planted_header(selection, device="cpu", tier="smoke", file=FAULTY_KERNELS)
     with Journal.open(Path("reports/faults/results.jsonl"), head, resume=False) as journal:
-        journal.queued(selection.units)
+        journal.write_queued(selection.units)
         journal.end("interrupted")
     result = run("--kernel-file", str(FAULTY_KERNELS), "--fault", "none", "--device", "cpu", "-q")
     assert result.returncode == 3

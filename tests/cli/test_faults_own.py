@@ -69,10 +69,10 @@ def interrupted(project):
     )
     path = Path("reports/faults/results.jsonl")
     with Journal.open(path, own_tests_header(suite, selection), resume=False) as journal:
-        journal.queued(selection.units)
+        journal.write_queued(selection.units)
         (unit,) = (each for each in selection.units if each.kernel.startswith(FAULTS[0]))
-        journal.begun(unit)
-        journal.done(UnitResult(unit=unit.id, facts={"score": msgspec.to_builtins(first)}))
+        journal.write_start(unit)
+        journal.write_result(UnitResult(unit=unit.id, facts={"score": msgspec.to_builtins(first)}))
         journal.end("interrupted")
 
 

@@ -116,10 +116,10 @@ def test_journal_is_shown_as_report(run, folder):
     answer = gates.answer(record, unit=units[1].id)
     facts = {"name": "k", "summary": "s", "environment": msgspec.to_builtins(gates.GPU)}
     with Journal.open(folder / "results.jsonl", head, resume=False) as journal:
-        journal.queued(units)
+        journal.write_queued(units)
         for unit, result in zip(units, ({"facts": facts}, {"answers": (answer,)}), strict=True):
-            journal.begun(unit)
-            journal.done(UnitResult(unit=unit.id, **result))
+            journal.write_start(unit)
+            journal.write_result(UnitResult(unit=unit.id, **result))
     report = load_report(run("results.jsonl", "--format", "json"), GateReport)
     assert report.answers == (answer,)
     assert report.kernels == {"k": "s"}

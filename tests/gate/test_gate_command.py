@@ -109,11 +109,11 @@ def run_shard(shard, seed, folder):
     run_plan, path = nightly_plan(shard, seed), folder / f"{shard[0]}.jsonl"
     gate = GateWorker(run_plan.choices)
     with Journal.open(path, run_plan.head, resume=False) as journal:
-        journal.queued(run_plan.units)
+        journal.write_queued(run_plan.units)
         for unit in run_plan.units:
-            journal.done(gate.do(unit))
+            journal.write_result(gate.do(unit))
         for unit in journal.content.unfinished:
-            journal.done(UnitResult(unit=unit.id))
+            journal.write_result(UnitResult(unit=unit.id))
     gate.close()
     return path
 
@@ -154,7 +154,7 @@ def test_run_with_another_seed_does_not_resume(tmp_path, monkeypatch, capsys):
     with Journal.open(
         tmp_path / "results.jsonl", nightly_plan(seed=7).head, resume=False
     ) as journal:
-        journal.queued(nightly_plan(seed=7).units)
+        journal.write_queued(nightly_plan(seed=7).units)
     run_plan = nightly_plan(seed=8, directory=tmp_path)
     with pytest.raises(JournalError, match="holds another run: seed is 7 there and 8 here"):
         run_gate(run_plan, nightly_options(seed=8, directory=tmp_path))

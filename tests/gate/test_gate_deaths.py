@@ -12,7 +12,7 @@ from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.property_stage import KnownFailures
 from attncheck.inputs import input_tensors
 from attncheck.inputs.problem import Case, Problem
-from attncheck.verify.remote_kernel import Deadlines
+from attncheck.verify.isolated import Deadlines
 from attncheck.verify.run_case import blank_record
 from attncheck.workers.units import Unit
 

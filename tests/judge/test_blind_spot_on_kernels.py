@@ -29,7 +29,7 @@ def evidence(dtype: str) -> EvidenceBuilder:
 
 def verdict(kernel: Ideal, dtype: str, *, exposes_lse: bool) -> Judgement:
     builder = evidence(dtype)
-    result = InProcess().run(kernel, builder.inputs, timed=False)
+    result = InProcess().run(kernel, builder.inputs)
     assert isinstance(result, Execution)
     lse = result.outputs.lse if exposes_lse else None
     execution = Execution(

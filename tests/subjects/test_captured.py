@@ -18,7 +18,7 @@ from attncheck.subjects.capabilities.declared import Declared
 from attncheck.subjects.capabilities.subject import Refused
 from attncheck.subjects.torch_kernels import Flex
 from attncheck.subjects.triton_flash import Flash2, Flash2Atomic
-from attncheck.verify.executor import InProcess
+from attncheck.verify.executor import Failure, InProcess
 from attncheck.verify.run_case import run_case
 
 BIAS = Spec.of("bias", seed=0, per_batch=1, per_head=1)
@@ -33,7 +33,9 @@ SCORES = {
     "a cap over a bias": Spec.of("chain", BIAS, CAP),
     "two tables": Spec.of("chain", Spec.of("alibi"), Spec.of("relative_bias", distance=3, seed=0)),
 }
-REASON = "it gives no gradients of the tensors that a score mod reads"
+REFUSED = Failure(
+    kind="refused", message="it gives no gradients of the tensors that a score mod reads"
+)
 
 
 def problem(**changes) -> Problem:
@@ -81,7 +83,7 @@ def test_only_ideal_flash2_and_flex_give_captured_gradients():
         if not subject.concerns(plain) or subject.absent("cpu"):
             continue
         assert subject.concerns(captured)
-        if InProcess().refusal(subject, captured, "cpu") == REASON:
+        if InProcess().refusal(subject, captured, "cpu") == REFUSED:
             assert not subject.captured
         else:
             able.add(name)
@@ -93,7 +95,7 @@ def test_capability_table_does_not_change_who_gives_captured_gradients():
     table = Capabilities(entry="triton-flash2", dtypes=("fp32",))
     assert InProcess().refusal(Declared(Flash2(), table, "mine"), problem(), "cpu") is None
     sdpa = Declared(named_kernels.subject_named("sdpa-math"), table, "mine")
-    assert InProcess().refusal(sdpa, problem(), "cpu") == REASON
+    assert InProcess().refusal(sdpa, problem(), "cpu") == REFUSED
 
 
 def formula(q, k, v, score, blocks, scale):

@@ -17,6 +17,7 @@ from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import ConventionOptions
 from attncheck.subjects.conventions.declarations import CONVENTIONS, convention_named, make_subject
 from attncheck.subjects.load import load_subject
+from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.executor import Execution, Failure, InProcess
 
 CAUSAL, WINDOW = Spec.of("causal"), Spec.of("sliding_window", window=7)
@@ -557,7 +558,8 @@ def test_timed_calls_run_without_the_dispatch_mode():
         modes.append(torch.utils._python_dispatch._get_current_dispatch_mode())
         return plain_formula(q, k, v)
 
-    assert isinstance(InProcess().run(sdpa(kernel), draw_inputs(small()), timed=True), Execution)
+    timed = CallConditions(timed=True)
+    assert isinstance(InProcess().run(sdpa(kernel), draw_inputs(small()), under=timed), Execution)
     assert modes[0] is not None
     assert len(modes) > 1
     assert modes[1:] == [None] * (len(modes) - 1)

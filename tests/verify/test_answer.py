@@ -16,7 +16,7 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.verify import relation_runs
 from attncheck.verify.accuracy import measure_accuracy
 from attncheck.verify.executor import InProcess
-from attncheck.verify.question_fit import question_summary
+from attncheck.verify.question_fit import question_named
 from attncheck.verify.run_case import run_case
 
 PROBLEM = Problem(heads=2, kv_heads=1, query=5, kv=6, head_dim=8, mask=Spec.of("causal"))
@@ -158,8 +158,8 @@ def test_unknown_question_raises_unknown_name():
 
 @pytest.mark.parametrize("question", ["compare", *RELATIONS, *probes.PROBES])
 def test_every_question_has_a_one_line_summary(question):
-    assert question_summary(question)
-    assert "\n" not in question_summary(question)
+    assert question_named(question).summary
+    assert "\n" not in question_named(question).summary
 
 
 def test_kernel_of_another_operation_is_unsupported():

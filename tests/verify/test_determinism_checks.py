@@ -13,8 +13,7 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_checks import CHECKS, check_named
 from attncheck.verify.question_fit import (
     allowed_parameters,
-    check_question,
-    question_summary,
+    question_named,
     unfit_reason,
 )
 
@@ -118,8 +117,7 @@ def test_documentation_lists_every_check():
 
 def test_checks_have_summary_and_parameters_and_reject_unknown_ones():
     for name, check in CHECKS.items():
-        check_question(name)
-        assert question_summary(name) == check.summary
+        assert question_named(name).summary == check.summary
         assert allowed_parameters(name, SMALL) == check.allowed(SMALL)
         assert "\n" not in check.summary
     assert check_named("guards") is CHECKS["guards"]

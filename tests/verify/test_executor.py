@@ -18,11 +18,13 @@ from attncheck.inputs.problem import Problem
 from attncheck.records.failure_causes import without_place
 from attncheck.subjects.capabilities.subject import ContractViolation, Refused, Subject
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.executor import ENDS_CALLER, Execution, Failure, InProcess
 
 ATTENTION = Problem(heads=4, kv_heads=2, query=5, kv=7, head_dim=8, value_dim=3, dtype="fp16")
 SOFTMAX = Problem(operation="softmax", heads=2, query=5, kv=7, dtype="fp16")
 FP8 = ATTENTION.replace(dtype="e4m3")
+TIMED = CallConditions(timed=True)
 NAMES = [
     *[(ATTENTION, name) for name in ("q", "k", "v")],
     *[(FP8, name) for name in ("q", "k", "v", "q_descale", "k_descale", "v_descale")],
@@ -164,7 +166,7 @@ def test_dcaptured_must_be_fp32_of_the_captured_size(dcaptured, message):
 def test_dcaptured_is_refused_for_kernels_without_it():
     problem = ATTENTION.replace(score=Spec.of("alibi"), backward=True, dcaptured=True)
     reason = "it gives no gradients of the tensors that a score mod reads"
-    assert InProcess().refusal(Kernel(), problem, "cpu") == reason
+    assert InProcess().refusal(Kernel(), problem, "cpu").message == reason
     able = Kernel()
     able.captured = True
     assert InProcess().refusal(able, problem, "cpu") is None
@@ -265,7 +267,7 @@ def test_timing_skips_the_first_call(monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     # This clock advances by one second with every reading.
-    assert run(Kernel(calls.append), timed=True).seconds == 1.0
+    assert run(Kernel(calls.append), under=TIMED).seconds == 1.0
     assert len(calls) == 2
 
 
@@ -284,13 +286,13 @@ def test_time_is_the_median_of_the_calls_after_the_first(ticks, seconds, times, 
         calls.append(1)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    assert run(Kernel(advance_clock), timed=True).seconds == seconds
+    assert run(Kernel(advance_clock), under=TIMED).seconds == seconds
     assert len(calls) == 1 + times
 
 
 def test_call_that_broke_its_contract_is_not_timed():
     calls = []
-    assert isinstance(run(Kernel(calls.append, columns=99), timed=True), Failure)
+    assert isinstance(run(Kernel(calls.append, columns=99), under=TIMED), Failure)
     assert len(calls) == 1
 
 
@@ -311,7 +313,7 @@ def test_outputs_of_the_first_call_survive_reuse_of_their_memory():
             return call
 
     inputs = inputs_room.draw_inputs(Problem(query=8, head_dim=8))
-    result = InProcess().run(Reuses(), inputs, timed=True)
+    result = InProcess().run(Reuses(), inputs, under=TIMED)
     expected = Ideal().run(inputs)
     assert torch.equal(result.outputs.out, expected.out)
     assert torch.equal(result.outputs.lse, expected.lse)

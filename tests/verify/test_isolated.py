@@ -23,10 +23,9 @@ from attncheck.verify import kernel_server
 from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.deaths import confirm_death
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin
-from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
+from attncheck.verify.isolated import Deadlines, IsolatedExecutor, IsolatedKernel, RemoteSubject
 from attncheck.verify.kernel_messages import run_words
 from attncheck.verify.kernel_server import KernelServer
-from attncheck.verify.remote_kernel import Deadlines, RemoteSubject
 from attncheck.verify.run_case import new_record, run_case
 from attncheck.verify.verify import iter_records
 from attncheck.workers.process import Died
@@ -92,7 +91,9 @@ def test_remote_subject_has_the_attributes_and_answers_of_the_kernel(host):
 def test_outputs_have_the_bits_of_this_process(host):
     case = Case(problem=BACKWARD)
     inputs = inputs_room.draw_inputs(case.problem)
-    there = host.executor.run(host.subject, inputs, origin=Origin(case=case), timed=True)
+    there = host.executor.run(
+        host.subject, inputs, origin=Origin(case=case), under=CallConditions(timed=True)
+    )
     here = InProcess().run(planted.Launched(), inputs)
     assert isinstance(there, Execution)
     assert there.seconds > 0
@@ -142,7 +143,7 @@ def test_death_while_listing_launches_is_a_crash(host):
 
 @pytest.mark.parametrize(("limit", "value"), [("_MOST_CASES", 1), ("_MOST_GROWTH", -(1 << 50))])
 def test_process_is_replaced_after_its_most_cases_or_memory_growth(host, limit, value, monkeypatch):
-    monkeypatch.setattr(f"attncheck.verify.remote_kernel.{limit}", value)
+    monkeypatch.setattr(f"attncheck.verify.isolated.{limit}", value)
     case = Case(problem=SMALL)
     record = run_case(host.subject, case, device="cpu", executor=host.executor, brief=True)
     assert record.status == "pass"
@@ -151,11 +152,11 @@ def test_process_is_replaced_after_its_most_cases_or_memory_growth(host, limit, 
 
 def test_every_new_process_gets_time_to_compile(host):
     """What an earlier process compiled is lost with it."""
-    connection = SimpleNamespace(new=False, deadlines=Deadlines(), device="cuda")
+    kernel_host = SimpleNamespace(new=False, deadlines=Deadlines(), device="cuda")
     inputs = SimpleNamespace(problem=SMALL)
-    executor = IsolatedExecutor(connection)
+    executor = IsolatedExecutor(kernel_host)
     limits = []
-    for connection.new in (True, False, False, True, False):
+    for kernel_host.new in (True, False, False, True, False):
         limits.append(executor._seconds(host.subject, inputs, calls=1)[0])
     assert limits == [180.0, 60.0, 60.0, 180.0, 60.0]
 
@@ -219,9 +220,9 @@ class CountsReplacements(RemoteSubject):
     replacements = 0
 
     def __init__(self):
-        self.connection = SimpleNamespace(problems=(), device="cpu")
+        self.host = SimpleNamespace(problems=(), device="cpu", end=self.count)
 
-    def fresh(self):
+    def count(self):
         self.replacements += 1
 
 
@@ -283,7 +284,7 @@ def test_server_releases_scarce_memory_except_for_kept_calls(kept, times, monkey
     server = KernelServer()
     how = {"device": "cpu", "threads": torch.get_num_threads(), "convention": ""}
     assert server.answer(Frame(kind="load", words={"kernel": "ideal"} | how)).kind == "described"
-    words = run_words(Origin(case=Case(problem=SMALL)), CallConditions(), timed=False, launch=None)
+    words = run_words(Origin(case=Case(problem=SMALL)), CallConditions())
     words |= {"kept": True, "graph": False} if kept else {}
     assert server.answer(Frame(kind="run", words=words)).kind == "ran"
     assert released == ["cpu"] * times
@@ -304,7 +305,7 @@ def test_lost_gpu_is_reported_as_a_crash(monkeypatch):
     how = {"device": "cpu", "threads": torch.get_num_threads(), "convention": ""}
     assert server.answer(Frame(kind="load", words={"kernel": "ideal"} | how)).kind == "described"
     server._device = "cuda"
-    words = run_words(Origin(case=Case(problem=SMALL)), CallConditions(), timed=False, launch=None)
+    words = run_words(Origin(case=Case(problem=SMALL)), CallConditions())
     answer = server.answer(Frame(kind="run", words=words))
     assert answer.kind == "failed"
     assert answer.words["kind"] == "crash"
@@ -413,7 +414,7 @@ def test_failure_to_load_a_kernel_raises(text, load, error, message, tmp_path):
 
 def test_process_that_does_not_start_is_a_host_error_and_no_death(host, monkeypatch):
     """None of the kernel's code has run by then, so it must not be recorded as a crash of it."""
-    host.subject.fresh()
+    host.end()
     monkeypatch.setattr(host, "deadlines", Deadlines(start=1e-9))
     inputs = inputs_room.draw_inputs(SMALL)
     with pytest.raises(HostError, match="no process of its own can be had") as caught:

@@ -9,8 +9,7 @@ from tests.verify import planted_processes as planted
 from tests.workers.planted_servers import is_running
 
 from attncheck.inputs.problem import Case, Problem
-from attncheck.verify.isolated import IsolatedKernel
-from attncheck.verify.remote_kernel import Deadlines
+from attncheck.verify.isolated import Deadlines, IsolatedKernel
 from attncheck.verify.run_case import run_case
 from attncheck.workers import process
 

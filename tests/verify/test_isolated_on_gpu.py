@@ -8,8 +8,7 @@ import torch
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.executor import InProcess
-from attncheck.verify.isolated import IsolatedKernel
-from attncheck.verify.remote_kernel import Deadlines
+from attncheck.verify.isolated import Deadlines, IsolatedKernel
 from attncheck.verify.run_case import run_case
 
 if not torch.cuda.is_available():

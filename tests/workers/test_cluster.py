@@ -59,7 +59,7 @@ def on_event(event):
 with Journal.open({path!r}, {{}}, resume=True) as journal:
     ended = run_units(units, work={work!r}, options={{}}, journal=journal,
                         workers=Nodes(address=nodes.address), on_event=on_event)
-print("ended", ended.why or "finished", ended.finished, ended.left)
+print("ended", ended.why or "finished", ended.finished, ended.remaining)
 for unit_id, pid in acknowledged:
     print("acknowledged", unit_id, pid)
 ray.shutdown()

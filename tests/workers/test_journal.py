@@ -38,19 +38,19 @@ def path(tmp_path):
 def two(path):
     """A journal in which two units are done and one was begun."""
     with open_journal(path) as journal:
-        journal.queued(UNITS)
+        journal.write_queued(UNITS)
         for one in UNITS[:2]:
-            journal.begun(one)
-            journal.done(done(one, facts={"x": 1}))
-        journal.begun(UNITS[2])
+            journal.write_start(one)
+            journal.write_result(done(one, facts={"x": 1}))
+        journal.write_start(UNITS[2])
     return path
 
 
 def test_reopened_journal_has_results_and_lost_attempts(two):
     with open_journal(two) as journal:
         assert list(journal.results) == [one.id for one in UNITS[:2]]
-        assert journal.lost(UNITS[2]) == 1
-        assert journal.lost(UNITS[3]) == 0
+        assert journal.losses(UNITS[2]) == 1
+        assert journal.losses(UNITS[3]) == 0
         assert journal.content.unfinished == tuple(UNITS[2:])
 
 
@@ -69,7 +69,7 @@ def test_result_round_trips_through_the_journal(path):
     answer = Answer(unit="u", stage="bounds", record=record, seconds=0.1 + 0.2)
     whole = done(UNITS[0], answers=(answer,), units=(unit("f", scale=math.inf),), seconds=1 / 3)
     with open_journal(path) as journal:
-        journal.done(whole)
+        journal.write_result(whole)
     back = read_journal(path).results[UNITS[0].id]
     assert repr(back) == repr(whole)  # NaN is not equal to itself
     assert back.units[0].id == whole.units[0].id
@@ -77,14 +77,14 @@ def test_result_round_trips_through_the_journal(path):
 
 def test_lone_surrogates_are_written_as_escapes(path):
     with open_journal(path) as journal:
-        journal.done(done(UNITS[0], harness="bad \ud800 and \x1b[31m"))
+        journal.write_result(done(UNITS[0], harness="bad \ud800 and \x1b[31m"))
     assert read_journal(path).results[UNITS[0].id].harness == "bad \\ud800 and \x1b[31m"
 
 
 def test_reader_sees_acknowledged_results_while_the_journal_is_open(path):
     with open_journal(path) as journal:
-        journal.begun(UNITS[0])
-        journal.done(done(UNITS[0]))
+        journal.write_start(UNITS[0])
+        journal.write_result(done(UNITS[0]))
         assert list(read_journal(path).results) == [UNITS[0].id]
         assert read_journal(path).why == "killed"
         journal.end("interrupted")
@@ -171,7 +171,10 @@ def test_second_result_of_a_unit_is_an_error_when_reading(two):
 def test_unit_with_a_result_can_be_neither_done_nor_begun_again(two):
     size = two.stat().st_size
     with open_journal(two) as journal:
-        for repeat in (lambda: journal.done(done(UNITS[0])), lambda: journal.begun(UNITS[0])):
+        for repeat in (
+            lambda: journal.write_result(done(UNITS[0])),
+            lambda: journal.write_start(UNITS[0]),
+        ):
             with pytest.raises(JournalError, match="has a result already"):
                 repeat()
     assert b'"result"' not in two.read_bytes()[size:]
@@ -188,9 +191,9 @@ def test_file_that_is_no_journal_is_rejected_and_kept(path):
 
 def test_abandoned_units_do_not_count_as_lost(two):
     with open_journal(two) as journal:
-        journal.begun(UNITS[2])
-        assert journal.lost(UNITS[2]) == 2
-        journal.abandoned([UNITS[2].id])
+        journal.write_start(UNITS[2])
+        assert journal.losses(UNITS[2]) == 2
+        journal.write_abandoned([UNITS[2].id])
     assert read_journal(two).lost[UNITS[2].id] == 1
 
 
@@ -291,18 +294,18 @@ def test_failing_disk_loses_no_acknowledged_result(path, disk):
 def write_all(path, disk, acknowledged):
     with open_journal(path, disk=disk) as journal:
         for one in UNITS:
-            journal.begun(one)
-            journal.done(done(one))
+            journal.write_start(one)
+            journal.write_result(done(one))
             acknowledged.append(one.id)
 
 
 def test_nothing_is_written_after_a_disk_failure(path):
     journal = open_journal(path, disk=Failing("sync", 2, errno.EIO))
     with pytest.raises(JournalError):
-        journal.done(done(UNITS[0]))
+        journal.write_result(done(UNITS[0]))
     size = path.stat().st_size
     with pytest.raises(JournalError, match="cannot be written"):
-        journal.done(done(UNITS[1]))
+        journal.write_result(done(UNITS[1]))
     journal.close()
     assert path.stat().st_size == size
 
@@ -344,10 +347,10 @@ def test_too_long_and_too_deep_lines_are_refused(path, monkeypatch):
     for _ in range(70):
         deep = {"d": deep}
     with open_journal(path) as journal, pytest.raises(JournalError, match="nested deeper than 64"):
-        journal.done(done(UNITS[0], facts=deep))
+        journal.write_result(done(UNITS[0], facts=deep))
     monkeypatch.setattr("attncheck.workers.journal_format.LONGEST", 1000)
     with open_journal(path) as journal, pytest.raises(JournalError, match="is longer than 1000"):
-        journal.done(done(UNITS[0], harness="x" * 1000))
+        journal.write_result(done(UNITS[0], harness="x" * 1000))
     assert LONGEST > 2**20
 
 
@@ -387,7 +390,7 @@ class LoggedDisk(Disk):
 class Hasty(Journal):
     """Planted fault: acknowledges a result that is not on disk yet."""
 
-    def done(self, done, *, quarantined=False):
+    def write_result(self, done, *, quarantined=False):
         self._write("result", {"done": done})
 
 
@@ -396,5 +399,5 @@ def test_result_is_written_and_synced_before_it_is_acknowledged(path, kind, righ
     disk = LoggedDisk()
     with kind.open(path, HEADER, resume=True, disk=disk) as journal:
         disk.calls.clear()
-        journal.done(done(UNITS[0]))
+        journal.write_result(done(UNITS[0]))
         assert (disk.calls == ["write", "sync"]) == right

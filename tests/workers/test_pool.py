@@ -60,7 +60,7 @@ def test_units_and_their_followers_are_done_once(path):
     deep = unit("a", follow=[("b", {"follow": [("c", {}), ("d", {})]}), ("d", {})])
     ended, events = run(path, [deep, unit("d"), unit("d"), unit("e")])
     assert names(path) == ["a", "b", "c", "d", "e"]
-    assert (ended.why, ended.finished, ended.left) == ("", 5, 0)
+    assert (ended.why, ended.finished, ended.remaining) == ("", 5, 0)
     kinds = [event.kind for event in events]
     assert kinds.count("begun") == kinds.count("done") == 5
     assert events[-1].finished == events[-1].known == 5
@@ -89,7 +89,7 @@ def test_usage_error_of_a_unit_stops_the_run_until_it_is_corrected(path, tmp_pat
     for attempt in range(1, 4):  # usage errors do not count as lost attempts
         stop = lambda _, done: bool(errors.append(done.facts["usage"]))  # noqa: E731
         ended, _ = run(path, units, workers=1, stop=stop)
-        assert (ended.why, ended.finished, ended.left) == ("stopped early", 0, 2)
+        assert (ended.why, ended.finished, ended.remaining) == ("stopped early", 0, 2)
         assert (names(path), len(errors)) == ([], attempt)
     file.touch()
     ended, _ = run(path, units, workers=1)
@@ -115,7 +115,7 @@ def test_units_run_by_priority_and_then_in_order(path):
 def begin_order(path, *units):
     """Run units, and return their names in the order in which they began."""
     ended, events = run(path, units, product=lambda one: one.case.get("makes", ""))
-    assert (ended.why, ended.left) == ("", 0)
+    assert (ended.why, ended.remaining) == ("", 0)
     return [event.unit.case["name"] for event in events if event.kind == "begun"]
 
 
@@ -245,14 +245,14 @@ def test_unit_that_ended_an_earlier_run_is_done_last_or_quarantined(path):
     """Lost once, it is done last and alone; lost twice, it is quarantined without another try."""
     bad, others = unit("bad"), [unit(f"u{n}") for n in range(3)]
     with Journal.open(path, {"command": "test"}, resume=True) as journal:
-        journal.begun(bad)
+        journal.write_start(bad)
     _, events = run(path, [bad, *others])
     assert events[-1].unit.id == bad.id
     assert read_journal(path).results[bad.id].facts["alone"]
 
     with Journal.open(path, {"command": "test"}, resume=False) as journal:
-        journal.begun(bad)
-        journal.begun(bad)
+        journal.write_start(bad)
+        journal.write_start(bad)
     _, events = run(path, [bad, *others])
     assert bad.id not in {event.unit.id for event in events if event.kind == "begun"}
     assert read_journal(path).quarantined == {bad.id}
@@ -282,7 +282,7 @@ def test_hanging_worker_and_its_children_are_killed(path, tmp_path):
 def test_stopped_run_can_be_resumed(path):
     units = [unit(f"u{n}") for n in range(5)]
     ended, _ = run(path, units, workers=1, stop=lambda _, done: done.facts["name"] == "u1")
-    assert (ended.why, ended.finished, ended.left) == ("stopped early", 2, 3)
+    assert (ended.why, ended.finished, ended.remaining) == ("stopped early", 2, 3)
     assert read_journal(path).why == "stopped early"
     assert [one.case["name"] for one in read_journal(path).unfinished] == ["u2", "u3", "u4"]
     assert run(path, units)[0].finished == 5
@@ -310,7 +310,7 @@ def test_units_running_at_the_time_limit_finish_and_the_rest_is_left(path, hour_
     ended, _ = run(path, units, workers=1, seconds=3600.0, limits=limits)
     assert (ended.why, ended.at_once) == ("time is up", False)
     assert names(path) == ["long"]
-    assert ended.left == 1
+    assert ended.remaining == 1
     assert run(path, units)[0].finished == 2
 
 
@@ -320,7 +320,7 @@ def test_units_killed_after_the_grace_period_do_not_count_as_lost(
     hung = unit("hung", wait_for=str(tmp_path / "never"), touch=str(hour_later_marker))
     limits = Limits(unit=7200.0, grace=0.1)
     ended, _ = run(path, [hung], seconds=3600.0, limits=limits)
-    assert (ended.why, ended.at_once, ended.left) == ("time is up", True, 1)
+    assert (ended.why, ended.at_once, ended.remaining) == ("time is up", True, 1)
     assert read_journal(path).lost.get(hung.id, 0) == 0
 
 
@@ -330,7 +330,7 @@ def test_run_does_only_the_units_of_its_shard(path):
     ended, _ = run(path, [*units, unit("d", kind="describe")], mine=shard.has)
     done = set(read_journal(path).results)
     assert done == {i for i, one in read_journal(path).units.items() if shard.has(one)}
-    assert ended.left == 0
+    assert ended.remaining == 0
 
 
 def test_work_that_cannot_be_made_raises_a_one_line_error(path):
@@ -412,7 +412,7 @@ units = {units}
 with Journal.open({path!r}, {{"command": "test"}}, resume=True) as journal:
     ended = run_units(units, work="tests.workers.stub_work:work", options={{}}, journal=journal,
                 workers=[WorkerPlace(), WorkerPlace()])
-print(ended.why, ended.at_once, ended.finished, ended.left)
+print(ended.why, ended.at_once, ended.finished, ended.remaining)
 """
 
 

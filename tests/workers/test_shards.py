@@ -69,11 +69,11 @@ def write_shard(folder, text, *, seconds=1.0, facts=None, answer=None, finished=
         seconds=seconds,
     )
     with Journal.open(path, HEADER | {"shard": text} | header, resume=False) as journal:
-        journal.queued([DESCRIBE])
-        journal.done(description)
+        journal.write_queued([DESCRIBE])
+        journal.write_result(description)
         mine = [one for one in UNITS if shard.has(one)]
         for one in mine if finished else mine[:-1]:
-            journal.done(UnitResult(unit=one.id, seconds=seconds))
+            journal.write_result(UnitResult(unit=one.id, seconds=seconds))
     return path
 
 
@@ -140,7 +140,7 @@ def test_merge_succeeds_with_unfinished_shrink_units(tmp_path):
     smaller = msgspec.structs.replace(UNITS[0], kind="shrink")
     for path, text in zip(paths, ("1/2", "2/2"), strict=True):
         with Journal.open(path, HEADER | {"shard": text}, resume=True) as journal:
-            journal.queued([smaller])
+            journal.write_queued([smaller])
     arguments = [*map(str, paths), "--out", str(tmp_path / "results.jsonl")]
     done = CliRunner().invoke(merge_command, arguments, standalone_mode=False)
     assert (done.exception, done.return_value) == (None, 0)
@@ -167,7 +167,7 @@ def test_merged_journal_has_the_header_of_a_run_without_shards(tmp_path):
     for text, typed in (("1/2", "gate --shard=1/2 k"), ("2/2", "gate --shard 2/2 k")):
         paths.append(tmp_path / f"{text[0]}.jsonl")
         with Journal.open(paths[-1], head(text, typed), resume=False) as journal:
-            journal.queued([DESCRIBE])
+            journal.write_queued([DESCRIBE])
     whole = tmp_path / "whole.jsonl"
     for order in (paths, paths[::-1]):
         whole.write_bytes(

@@ -59,7 +59,7 @@ class _PartExecutor:
         self.absence, self.concerns = keeping.absence, keeping.concerns
         self.launches = keeping.launches
 
-    def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
+    def refusal(self, subject: Subject, problem: Problem, device: str) -> Failure | None:
         del problem
         return self._keeping.refusal(subject, self._whole.problem, device)
 

@@ -232,9 +232,8 @@ def _with_other_commit(
     """
     from attncheck.gate.other_commit import commit_tree
     from attncheck.subjects.capabilities.named_kernels import BUILTIN
-    from attncheck.verify.isolated import IsolatedKernel
+    from attncheck.verify.isolated import IsolatedKernel, RemoteSubject
     from attncheck.verify.kernel_hosts import on_terms
-    from attncheck.verify.remote_kernel import RemoteSubject
 
     file_kernels = [name for name in names if name not in BUILTIN]
     if not file_kernels:

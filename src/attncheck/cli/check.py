@@ -135,9 +135,9 @@ def check(options: CheckOptions) -> int:
         from attncheck.reporting.check_document import check_document, check_summary
         from attncheck.verify.calls_ahead import CallsAhead, processes_ahead
         from attncheck.verify.environment import prepare, usable_device
+        from attncheck.verify.isolated import Deadlines
         from attncheck.verify.kernel_hosts import open_kernel
         from attncheck.verify.kernel_messages import RemoteError
-        from attncheck.verify.remote_kernel import Deadlines
         from attncheck.verify.verify import assemble_report
     rendering.check_format(options.fmt)
     options = dataclasses.replace(options, device=usable_device(options.device))

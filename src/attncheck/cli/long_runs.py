@@ -354,6 +354,6 @@ def run_with_journal(  # all arguments of one run
 def print_run_end(end: RunEnd, code: int) -> int:
     """Print where a run stopped; return ``code``, or 130 if it was interrupted."""
     if end.why:
-        share = f"{end.finished} of {end.finished + end.left}"
+        share = f"{end.finished} of {end.finished + end.remaining}"
         click.echo(f"attncheck: {end.why} at {share}: the same command goes on.", err=True)
     return INTERRUPTED if end.why == "interrupted" else code

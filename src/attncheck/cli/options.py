@@ -158,8 +158,8 @@ def open_kernels(
         UsageError: if a kernel cannot be loaded (``subjects.load``), or two would have the same
             name in reports.
     """
+    from attncheck.verify.isolated import Deadlines
     from attncheck.verify.kernel_hosts import open_kernel
-    from attncheck.verify.remote_kernel import Deadlines
 
     hosts: dict[str, KernelHost] = {}
     with ExitStack() as stack:

@@ -106,11 +106,11 @@ def repro(
 def _case(original: Reproduction, device: str) -> Case:
     """Return the Case; raise UsageError, in one line with the file's name, if it is invalid."""
     from attncheck.inputs.problem import Case, check_size
-    from attncheck.verify.question_fit import check_question
+    from attncheck.verify.question_fit import question_named
 
     try:
         case = Case.from_json(original.case)
-        check_question(case.question)
+        question_named(case.question)
         check_size(case.problem, device)
     except UsageError as error:
         raise UsageError(f"{one_line(str(original.source))}: {one_line(str(error))}") from None
@@ -149,8 +149,8 @@ def _device(typed: str | None, original: Reproduction) -> str:
 
 def _open(kernel: str, original: Reproduction, *, seconds: float | None, **how: Any) -> KernelHost:
     """Open the kernel; raise UsageError if there is none, with a hint how to name another."""
+    from attncheck.verify.isolated import Deadlines
     from attncheck.verify.kernel_hosts import open_kernel
-    from attncheck.verify.remote_kernel import Deadlines
 
     if not kernel:
         raise UsageError(f"{original.source} names no kernel: add --kernel SPEC.")
@@ -179,12 +179,12 @@ def write_script(  # all facts of a script
     Raise UsageError if it cannot be written; ``instead`` names what the user should change.
     """
     from attncheck.diagnose.standalone_script import render_script
-    from attncheck.verify.question_fit import question_summary
+    from attncheck.verify.question_fit import question_named
 
     facts = {
         "kernel": f"{kernel} on {device}",
         "problem": problem_of(record).full_line,
-        "asks": question_summary(case.question),
+        "asks": question_named(case.question).summary,
     }
     text = render_script(
         subject,
@@ -220,13 +220,13 @@ _HOLDS_NOW = (
 def _show(record: Record, original: Reproduction, *, kernel: str, device: str) -> None:
     from attncheck.reporting.diagnosis_text import diagnosis_text
     from attncheck.reporting.terminal import print_text
-    from attncheck.verify.question_fit import question_summary
+    from attncheck.verify.question_fit import question_named
 
     text = diagnosis_text(
         record,
         kernel=kernel,
         device=device,
-        question_summary=question_summary(str(record.case["question"])),
+        question_summary=question_named(str(record.case["question"])).summary,
         test=original.test,
     )
     is_same_test = original.test and kernel == original.kernel

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -23,6 +23,11 @@ class Rows:
 
     heads: range  # (batch, head) pairs, numbered batch · heads + head; axis ``heads`` below.
     query: torch.Tensor  # int64 indices of query rows, for every head; axis ``rows`` below.
+
+    def index(self, at: Sequence[int], heads: int) -> tuple[int, ...]:
+        """Return the index in a whole tensor of ``heads`` heads of an element ``at`` these rows."""
+        head, row, *dim = at
+        return (*divmod(self.heads[head], heads), int(self.query[row]), *dim)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

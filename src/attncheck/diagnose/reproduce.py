@@ -19,7 +19,7 @@ from attncheck.verify.deaths import confirm_death
 from attncheck.verify.environment import environment
 from attncheck.verify.executor import Executor, Failure, Origin
 from attncheck.verify.kernel_hosts import executor_of
-from attncheck.verify.question_fit import question_summary
+from attncheck.verify.question_fit import question_named
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def new_failure(
         kernel=kernel,
         convention=convention,
         device=device,
-        question=question_summary(str(record.case.get("question"))),
+        question=question_named(str(record.case.get("question"))).summary,
         test=test,
         record=record,
         environment=environment(device),

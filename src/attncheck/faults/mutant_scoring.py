@@ -46,9 +46,9 @@ from attncheck.subjects.load import load_subject
 from attncheck.verify.claims import claimed_questions, find_claims
 from attncheck.verify.environment import environment, prepare
 from attncheck.verify.executor import Execution, Failure, InProcess
+from attncheck.verify.isolated import Deadlines
 from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.question_fit import taken_problem
-from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.verify import iter_records
 from attncheck.workers.units import Unit, UnitResult
 

@@ -42,7 +42,7 @@ from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.environment import environment, prepare
 from attncheck.verify.executor import LACKED
-from attncheck.verify.remote_kernel import Deadlines
+from attncheck.verify.isolated import Deadlines
 from attncheck.verify.run_case import run_case
 from attncheck.workers.units import Unit, UnitResult
 

@@ -37,10 +37,9 @@ from attncheck.verify.deaths import confirm_death, death_record
 from attncheck.verify.environment import environment, prepare
 from attncheck.verify.evidence_builder import forget_numbers
 from attncheck.verify.executor import LACKED, InProcess
-from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
+from attncheck.verify.isolated import Deadlines, IsolatedExecutor, IsolatedKernel
 from attncheck.verify.kernel_hosts import KernelHost, on_terms, open_kernel
 from attncheck.verify.relation_runs import TOO_SMALL
-from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
 from attncheck.workers.process import Died
 from attncheck.workers.units import Unit, UnitResult

@@ -19,10 +19,11 @@ from attncheck.gate.stages import (
     probe_units,
     surrounding_units,
 )
-from attncheck.inputs.problem import Case, check_parameters
+from attncheck.inputs.problem import Case
+from attncheck.probes import PROBES
 from attncheck.records.failures import MAX_STORED, StoredFailure, is_id, load_failure
 from attncheck.records.run_reports import STAGES, Stage
-from attncheck.verify.question_fit import COMPARE, allowed_parameters, is_probe, unfit_reason
+from attncheck.verify.question_fit import COMPARE, can_be_asked
 from attncheck.workers.units import Unit
 
 REPLAYED = "failed before"  # Variant of a Case that failed in an earlier run.
@@ -166,21 +167,17 @@ def _kept_failures(folder: Path) -> Iterator[StoredFailure]:
 def _askable_case(failure: StoredFailure) -> Case | None:
     try:
         case = Case.from_json(failure.record.case)
-        # Another version with different questions may have stored it.
-        question, problem = case.question, case.problem
-        if unfit_reason(question, problem) is not None:
-            return None
-        check_parameters(question, case.parameters, allowed_parameters(question, problem))
     except UsageError:
         return None
-    return case
+    # Another version with different questions may have stored it.
+    return case if can_be_asked(case) else None
 
 
 def _stage_of(failure: StoredFailure) -> Stage:
     question = str(failure.record.case.get("question"))
     if failure.test:
         return "properties"
-    if is_probe(question):
+    if question in PROBES:
         return "probes"
     # Two stages ask relations, and a stored failure does not name its stage.
     return "bounds" if question == COMPARE else "memory"

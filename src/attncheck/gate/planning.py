@@ -234,17 +234,17 @@ class CachingExecutor:
         ask = functools.partial(self._executor.concerns, subject, problem)
         return cast("bool", self._cached(("concerns", _structure(problem)), ask))
 
-    def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
+    def refusal(self, subject: Subject, problem: Problem, device: str) -> Failure | None:
         """Return the executor's answer, cached."""
         ask = functools.partial(self._executor.refusal, subject, problem, device)
-        return cast("str | None", self._cached((device, _structure(problem)), ask))
+        return cast("Failure | None", self._cached((device, _structure(problem)), ask))
 
     def _cached(self, key: tuple[Any, ...], ask: Callable[[], Any]) -> Any:
         if key in self._answers:
             return self._answers[key]
         answer = ask()
-        # A failure may be accidental, so that it is not cached.
-        if not isinstance(answer, Failure):
+        # Any other failure may be accidental, so that it is not cached.
+        if not isinstance(answer, Failure) or answer.kind == "refused":
             if len(self._answers) >= self._MOST:
                 self._answers.clear()
             self._answers[key] = answer

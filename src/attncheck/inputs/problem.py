@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -467,3 +467,22 @@ def check_parameters(question: str, parameters: Parameters, allowed: Allowed) ->
     for name, value in parameters.items():
         if value not in allowed[name]:
             raise ProblemError(f"{question}.{name}={value} must be one of {list(allowed[name])}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What can be asked of a kernel, the Problems that it applies to, and its parameters."""
+
+    name: str
+    summary: str  # What is true of a right kernel, in one line; failures quote it.
+    # Problem → why the question does not apply to it, in one line; None if it does.
+    unfit: Callable[[Problem], str | None] = fits_all
+    # Problem → the values that each parameter may have, smallest first.
+    allowed: Callable[[Problem], Allowed] = no_parameters
+
+    def check(self, problem: Problem, parameters: Parameters) -> None:
+        """Raise ProblemError unless the question applies to ``problem`` with ``parameters``."""
+        reason = self.unfit(problem)
+        if reason:
+            raise ProblemError(f"{self.name} says nothing of {problem}: {reason}.")
+        check_parameters(self.name, parameters, self.allowed(problem))

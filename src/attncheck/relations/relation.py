@@ -10,20 +10,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.core.tensor_names import GRADIENTS, TensorName
 from attncheck.inputs.input_tensors import Inputs
-from attncheck.inputs.problem import (
-    Allowed,
-    Parameters,
-    Problem,
-    Promise,
-    check_parameters,
-    fits_all,
-    no_parameters,
-)
+from attncheck.inputs.problem import Parameters, Problem, Promise, Question
 
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -78,14 +69,12 @@ def compare_ends(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Relation:
+class Relation(Question):
     """A condition that the outputs of a correct kernel's runs meet; it needs no oracle.
 
     It only makes inputs and compares outputs: it calls no kernel, no oracle and no judge.
     """
 
-    name: str
-    summary: str  # The condition in one line; failures quote it.
     # (inputs, parameters) → the inputs of each run of the kernel, in order. Runs may have other
     # Problems and may share tensors. The arguments are not changed.
     runs: Callable[[Inputs, Parameters], tuple[Inputs, ...]]
@@ -112,17 +101,6 @@ class Relation:
     # Its inputs take gibibytes of address space or GPU memory: where there is too little, the
     # relation is skipped and no kernel is blamed.
     needs_much_memory: bool = False
-    # Problem → why the relation does not apply to it, in one line; None if it does.
-    unfit: Unfit = fits_all
-    # Problem → the values that each parameter may have, smallest first.
-    allowed: Callable[[Problem], Allowed] = no_parameters
-
-    def check(self, problem: Problem, parameters: Parameters) -> None:
-        """Raise ProblemError unless the relation applies to ``problem`` with ``parameters``."""
-        reason = self.unfit(problem)
-        if reason:
-            raise ProblemError(f"{self.name} says nothing of {problem}: {reason}.")
-        check_parameters(self.name, parameters, self.allowed(problem))
 
     def holds(
         self,

@@ -213,12 +213,12 @@ def bench_closing(report: BenchReport, notes: dict[tuple[str, str], int]) -> Doc
             *([_changes(report)] if report.changes else []),
         ),
         notes=(
-            *(Note(line) for line in _READING),
-            *([Note(_DECODING)] if any(cell.work.decoding for cell in report.cells) else []),
-            *(Note(text) for clock, text in _CLOCKS.items() if clock in clocks),
-            *([Note(f"compared with the exact result: {compared}")] if compared else []),
-            *([Note(_clocks_text(cell_clocks))] if cell_clocks else []),
-            *([] if cell_clocks or "events" not in clocks else [Note("SM clocks are not known.")]),
+            *_READING,
+            *([_DECODING] if any(cell.work.decoding for cell in report.cells) else []),
+            *(text for clock, text in _CLOCKS.items() if clock in clocks),
+            *([f"compared with the exact result: {compared}"] if compared else []),
+            *([_clocks_text(cell_clocks)] if cell_clocks else []),
+            *([] if cell_clocks or "events" not in clocks else ["SM clocks are not known."]),
         ),
         closing=(
             Note(bench_counts(report), "plain"),

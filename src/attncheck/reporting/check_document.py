@@ -113,8 +113,8 @@ def check_summary(
         notes = [f"and {more:,} more: -v shows every question, and the worst in full"][: more > 0]
         notes += refusal_lines(report.records, _MOST_REFUSALS)
         if check_outcome(report) == "pass":
-            notes += [note.text for note in page.notes if note.text != _READING]
-        page = replace(page, notes=() if quiet else tuple(map(Note, [*notes, *page.facts])))
+            notes += [note for note in page.notes if note != _READING]
+        page = replace(page, notes=() if quiet else (*notes, *page.facts))
     return replace(page, command="", facts=(), verdict_first=True)
 
 
@@ -171,7 +171,7 @@ def _document(
         command=command,
         facts=(*environment_lines(report), *kernels),
         sections=tuple(sections),
-        notes=tuple(map(Note, notes)),
+        notes=tuple(notes),
     )
 
 

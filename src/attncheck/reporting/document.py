@@ -265,7 +265,7 @@ class Document:
     # Facets by which a page of HTML can be filtered, each with its values.
     filters: FacetValues = field(default_factory=dict)
     sections: tuple[Section, ...] = ()
-    notes: tuple[Note, ...] = ()  # how to read the page, and the arithmetic that was assumed
+    notes: tuple[str, ...] = ()  # how to read the page, and the arithmetic that was assumed
     closing: tuple[Note, ...] = ()  # the last lines, with the conclusion
 
 

@@ -56,7 +56,7 @@ def _lines(document: Document) -> Iterator[str]:
             yield from ("", f"## {for_markdown(section.title)}")
         for group in _group_notes(section.blocks):
             yield from _block(group)
-    yield from _bullets(for_markdown(note.text) for note in document.notes)
+    yield from _bullets(map(for_markdown, document.notes))
     for note in document.closing:
         text = for_markdown(note.text)
         yield from ("", f"**{text}**" if note.look in {"bad", "notable"} else text)

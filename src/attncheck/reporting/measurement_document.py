@@ -120,8 +120,8 @@ def _closing(
         title="Distance from exact attention",
         sections=(*sections, *below),
         notes=(
-            *(Note(f"judged as {line}") for line in profiles(report.records)),
-            *(Note(line) for line in _reading(report) if report.records),
+            *(f"judged as {line}" for line in profiles(report.records)),
+            *(_reading(report) if report.records else ()),
         ),
         closing=(
             *([Note(insensitive, "notable")] if missed else []),

@@ -49,7 +49,7 @@ def model_document(report: ModelReport) -> Document:
         command=report.command,
         facts=model_facts(report),
         sections=tuple(sections),
-        notes=tuple(map(Note, _notes(report))),
+        notes=tuple(_notes(report)),
         closing=tuple(
             Note(f"attncheck repro {one.fault.id}", "plain", whole=True)
             for one in tested_records

@@ -66,7 +66,7 @@ def mutant_document(report: MutantReport) -> Document:
         command=report.command,
         facts=run_facts(report, report.tool),
         sections=tuple(sections),
-        notes=tuple(map(Note, notes)),
+        notes=tuple(notes),
         closing=(Note(_sentence(scores), "plain"),),
     )
 

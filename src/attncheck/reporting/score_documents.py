@@ -66,7 +66,7 @@ def fault_document(report: fault_scores.FaultReport) -> Document:
         command=report.command,
         facts=run_facts(report, f"tier {report.tier}", f"on {report.device}"),
         sections=tuple(sections),
-        notes=tuple(map(Note, notes)),
+        notes=tuple(notes),
         closing=(Note(_score_sentence(report), "plain"),),
     )
 
@@ -239,7 +239,7 @@ def own_tests_document(report: fault_scores.OwnTestsReport) -> Document:
             table_section("Score by category", columns(["category"], statuses, cut=1), totals),
             table_section("Fault by fault", headings, rows),
         ),
-        notes=tuple(map(Note, notes)),
+        notes=tuple(notes),
         closing=(Note(sentence, "plain"),),
     )
 
@@ -282,7 +282,7 @@ def sensitivity_document(report: fault_scores.SensitivityReport) -> Document:
         command=report.command,
         facts=tuple(dict.fromkeys(f"tier {one.tier} on {one.device}" for one in report.seen)),
         sections=tuple(sections),
-        notes=tuple(map(Note, notes)),
+        notes=tuple(notes),
     )
 
 
@@ -334,15 +334,15 @@ def property_document(report: run_reports.PropertyReport) -> Document:
         ),
         sections=tuple(sections),
         notes=(
-            Note(
+            (
                 "A problem is one Case that was answered, however many runs of the kernel it "
                 "takes; work is the time in kernel, oracle and judge, of all processes together."
             ),
-            Note(
+            (
                 "warn and inconclusive are no proof of a fault. known: fails as it is known to, "
                 "with a reason; skipped: the kernel takes none of those problems."
             ),
-            *map(Note, _unsupported_lines(report)),
+            *_unsupported_lines(report),
         ),
         closing=(Note(f"{len(report.outcomes):,} tests: {counts}", "plain"),),
     )
@@ -448,7 +448,7 @@ def baseline_document(report: run_reports.BaselineComparison) -> Document:
         command=report.command,
         facts=(f"compared with {report.baseline}: {tally(report.changes)}",),
         sections=tuple(sections),
-        notes=tuple(map(Note, notes)),
+        notes=notes,
     )
 
 

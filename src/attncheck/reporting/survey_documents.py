@@ -96,7 +96,7 @@ def oracle_document(report: survey_reports.OracleReport) -> Document:
         command=report.command,
         facts=(environment_facts(report.environment, mpmath=mpmath),),
         sections=tuple(sections),
-        notes=tuple(map(Note, notes)),
+        notes=tuple(notes),
     )
 
 
@@ -206,7 +206,7 @@ def certificate_document(report: survey_reports.CertificateReport) -> Document:
         command=report.command,
         facts=(environment_facts(report.environment, **{"python-flint": balls}), *allowances),
         sections=tuple(sections),
-        notes=tuple(map(Note, notes)),
+        notes=tuple(notes),
     )
 
 
@@ -299,14 +299,14 @@ def mod_document(report: survey_reports.ModReport) -> Document:
     count = Counter[str](a.status for record in report.records for a in record.answers.values())
     counts = ", ".join(f"{count[status]} {status}" for status in _ANSWERS if count[status])
     mods = number_text.plural(len(report.records), "mod")
-    absences = [Note(f"{number_text.NOTHING} {line}") for line in _absences(report)]
+    absences = [f"{number_text.NOTHING} {line}" for line in _absences(report)]
     equal = "equal: as the callable says, at every place. Whole expressions: --format json."
     return Document(
         title="Masks and score mods on every backend",
         command=report.command,
         facts=(environment_facts(report.environment, mpmath=report.mpmath),),
         sections=(Section(f"{report.file} · {report.shape}", (table,)),),
-        notes=(*absences, Note(equal)),
+        notes=(*absences, equal),
         closing=(Note(f"{mods}: {counts or 'no backend was asked'}.", "plain"),),
     )
 
@@ -360,8 +360,8 @@ def block_document(report: survey_reports.BlockReport) -> Document:
         command=report.command,
         sections=(table_section(f"{report.name} · {ranges}", headings, rows), *pictures),
         notes=(
-            Note("Partial: the mask is applied; at a ragged edge also where all is visible."),
-            Note("Ideal speed-up: all tiles ÷ those that are not empty."),
+            "Partial: the mask is applied; at a ragged edge also where all is visible.",
+            "Ideal speed-up: all tiles ÷ those that are not empty.",
         ),
     )
 
@@ -395,7 +395,7 @@ def fingerprint_document(report: survey_reports.FingerprintReport) -> Document:
         command=report.command,
         facts=(report.kernel, environment_facts(report.environment), *declared),
         sections=tuple(map(_readings, report.records)),
-        notes=(Note(f"{fields}."), Note(finer)),
+        notes=(f"{fields}.", finer),
     )
 
 

@@ -127,8 +127,8 @@ def closing_lines(
     """Yield the notes, the columns that were left out, and the verdict if it comes last."""
     if document.notes or document.closing:
         yield Text("")
-    for note in document.notes:
-        yield from _note_lines(note, width)
+    for text in document.notes:
+        yield from _wrap(shortened(text), width, style=STYLES["dim"])
     if columns := ", ".join(left_out):
         yield from _wrap(f"Left out at {width} columns: {columns}.", width, style="dim")
     for note in document.closing:

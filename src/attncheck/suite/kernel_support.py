@@ -10,7 +10,7 @@ from attncheck.cases.strategies import MASK_FAMILIES
 from attncheck.cases.strategies.problems import nearest_supported
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.subject import Subject
-from attncheck.verify.executor import Executor, Failure
+from attncheck.verify.executor import Executor
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.question_fit import compares_launches
 
@@ -33,12 +33,15 @@ class KernelSupport:
 
     def supports(self, problem: Problem) -> bool:
         """Return whether the kernel takes ``problem``; ``reason`` says why not."""
-        answer: str | Failure | None = NOT_APPLICABLE
-        if self.executor.concerns(self.subject, problem):
-            answer = self.executor.refusal(self.subject, problem, self.device)
-        if isinstance(answer, str):
-            self.reason = answer
-        return not isinstance(answer, str)
+        concerns = self.executor.concerns(self.subject, problem)
+        reason = self._refusal(problem) if concerns else NOT_APPLICABLE
+        self.reason = reason or self.reason
+        return not reason
+
+    def _refusal(self, problem: Problem) -> str:
+        """Return why the kernel refuses ``problem``; empty if it does not, or if asking fails."""
+        answer = self.executor.refusal(self.subject, problem, self.device)
+        return answer.message if answer is not None and answer.kind == "refused" else ""
 
     def refusal(self, family: str, dtype: str, kind: ProblemKind = PLAIN_KIND) -> str:
         """Return why the kernel takes no problem near a mask family's samples; empty if it does.
@@ -54,12 +57,9 @@ class KernelSupport:
         reasons: Counter[str] = Counter()
 
         def takes(problem: Problem) -> bool:
-            answer = self.executor.refusal(self.subject, problem, self.device)
-            # A Failure is no refusal: the later call reports it.
-            if answer is None or isinstance(answer, Failure):
-                return True
-            reasons[answer] += 1
-            return False
+            if reason := self._refusal(problem):
+                reasons[reason] += 1
+            return not reason
 
         for problem in sample_problems(family, dtype, kind):
             concerns = self.executor.concerns(self.subject, problem)

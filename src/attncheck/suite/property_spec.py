@@ -32,7 +32,7 @@ from attncheck.suite.search import search_cases
 from attncheck.suite.under_test import UnderTest
 from attncheck.verify.question_fit import (
     allowed_parameters,
-    check_question,
+    question_named,
     question_problem,
     unfit_reason,
 )
@@ -90,7 +90,7 @@ def asks(
         UnknownName: for an unknown question or family.
     """
     for question in questions:
-        check_question(question)
+        question_named(question)
     for family in families:
         if family != SOFTMAX:
             family_named(family)

@@ -28,9 +28,9 @@ from attncheck.suite.under_test import UnderTest
 from attncheck.verify.claims import hold_to_claims
 from attncheck.verify.environment import prepare, usable_device
 from attncheck.verify.executor import InProcess
+from attncheck.verify.isolated import Deadlines
 from attncheck.verify.kernel_hosts import open_kernel
 from attncheck.verify.kernel_server import Compiling
-from attncheck.verify.remote_kernel import Deadlines
 
 NO_KERNEL = "attncheck-asks-nothing"
 """Id of a property that concerns none of the kernels, which is removed after collection."""

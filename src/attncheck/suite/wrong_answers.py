@@ -14,7 +14,7 @@ from attncheck.records.record import UNTRUSTED_STATUSES, Record, Report
 from attncheck.reporting.check_document import failures_document, worst_record
 from attncheck.reporting.diagnosis_text import diagnosis_text, kept_failure_text, repro_command
 from attncheck.reporting.rendering import render
-from attncheck.verify.question_fit import question_summary
+from attncheck.verify.question_fit import question_named
 
 
 class WrongAnswer(AssertionError):
@@ -54,7 +54,7 @@ class WrongAnswer(AssertionError):
     def __str__(self) -> str:
         if self._kept:
             return self._kept
-        question = question_summary(str(self.record.case["question"]))
+        question = question_named(str(self.record.case["question"])).summary
         text = diagnosis_text(
             self.diagnosed(), kernel=self.kernel, device=self.device, question_summary=question
         )

@@ -185,8 +185,8 @@ def _run(subject: Subject, inputs: Inputs, device: str, executor: Executor) -> A
     if not executor.concerns(subject, inputs.problem):
         raise NotMeasurable("unsupported", "attention in fp32 is no question for it")
     refusal = executor.refusal(subject, inputs.problem, device)
-    if isinstance(refusal, str):
-        raise NotMeasurable("unsupported", refusal)
+    if refusal is not None and refusal.kind == "refused":
+        raise NotMeasurable("unsupported", refusal.message)
     result = refusal or executor.run(subject, inputs)
     if isinstance(result, Failure):
         raise NotMeasurable("error", result.message)

@@ -161,8 +161,6 @@ class SceneRunner:
             refusal = self.executor.refusal(self.subject, problem, self.device)
             if not refusal:
                 return replace(scene, problem=problem)
-            if isinstance(refusal, str):
-                refusal = Failure(kind="refused", message=refusal)
             first = first or refusal
         assert first is not None, "there is a problem at least"
         raise Unanswered(first)

@@ -46,8 +46,8 @@ from attncheck.surveys.applied_mods import (
 )
 from attncheck.verify.environment import environment
 from attncheck.verify.executor import InProcess
+from attncheck.verify.isolated import RemoteSubject
 from attncheck.verify.kernel_hosts import executor_of
-from attncheck.verify.remote_kernel import RemoteSubject
 
 DIMENSIONS = Dimensions(batch=2, heads=2, query=32, kv=40)
 """Small for an interpreter, but more than one block of keys, the last one partial."""

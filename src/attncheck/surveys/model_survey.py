@@ -46,7 +46,7 @@ from attncheck.surveys.swapped_model import (
 from attncheck.verify.environment import environment
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Failure, InProcess
-from attncheck.verify.question_fit import question_summary
+from attncheck.verify.question_fit import question_named
 from attncheck.verify.run_case import new_record, run_on_evidence, without_outputs
 
 if TYPE_CHECKING:
@@ -124,8 +124,10 @@ class _Kernel:
     def __call__(self, place: CallPlace, inputs: Inputs) -> Outputs:
         problem = inputs.problem
         refusal = self.executor.refusal(self.subject, problem, self.device)
-        if isinstance(refusal, str) or not self.executor.concerns(self.subject, problem):
-            raise Refused(refusal or f"it takes no {'sinks' if problem.sink else 'such call'}")
+        if refusal is not None and refusal.kind == "refused":
+            raise Refused(refusal.message)
+        if not self.executor.concerns(self.subject, problem):
+            raise Refused(f"it takes no {'sinks' if problem.sink else 'such call'}")
         result = refusal or self.executor.run(self.subject, inputs)
         if self.judged:
             record = self._record(Case(problem=problem), inputs, result)
@@ -167,7 +169,7 @@ class _Kernel:
             id=short_id({"kernel": kernel, "device": self.device, "case": case.to_json()}),
             kernel=kernel,
             device=self.device,
-            question=question_summary(case.question),
+            question=question_named(case.question).summary,
             record=replace(record, variant=recording.call.name),
             environment=environment(self.device),
         )
@@ -207,13 +209,7 @@ def _recording(file: str, place: CallPlace, inputs: Inputs) -> Recording:
     cap = None if problem.score == NONE else cast("float", problem.score.values["cap"])
     call = Call(
         name=f"{place.module}/{place.step}",
-        batch=problem.batch,
-        heads=problem.heads,
-        kv_heads=problem.kv_heads,
-        query=problem.query,
-        kv=problem.kv,
-        head_dim=problem.head_dim,
-        value_dim=problem.value_dim,
+        **dataclasses.asdict(problem.sizes),
         dtype=cast("Any", problem.dtype),
         mask=cast("Any", kinds.get(problem.mask.name, "bool")),
         scale=problem.scale,

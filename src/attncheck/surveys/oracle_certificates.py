@@ -161,10 +161,8 @@ class _WorstElement:
         if float(shares.flatten()[worst]) > self.share:
             self.share = float(shares.flatten()[worst])
             self.error, self.allowance = (float(x.flatten()[worst]) for x in (error, allowed))
-            head, row, *dim = (int(i) for i in np.unravel_index(worst, tuple(error.shape)))
-            batch, head = divmod(rows.heads[head], problem.heads)
-            query = int(rows.query[row])
-            self.at = Place(batch=batch, head=head, query=query, dim=dim[0] if dim else -1)
+            at = [int(i) for i in np.unravel_index(worst, tuple(error.shape))]
+            self.at = Place.of(rows.index(at, problem.heads))
 
     def proven(self) -> ProvenError:
         """Return the record of it; large numbers are clamped, because JSON has no ∞."""

@@ -20,21 +20,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from attncheck.core.errors import ProblemError, look_up
+from attncheck.core.errors import look_up
 from attncheck.core.judgement import Judgement, Rule
 from attncheck.core.outputs import Outputs
 from attncheck.core.tensor_names import TensorName
 from attncheck.inputs import input_tensors
 from attncheck.inputs.input_tensors import Inputs
-from attncheck.inputs.problem import (
-    Allowed,
-    Case,
-    Parameters,
-    Problem,
-    check_parameters,
-    fits_all,
-    no_parameters,
-)
+from attncheck.inputs.problem import Case, Problem, Question
 from attncheck.records.run_reports import Stage
 from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.subject import Subject
@@ -96,26 +88,13 @@ class CheckedKernel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class Check(Question):
     """A property that calls must have beside the accuracy of their outputs."""
 
-    name: str  # the question of a Case
-    summary: str  # the property, in one line
     stage: Stage  # the stage of a gate that includes the check
     # Calls the kernel and returns the verdict; raises Unanswered.
     look: Callable[[CheckedKernel], Judgement]
     gpu: bool = False  # whether the check needs a GPU
-    # Returns why the check does not apply to a Problem, in one line; None if it applies.
-    unfit: Callable[[Problem], str | None] = fits_all
-    # Returns the allowed parameters for a Problem, by name, smallest first.
-    allowed: Callable[[Problem], Allowed] = no_parameters
-
-    def check(self, problem: Problem, parameters: Parameters) -> None:
-        """Raise ProblemError unless the check can be asked of ``problem`` with these numbers."""
-        reason = self.unfit(problem)
-        if reason:
-            raise ProblemError(f"{self.name} says nothing of {problem}: {reason}.")
-        check_parameters(self.name, parameters, self.allowed(problem))
 
 
 def _distinct(*remarks: str) -> tuple[str, ...]:
@@ -392,9 +371,8 @@ def judge_call(
     check.check(case.problem, case.parameters)
     if check.gpu and device == "cpu":
         return Failure(kind="refused", message="a CPU has no streams")
-    refusal = executor.refusal(subject, case.problem, device)
-    if refusal is not None:
-        return Failure(kind="refused", message=refusal) if isinstance(refusal, str) else refusal
+    if refusal := executor.refusal(subject, case.problem, device):
+        return refusal
     kernel = CheckedKernel(subject=subject, case=case, device=device, executor=executor)
     try:
         return check.look(kernel)

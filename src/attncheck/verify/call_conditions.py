@@ -147,6 +147,7 @@ class CallConditions:
     guarded: bool = False
     # Number of calls; the bits of each further call are compared with the first's.
     calls: int = 1
+    timed: bool = False  # whether it is called until its median time is known
     # Whether each further call runs on a copy at another address, with other work on the GPU or
     # another number of torch threads.
     elsewhere: bool = False

@@ -19,8 +19,8 @@ from attncheck.subjects.terms import Terms
 from attncheck.verify.call_conditions import PLAIN_CALL
 from attncheck.verify.compile_ahead import free_places
 from attncheck.verify.executor import Origin
+from attncheck.verify.isolated import Deadlines, IsolatedKernel
 from attncheck.verify.kernel_messages import run_words
-from attncheck.verify.remote_kernel import Deadlines, KernelConnection
 from attncheck.workers.process import KERNEL_SERVER, Worker
 
 _LARGEST_ANSWER = 1 << 28  # Bytes of outputs, which are discarded.
@@ -47,7 +47,7 @@ class CallsAhead:
     are discarded: a process that fails ends, and changes no verdict.
 
     Args:
-        kernel: As ``KernelConnection`` takes it.
+        kernel: As ``IsolatedKernel`` takes it.
         convention: Name of a calling convention; empty for the first that fits.
         device: ``cpu`` or ``cuda``.
         processes: Number of processes; 0 to do nothing.
@@ -105,9 +105,9 @@ class CallsAhead:
             return None if self._closed else self._waiting.pop()
 
     def _work(self, worker: Worker) -> None:
-        limits, current_terms, connection = Deadlines(), None, None
+        limits, current_terms, kernel = Deadlines(), None, None
         try:
-            connection = KernelConnection(
+            kernel = IsolatedKernel(
                 self._kernel,
                 convention=self._convention,
                 device=self._device,
@@ -117,15 +117,15 @@ class CallsAhead:
             while (job := self._next()) is not None:
                 terms, problem = job
                 if terms is not None and terms != current_terms:
-                    connection.hold(terms)
+                    kernel.hold(terms)
                     current_terms = terms
                 words = run_words(Origin(case=Case(problem=problem)), PLAIN_CALL)
-                connection.ask("run", words, seconds=limits.compile, most=_LARGEST_ANSWER)
+                kernel.ask("run", words, seconds=limits.compile, most=_LARGEST_ANSWER)
         except AttncheckError:
             pass  # The judged process will report it.
         finally:
             with self._changed:
                 self._alive.remove(worker)
             worker.kill(limits.close)
-            if connection is not None:
-                connection.kill()
+            if kernel is not None:
+                kernel.kill()

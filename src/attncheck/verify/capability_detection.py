@@ -88,16 +88,15 @@ def trial_result(aspect: str, what: str, record: Record, problem: Problem | str)
     )
 
 
-def refused_result(convention: str, reply: str | Failure, problem: Problem) -> TrialResult:
+def refused_result(convention: str, failure: Failure, problem: Problem) -> TrialResult:
     """Return the result of a convention by which the kernel refused or raised."""
-    refuses = isinstance(reply, str) or reply.kind == "refused"
     return TrialResult(
         aspect="convention",
         what=convention,
-        verdict="refuses" if refuses else "raises",
-        reason=reply if isinstance(reply, str) else reply.message,
+        verdict="refuses" if failure.kind == "refused" else "raises",
+        reason=failure.message,
         problem=str(problem),
-        fatal=_fatal(reply.kind, reply.message) if isinstance(reply, Failure) else "",
+        fatal=_fatal(failure.kind, failure.message),
     )
 
 
@@ -320,6 +319,8 @@ class Detection:
         base: The Problem that all trials change; None if the kernel takes none.
     """
 
+    _subject: Subject  # the kernel by the convention that is tried, or was chosen
+
     def __init__(
         self,
         make: KernelFactory,
@@ -335,7 +336,6 @@ class Detection:
         self._executor = executor or InProcess()
         self.base: Problem | None = None
         self._convention = ""
-        self._subject: Subject | None = None
         self._exposes_lse = False
         self._results: list[TrialResult] = []
         self._taken: list[Problem] = []
@@ -387,7 +387,6 @@ class Detection:
     def _first_taken_problem(self, convention: str) -> Problem | None:
         """Return the first right Problem, else the first wrong one or None; store the result."""
         first: TrialResult | None = None
-        assert self._subject is not None, "a convention comes first"
         candidates = [
             adapted_problems(self._subject, each, self._executor) for each in base_problems()
         ]
@@ -433,13 +432,13 @@ class Detection:
 
     def _refusal(self, convention: str, problem: Problem) -> TrialResult | None:
         """Return the result if the kernel refuses or fails, without computing the exact result."""
-        subject, executor = self._subject, self._executor
-        assert subject is not None, "a convention comes first"
         self._advance("base")
-        answer = executor.refusal(subject, problem, self._device)
+        answer = self._executor.refusal(self._subject, problem, self._device)
         if answer is None:
             inputs = input_tensors.draw_inputs(problem, self._device)
-            result = executor.run(subject, inputs, origin=Origin(case=Case(problem=problem)))
+            result = self._executor.run(
+                self._subject, inputs, origin=Origin(case=Case(problem=problem))
+            )
             answer = result if isinstance(result, Failure) else None
         return None if answer is None else refused_result(convention, answer, problem)
 
@@ -472,7 +471,7 @@ class Detection:
 
     def expect(self, trial: Trial) -> None:
         """Have the kernel called ahead on the trial that comes after the next."""
-        if isinstance(self._executor, IsolatedExecutor) and self._subject is not None:
+        if isinstance(self._executor, IsolatedExecutor):
             self._executor.expect(self._subject, Case(problem=self._problem(trial)))
 
     def verdict(self, trial: Trial) -> Verdict:
@@ -514,12 +513,10 @@ class Detection:
 
     def promise(self, promise: str) -> None:
         """Try the relations of a promise, comparing bits."""
-        subject = self._subject
-        assert subject is not None, "promises come last"
-        table = Capabilities(entry=subject.name, promises=PROMISES)
+        table = Capabilities(entry=self._subject.name, promises=PROMISES)
         options = {n: getattr(self._options, n) for n in ("lse", "empty_row", "causal")}
         terms = Terms(convention=self._convention, **options, table=table)
-        promising = on_terms(subject, terms)
+        promising = on_terms(self._subject, terms)
         answers: list[TrialResult] = []
         for relation, problem in self._relations(promise):
             record = self._record(problem, relation, promising)
@@ -577,8 +574,6 @@ class Detection:
 
     def _record(self, problem: Problem, what: str, subject: Subject | None = None) -> Record:
         self._advance(what)
-        kernel = subject or self._subject
-        assert kernel is not None, "a convention comes first"
         relation = RELATIONS.get(what)
         numbers = relation.allowed(problem).items() if relation else ()
         case = Case(
@@ -587,6 +582,7 @@ class Detection:
             # Any value will do: detection only asks whether the relation holds.
             parameters={name: values[0] for name, values in numbers},
         )
+        kernel = subject or self._subject
         return run_case(
             kernel, case, device=self._device, executor=self._executor, brief=self._brief
         )

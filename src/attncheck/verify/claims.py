@@ -42,11 +42,11 @@ from attncheck.verify.capability_detection import (
 )
 from attncheck.verify.deaths import MOST_DEATHS
 from attncheck.verify.environment import environment
+from attncheck.verify.isolated import RemoteSubject
 from attncheck.verify.kernel_hosts import KernelHost, executor_of, on_terms
 from attncheck.verify.kernel_server import loaded_files
 from attncheck.verify.proposed_table import propose_table
 from attncheck.verify.question_fit import COMPARE, question_problem, taken_problem
-from attncheck.verify.remote_kernel import RemoteSubject
 
 CLAIMED = {
     "convention": "one problem of 64 or 128 keys, which fits every tile: else it is no kernel",

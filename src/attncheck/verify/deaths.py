@@ -13,8 +13,8 @@ from attncheck.records.record import FAILED_STATUSES, Record, Status
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.call_checks import judge_call
 from attncheck.verify.executor import Failure
+from attncheck.verify.isolated import RemoteSubject
 from attncheck.verify.kernel_messages import RemoteError
-from attncheck.verify.remote_kernel import RemoteSubject
 from attncheck.verify.run_case import blank_record
 from attncheck.workers.process import Died
 
@@ -43,9 +43,9 @@ def confirm_death(
     is_death = first.status in DEATHS and (slow or first.status != "timeout")
     if not is_death or not isinstance(subject, RemoteSubject):
         return first, 1
-    problems, device = tuple(subject.connection.problems), subject.connection.device
+    problems, device = tuple(subject.host.problems), subject.host.device
     # In a new process, because an earlier call may have corrupted the first one.
-    subject.fresh()
+    subject.host.end()
     crowded = first.status == "oom" and others_hold_memory(device)
     if culprit := _find_wild_write(first, subject, problems):
         return culprit, 2
@@ -73,7 +73,7 @@ def _find_wild_write(
         problems: Problems that its process had been asked, in order.
     """
     # On a GPU there is no heap to corrupt, and other signals and exits do not suggest it.
-    if subject.connection.device != "cpu" or not any(each in record.reason for each in _SIGNALS):
+    if subject.host.device != "cpu" or not any(each in record.reason for each in _SIGNALS):
         return None
     subject.executor.expect(subject, None)  # A call ahead would have no guard bands.
     own_problem = Case.from_json(record.case).problem

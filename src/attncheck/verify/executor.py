@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 class Failure:
     """The reason why there are no outputs."""
 
-    # ``error``: the kernel raised. ``refused``: it raised ``subject.Refused``, as it does not take
-    # these inputs. ``contract``: its outputs have a wrong form. ``alias``: they share memory with
-    # the inputs. ``mutation``: it wrote to its inputs. ``oom``: no memory was left. ``crash``,
-    # ``timeout``: its process died, or did not answer in time.
+    # ``error``: the kernel raised. ``refused``: it does not take these inputs, as it said before
+    # or raised ``subject.Refused``. ``contract``: its outputs have a wrong form. ``alias``: they
+    # share memory with the inputs. ``mutation``: it wrote to its inputs. ``oom``: no memory was
+    # left. ``crash``, ``timeout``: its process died, or did not answer in time.
     kind: str
     message: str  # one line
     # If it raised, the frames from the kernel's first one on, a line each. If its process died, the
@@ -157,8 +157,11 @@ class Executor(Protocol):
         """Return whether ``problem`` is a question for ``subject`` at all."""
         ...
 
-    def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
-        """Return why ``subject`` does not take ``problem``; None if it does."""
+    def refusal(self, subject: Subject, problem: Problem, device: str) -> Failure | None:
+        """Return why ``subject`` does not take ``problem``; None if it does.
+
+        The kind is ``refused``, or another if asking fails.
+        """
         ...
 
     def launches(
@@ -173,14 +176,12 @@ class Executor(Protocol):
         inputs: Inputs,
         *,
         origin: Origin | None = None,
-        timed: bool = False,
         under: CallConditions = PLAIN_CALL,
     ) -> Execution | Failure:
         """Run ``subject`` on ``inputs``; return what the kernel raises as a Failure.
 
         Args:
             origin: Source of the inputs, for executors that draw them in another process.
-            timed: Whether it is called until its median time is known.
         """
         ...
 
@@ -213,14 +214,17 @@ class InProcess:
         answer = _answer_of(lambda: subject.concerns(problem))
         return True if isinstance(answer, Failure) else answer
 
-    def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
-        """Return why ``subject`` does not take ``problem``; a Failure when even asking raises."""
+    def refusal(self, subject: Subject, problem: Problem, device: str) -> Failure | None:
+        """Return why ``subject`` does not take ``problem``, or what asking raises."""
 
         def ask() -> str | None:
             lacks = _NO_CAPTURED if problem.dcaptured and not subject.captured else None
             return subject.absent(device) or lacks or subject.unsupported(problem, device)
 
-        return _answer_of(ask)
+        reason = _answer_of(ask)
+        if isinstance(reason, str):
+            return Failure(kind="refused", message=reason) if reason else None
+        return reason
 
     def launches(
         self, subject: Subject, problem: Problem, device: str
@@ -234,17 +238,16 @@ class InProcess:
         inputs: Inputs,
         *,
         origin: Origin | None = None,
-        timed: bool = False,
         under: CallConditions = PLAIN_CALL,
     ) -> Execution | Failure:
-        """Run ``subject`` on a copy of ``inputs``; with ``timed``, until the median is known.
+        """Run ``subject`` on a copy of ``inputs``.
 
         Warnings are no failures, even if the caller turns warnings into errors.
         """
         del origin
 
         def time(call: Call) -> float | None:
-            return Stopwatch(call, inputs.device).median() if timed else None
+            return Stopwatch(call, inputs.device).median() if under.timed else None
 
         return self._run(subject, inputs, under, time)
 

@@ -14,9 +14,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attncheck.core.outputs import Outputs
+from attncheck.core.quiet_mode import QuietMode
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.subjects.capabilities.subject import Call, Subject
-from attncheck.verify.memory_patterns import QuietMode, fill_free
+from attncheck.verify.memory_patterns import fill_free
 
 if TYPE_CHECKING:
     from attncheck.verify.call_conditions import CallConditions

@@ -15,8 +15,13 @@ from attncheck.subjects.capabilities.named_kernels import BUILTIN
 from attncheck.subjects.load import Entry, load_kernel
 from attncheck.subjects.terms import Terms, subject_on_terms
 from attncheck.verify.executor import Executor, InProcess
-from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
-from attncheck.verify.remote_kernel import Deadlines, RemoteSubject, load_mods
+from attncheck.verify.isolated import (
+    Deadlines,
+    IsolatedExecutor,
+    IsolatedKernel,
+    RemoteSubject,
+    load_mods,
+)
 from attncheck.workers.process import Died, Worker
 from attncheck.workers.transport import Frame
 

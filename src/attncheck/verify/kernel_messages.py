@@ -214,13 +214,11 @@ def describe_subject(subject: Subject) -> dict[str, Any]:
 def run_words(
     origin: Origin | None,
     under: CallConditions,
-    *,
-    timed: bool = False,
     launch: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the request of a run on the inputs of ``origin``; if None, they are sent with it."""
     source = {} if origin is None else {"case": origin.case.to_json(), "run": origin.run}
-    return {**source, "under": to_fields(under), "timed": timed, "launch": launch}
+    return {**source, "under": to_fields(under), "launch": launch}
 
 
 def remote_error(answer: Frame) -> RemoteError:

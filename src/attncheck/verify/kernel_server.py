@@ -104,9 +104,11 @@ _LONGEST = LARGEST_WORDS // 32  # Characters of a message or traceback; each is 
 class KernelServer:
     """Answers requests to the kernel of this process."""
 
+    # Set once the kernel is loaded, which the asking process requests first.
+    _subject: Subject
+    _candidate: Candidate
+
     def __init__(self) -> None:
-        self._subject: Subject | None = None
-        self._candidate: Candidate | None = None
         self._device = "cpu"
         self._state: State = {}  # after the kernel was loaded
         self._changed_parts: dict[str, None] = {}  # parts of that state that calls have changed
@@ -114,7 +116,7 @@ class KernelServer:
         self._executor = InProcess(digests=True)
         self._compiling = Compiling()
         self._answers = {
-            "start": self._start,
+            "start": lambda _: Frame(kind="started", words={}),
             "mods": self._load_mods,
             "load": self._load,
             "hold": self._hold,
@@ -135,10 +137,6 @@ class KernelServer:
             return self._answers[request.kind](request.words)
         except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
             return _failure_frame(failure(error))
-
-    def _start(self, words: dict[str, Any]) -> Frame:
-        del words
-        return Frame(kind="started", words={})
 
     def _load_mods(self, words: dict[str, Any]) -> Frame:
         """Load a ``mask``, ``score`` or ``recording``, or all mods of a ``file``, for Problems."""
@@ -181,7 +179,6 @@ class KernelServer:
             return Frame(kind="unready", words={"message": str(error)[:_LONGEST]})
 
     def _hold(self, words: dict[str, Any]) -> Frame:
-        assert self._subject is not None
         try:
             self._subject = subject_on_terms(self._subject, msgspec.convert(words, Terms))
         except UsageError as error:
@@ -190,8 +187,6 @@ class KernelServer:
 
     def _ask(self, words: dict[str, Any]) -> Frame:
         kernel, device = self._kernel_of(words["launch"]), words["device"]
-        assert self._candidate is not None
-        entry = self._candidate.facts
         problem = words["problem"] and Problem.from_json(words["problem"])
         answers: dict[str, Callable[[], Any]] = {
             "absence": lambda: self._executor.absence(kernel, device),
@@ -203,7 +198,7 @@ class KernelServer:
             "tiling": lambda: to_fields(kernel.tiling(problem, device)),
             "arithmetic": lambda: to_fields(kernel.arithmetic(problem, device)),
             "files": loaded_files,
-            "entry": lambda: msgspec.to_builtins(entry()),
+            "entry": lambda: msgspec.to_builtins(self._candidate.facts()),
             "written_call": lambda: to_fields(kernel.written_call(problem)),
             "launches": lambda: {
                 name: describe_subject(each)
@@ -233,9 +228,7 @@ class KernelServer:
             result = self._executor.keep(kernel, inputs, graph=words["graph"])
         else:
             under = from_fields(CallConditions, words["under"])
-            result = self._executor.run(
-                kernel, inputs, origin=origin, timed=words["timed"], under=under
-            )
+            result = self._executor.run(kernel, inputs, origin=origin, under=under)
         stir_heap()  # A heap that this call corrupted ends the process here, not after the answer.
         # Checked first: any other use of a lost GPU would raise an error that is not a crash.
         if gpu_error := lost_gpu() if self._device == "cuda" else "":
@@ -272,7 +265,6 @@ class KernelServer:
 
     def _kernel_of(self, launch: dict[str, Any] | None) -> Subject:
         """Return the kernel, or the named launch of it."""
-        assert self._subject is not None
         if launch is None:
             return self._subject
         problem = Problem.from_json(launch["of"])

@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack
 
 from attncheck.core import strided_alloc
+from attncheck.core.quiet_mode import QuietMode
 from attncheck.inputs.input_tensors import Inputs
 
 Fill = Literal["", "pattern", "inverse"]
@@ -279,26 +280,6 @@ class Placed:
     def free(self) -> bool:
         """True once the tensor and all its views are deleted."""
         return self.seen_by is not None and gone(self.seen_by)
-
-
-class QuietMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """A dispatch mode that leaves compiled graphs and higher-order operators as they are."""
-
-    # FlexAttention is one. It is called unchanged; allocations inside it are not guarded.
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True, so that a kernel compiles its graphs as it does without this mode."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False, lest torch import Triton before Triton's interpreter is switched on."""
-        return False
 
 
 class GuardBands(QuietMode):  # type: ignore[no-untyped-call]  # torch's

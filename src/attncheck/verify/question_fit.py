@@ -5,32 +5,30 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from attncheck.core.errors import UsageError, require_known
+from attncheck.core.errors import UsageError, look_up
 from attncheck.core.paged_layout import Paging
-from attncheck.inputs.problem import Allowed, Case, Problem
+from attncheck.inputs.problem import Allowed, Case, Problem, Question
 from attncheck.probes import PROBES, Probe
-from attncheck.relations import RELATIONS, Relation
+from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.subject import Subject
-from attncheck.verify.call_checks import CHECKS, Check
+from attncheck.verify.call_checks import CHECKS
 from attncheck.verify.executor import Executor
 
 COMPARE = "compare"  # The question whether every element is exact attention up to rounding.
-QUESTIONS = (COMPARE, *RELATIONS, *PROBES, *CHECKS)
+_DEFINITIONS: dict[str, Question | Probe] = {
+    COMPARE: Question(name=COMPARE, summary="every element is exact attention up to rounding"),
+    **RELATIONS,
+    **PROBES,
+    **CHECKS,
+}
+QUESTIONS = tuple(_DEFINITIONS)
 
 _PAGE_SIZES = (16, 64, 256)  # Usual numbers of keys in a page; a kernel may take only one of them.
 
 
-def check_question(name: str) -> None:
-    """Raise UnknownName unless ``name`` is ``compare``, a relation, a probe or a check."""
-    require_known("question", [name], QUESTIONS)
-
-
-def question_summary(question: str) -> str:
-    """Return a question's summary in one line; raise UnknownName."""
-    check_question(question)
-    if question == COMPARE:
-        return "every element is exact attention up to rounding"
-    return _definition(question).summary
+def question_named(name: str) -> Question | Probe:
+    """Return ``compare``, a relation, a probe or a check; raise UnknownName."""
+    return look_up("question", name, _DEFINITIONS)
 
 
 def question_problem(question: str, problem: Problem) -> Problem:
@@ -40,30 +38,17 @@ def question_problem(question: str, problem: Problem) -> Problem:
 
 def unfit_reason(question: str, problem: Problem) -> str | None:
     """Return why the question does not apply to ``problem``, in one line; None if it does."""
-    check_question(question)
-    return None if question == COMPARE else _definition(question).unfit(problem)
+    return question_named(question).unfit(problem)
 
 
 def allowed_parameters(question: str, problem: Problem) -> Allowed:
     """Return the parameters that the question may have, by name."""
-    check_question(question)
-    return {} if question == COMPARE else _definition(question).allowed(problem)
-
-
-def is_probe(question: str) -> bool:
-    """Return whether a question is a probe, which has inputs of its own."""
-    return question in PROBES
+    return question_named(question).allowed(problem)
 
 
 def compares_launches(questions: Iterable[str]) -> bool:
     """Return whether all of ``questions`` are about other launches of the same kernel."""
     return all(name in RELATIONS and RELATIONS[name].uses_other_launch for name in questions)
-
-
-def _definition(question: str) -> Relation | Probe | Check:
-    if question in RELATIONS:
-        return RELATIONS[question]
-    return CHECKS[question] if question in CHECKS else PROBES[question]
 
 
 def adapted_problems(subject: Subject, problem: Problem, executor: Executor) -> tuple[Problem, ...]:
@@ -101,15 +86,15 @@ def adapted_cases(subject: Subject, case: Case, executor: Executor) -> Iterator[
         yield case
         return
     cases = [dataclasses.replace(case, problem=problem) for problem in problems]
-    fitting = [each for each in cases if _can_be_asked(each)]
+    fitting = [each for each in cases if can_be_asked(each)]
     # If no form fits, run the case itself, whose Record gives the reason.
     yield from fitting or [case]
 
 
-def _can_be_asked(case: Case) -> bool:
+def can_be_asked(case: Case) -> bool:
+    """Return whether its question applies to its Problem with its parameters."""
     try:
-        if case.question != COMPARE:
-            _definition(case.question).check(case.problem, case.parameters)
+        question_named(case.question).check(case.problem, case.parameters)
     except UsageError:
         return False
     return True

@@ -150,14 +150,12 @@ def _run_each(
     subject: Subject, case: Case, inputs: Sequence[Inputs], executor: Executor, device: str
 ) -> list[Execution] | Failure:
     # The kernel is asked for its launches only if it takes every run's Problem.
-    refusal = _refusal([subject] * len(inputs), inputs, executor)
-    if refusal is not None:
+    if refusal := _refusal([subject] * len(inputs), inputs, executor):
         return refusal
     subjects = _launches(subject, case, executor, device, len(inputs))
     if isinstance(subjects, Failure):
         return subjects
-    refusal = _refusal(subjects, inputs, executor)
-    if refusal is not None:
+    if refusal := _refusal(subjects, inputs, executor):
         return refusal
     executions = []
     for run, (launch, each) in enumerate(zip(subjects, inputs, strict=True)):
@@ -181,10 +179,7 @@ def _refusal(
 ) -> Failure | None:
     """Return why a kernel does not take one of the runs; None if it takes all."""
     for subject, each in zip(subjects, inputs, strict=True):
-        refusal = executor.refusal(subject, each.problem, each.device.type)
-        if isinstance(refusal, str):
-            return Failure(kind="refused", message=refusal)
-        if refusal is not None:
+        if refusal := executor.refusal(subject, each.problem, each.device.type):
             return refusal
     return None
 

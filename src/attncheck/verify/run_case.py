@@ -24,7 +24,7 @@ from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.subject import Subject, Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_checks import CHECKS, judge_call
-from attncheck.verify.call_conditions import PLAIN_CALL, judged_conditions
+from attncheck.verify.call_conditions import CallConditions, judged_conditions
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import (
     Execution,
@@ -38,7 +38,7 @@ from attncheck.verify.executor import (
 from attncheck.verify.judging import judge_outputs, with_error_map
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.obligations import outputs_digest
-from attncheck.verify.question_fit import adapted_cases, check_question, not_applicable_reason
+from attncheck.verify.question_fit import adapted_cases, not_applicable_reason, question_named
 from attncheck.verify.relation_runs import judge_relation
 from attncheck.verify.second_opinion import second_opinion
 
@@ -98,7 +98,7 @@ def run_case(  # noqa: PLR0913  # one case, and how it is run
     Raises:
         UsageError: for an unknown question, or one that does not apply to the Problem.
     """
-    check_question(case.question)
+    question_named(case.question)
     executor = executor or executor_of(subject)
     for adapted in adapted_cases(subject, case, executor):
         record = new_record(
@@ -152,11 +152,8 @@ def run_on_evidence(
         fit into memory, the status is ``error``.
     """
     problem = evidence.case.problem
-    refusal = executor.refusal(subject, problem, evidence.device)
-    if isinstance(refusal, Failure):
+    if refusal := executor.refusal(subject, problem, evidence.device):
         return without_outputs(record, refusal), None
-    if refusal:
-        return replace(record, status="unsupported", reason=refusal), None
     try:
         # Before any kernel has run: nothing that it does can change the truth.
         stage("the exact result")
@@ -169,8 +166,7 @@ def run_on_evidence(
                 subject,
                 evidence.inputs,
                 origin=Origin(case=evidence.case),
-                timed=timed,
-                under=PLAIN_CALL if timed else judged_conditions(evidence.case),
+                under=CallConditions(timed=True) if timed else judged_conditions(evidence.case),
             )
         if isinstance(execution, Failure):
             return without_outputs(record, execution), None

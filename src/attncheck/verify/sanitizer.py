@@ -217,9 +217,6 @@ def _run_one(subject: Subject, case: Any, device: str) -> str:
     problem = Case.from_json(case).problem
     executor = InProcess()
     refusal = executor.refusal(subject, problem, device)
-    if isinstance(refusal, str):
-        return f"refused {one_line(refusal)}"
-    # If asking for the refusal raised, it is a Failure, as of a call.
     result = refusal or executor.run(subject, draw_inputs(problem, device))
     if isinstance(result, Failure):
         return f"{'refused' if result.kind == 'refused' else 'error'} {one_line(result.message)}"

@@ -148,9 +148,9 @@ def _compare_rows(evidence: Evidence, other: Evidence, rows: Rows) -> str:
         index = _furthest_apart(at_rows(rows, first), at_rows(rows, value), bound)
         if index is not None:
             # Twice the bound, because each oracle may have an error of one bound.
-            place, within = _place(index, rows, problem), 2 * float(bound[index])
-            whole = place.index(name)
-            return _describe(name, place, float(first[whole]), float(value[whole]), within, problem)
+            whole, within = rows.index(index, problem.heads), 2 * float(bound[index])
+            one, other_one = float(first[whole]), float(value[whole])
+            return _describe(name, Place.of(whole), one, other_one, within, problem)
     return ""
 
 
@@ -213,10 +213,3 @@ def _describe(
         f"{element(name, place)} is {number(first, within)} by {ours} and {number(second, within)} "
         f"by {theirs}, but they should differ by {limit}"
     )
-
-
-def _place(index: tuple[int, ...], rows: Rows, problem: Problem) -> Place:
-    """Return the Place of an element of these rows."""
-    head, row, *dim = index
-    batch, head = divmod(rows.heads[head], problem.heads)
-    return Place(batch=batch, head=head, query=int(rows.query[row]), dim=dim[0] if dim else -1)

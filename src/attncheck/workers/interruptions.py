@@ -46,14 +46,14 @@ class Interruptions:
         os.close(self._write)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable from an interrupt until ``heard``."""
+        """Return a descriptor that is readable from an interrupt until ``clear``."""
         return self._read
 
     def pending(self) -> bool:
-        """Return whether there was an interrupt since the last ``heard``."""
+        """Return whether there was an interrupt since the last ``clear``."""
         return self._pending
 
-    def heard(self) -> None:
+    def clear(self) -> None:
         """Mark interrupts as handled, so that ``fileno`` blocks until the next one."""
         self._pending = False
         with suppress(BlockingIOError):

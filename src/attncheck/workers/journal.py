@@ -107,23 +107,23 @@ class Journal:
         """Results by unit id, in the order in which they were written."""
         return self.content.results
 
-    def lost(self, unit: Unit) -> int:
+    def losses(self, unit: Unit) -> int:
         """Return how often ``unit`` was begun but neither finished nor abandoned."""
         return self.content.lost.get(unit.id, 0)
 
-    def queued(self, units: Iterable[Unit]) -> None:
+    def write_queued(self, units: Iterable[Unit]) -> None:
         """Write those of ``units`` that the journal does not contain yet."""
         new = [unit for unit in units if unit.id not in self.content.units]
         for first in range(0, len(new), _UNITS_PER_LINE):
             self._write("queued", {"units": new[first : first + _UNITS_PER_LINE]})
 
-    def begun(self, unit: Unit) -> None:
+    def write_start(self, unit: Unit) -> None:
         """Write that ``unit`` is begun now, so that a resumed run knows of the attempt."""
         self._check_open(unit.id)
         # Not synced: losing this line costs no more than one additional attempt.
         self._write("start", {"unit": unit})
 
-    def done(self, done: UnitResult, *, quarantined: bool = False) -> None:
+    def write_result(self, done: UnitResult, *, quarantined: bool = False) -> None:
         """Write a unit's result and sync it to the disk before returning.
 
         Args:
@@ -135,7 +135,7 @@ class Journal:
         self._check_open(done.unit)
         self._write("quarantine" if quarantined else "result", {"done": done}, sync=True)
 
-    def abandoned(self, units: Iterable[str]) -> None:
+    def write_abandoned(self, units: Iterable[str]) -> None:
         """Write that these units were begun, and are ended by us before they are done."""
         if ids := sorted(id_ for id_ in units if self.content.lost.get(id_)):
             self._write("abandoned", {"units": ids}, sync=True)

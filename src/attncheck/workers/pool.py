@@ -130,7 +130,7 @@ class Schedule:
 
     def queue(self, unit: Unit) -> None:
         """Add ``unit`` to the queue, or to the suspects if it was lost before."""
-        lost = self._journal.lost(unit)
+        lost = self._journal.losses(unit)
         if lost >= MAX_LOSSES:
             self.hopeless.append(unit)
             return
@@ -170,7 +170,7 @@ class RunEnd:
     why: Why  # Why the run, which can be resumed, ended early; empty if everything is done.
     at_once: bool  # Whether running units were aborted, on a second interrupt or after the grace.
     finished: int  # Number of units that have a result.
-    left: int  # Number of known units that have none.
+    remaining: int  # Number of known units that have none.
 
 
 def _lost_result(unit: Unit, reason: str) -> UnitResult:
@@ -199,7 +199,7 @@ class _Run:
 
     def loop(self, units: Sequence[Unit], interruptions: Interruptions) -> RunEnd:
         """Do ``units`` and the units that follow; the caller closes the pool."""
-        self.journal.queued(units)
+        self.journal.write_queued(units)
         self.add(units)
         while not self.at_once:
             self.give_up()
@@ -213,14 +213,14 @@ class _Run:
         for worker in self.running:
             self.pool.drop(worker)
         # Aborted units do not count as lost.
-        self.journal.abandoned(unit.id for unit, _ in self.running.values())
-        left = self.schedule.known - self.finished
+        self.journal.write_abandoned(unit.id for unit, _ in self.running.values())
+        remaining = self.schedule.known - self.finished
         end = RunEnd(
             # After the last result an interrupt has no effect.
-            why=self.why if left else "",
+            why=self.why if remaining else "",
             at_once=self.at_once,
             finished=self.finished,
-            left=left,
+            remaining=remaining,
         )
         self.journal.end(end.why)
         return end
@@ -233,7 +233,7 @@ class _Run:
     def give_up(self) -> None:
         while self.schedule.hopeless and not self.why:
             unit = self.schedule.hopeless.pop(0)
-            times = self.journal.lost(unit)
+            times = self.journal.losses(unit)
             reason = f"its process was lost {times} times before it was done"
             self.settle(unit, _lost_result(unit, reason), quarantined=True)
 
@@ -252,7 +252,7 @@ class _Run:
                 return
             self.schedule.take()
             # Written first, so that the journal names the unit even if it crashes this machine.
-            self.journal.begun(unit)
+            self.journal.write_start(unit)
             self.running[worker] = (unit, time.monotonic())
             self.pool.give(worker, unit)
             self.announce("begun", unit, None)
@@ -279,16 +279,16 @@ class _Run:
         self.schedule.end(unit, lost=False)
         if "usage" in done.facts:
             # A usage error ends the run without a result; the unit is repeated once it is fixed.
-            self.journal.abandoned([unit.id])
+            self.journal.write_abandoned([unit.id])
             self.stop(unit, done)
             self.why = self.why or "stopped early"
         else:
-            attempts = max(done.attempts, self.journal.lost(unit))
+            attempts = max(done.attempts, self.journal.losses(unit))
             self.settle(unit, msgspec.structs.replace(done, attempts=attempts))
 
     def handle_loss(self, unit: Unit, reason: str) -> None:
         self.schedule.end(unit, lost=True)
-        times = self.journal.lost(unit)
+        times = self.journal.losses(unit)
         if times < MAX_LOSSES:
             self.schedule.queue(unit)
         else:
@@ -297,7 +297,7 @@ class _Run:
 
     def settle(self, unit: Unit, done: UnitResult, *, quarantined: bool = False) -> None:
         """Write a result to the journal, then queue what follows and announce it."""
-        self.journal.done(done, quarantined=quarantined)
+        self.journal.write_result(done, quarantined=quarantined)
         self.finished += 1
         self.now_done += 1
         self.add(done.units)

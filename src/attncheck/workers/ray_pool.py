@@ -126,7 +126,7 @@ class RayPool(worker_pool.WorkerPool[Any]):
                 continue
             # All of them, so that every reply that is ready is returned.
             replies, _ = self._ray.wait(list(waited), num_returns=len(waited), timeout=_POLL)
-        interruptions.heard()
+        interruptions.clear()
         news = [self._handle_reply(waited[reply], self._reply(reply)) for reply in replies]
         for number in self._late_starts():
             self.drop(number)

@@ -312,7 +312,7 @@ class LocalPool(WorkerPool[Worker]):
     def news(self, seconds: float, interruptions: Interruptions) -> list[WorkerNews]:
         """See ``WorkerPool``."""
         ready = self._ready_descriptors(seconds, interruptions)
-        interruptions.heard()
+        interruptions.clear()
         news = []
         for number, member in list(self._members.items()):
             if member.handle.failed or member.handle.take_in(ready):

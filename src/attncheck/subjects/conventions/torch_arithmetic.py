@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck.core.declared_arithmetic import Arithmetic
+from attncheck.core.quiet_mode import QuietMode
 from attncheck.inputs.problem import Problem
 
 
@@ -149,24 +149,12 @@ def with_rounded_weights(assumed: Arithmetic) -> Arithmetic:
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-class CpuFlashDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class CpuFlashDetector(QuietMode):  # type: ignore[no-untyped-call]  # torch's
     """A mode that detects calls of torch's CPU flash kernel, and changes nothing."""
 
-    supports_higher_order_operators = True  # flex_attention is one
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        super().__init__()
         self.called = False  # whether the kernel was called
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True; otherwise torch would run a compiled graph operator by operator."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False; otherwise torch imports its compiler and Triton, which is slow."""
-        return False
 
     def __torch_dispatch__(
         self,
