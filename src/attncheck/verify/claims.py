@@ -304,6 +304,11 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             backward=False if self._is_forward_alone() else None,
         )
 
+    def lse_loss_refusal(self) -> str:
+        """Return why it refuses gradients of a loss of LSE; empty if it does not."""
+        tried = (x for x in self.tried if (x.aspect, x.what) == ("backward", "out and LSE"))
+        return next((one.reason for one in tried if one.verdict == "refuses"), "")
+
     def _is_forward_alone(self) -> bool:
         """Return whether it refuses gradients; one that raises may be meant to have them."""
         return any(
