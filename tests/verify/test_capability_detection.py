@@ -1,5 +1,6 @@
 """detect_capabilities: what it finds for kernels whose capabilities are known."""
 
+import dataclasses
 import math
 import tomllib
 
@@ -313,13 +314,52 @@ def test_detected_table_of_the_ideal_kernel_round_trips_through_toml(detect):
     assert read_table(tomllib.loads(text)["kernels"]["mine"], "kernels.mine") == table
 
 
-@pytest.mark.parametrize("aspect", ["masks", "scores", "dtypes", "head_dims", "gqa", "scale"])
-def test_trials_keep_the_query_length_of_the_base_problem(aspect):
-    base = next(iter(capability_detection.base_problems()))
+# Fields of a Problem that the trials of an aspect change, and so of no other.
+CHANGED = {
+    "dtypes": {"dtype"},
+    "head_dims": {"head_dim", "value_dim", "scale"},
+    "masks": {"mask"},
+    "scores": {"score"},
+    "gqa": {"heads", "kv_heads"},
+    "batch": {"batch"},
+    "scale": {"scale"},
+    "lengths": {"query", "kv"},
+    "rectangular": {"query", "kv"},
+    "unequal": {"query", "kv", "mask"},
+    "causal": {"kv", "mask"},
+    "backward": {"backward", "dlse", "sink"},
+    "strides": {"backward"},
+    "slopes": {"batch", "mask", "score"},
+    "empty_row": {"batch", "query", "kv", "mask"},
+}
+# Values that cannot be asked by themselves: these are the causal mask at equal lengths, and a mask
+# of the lengths of several sequences.
+ALSO_CHANGED = {"causal_bottom_right": {"kv"}, "padding": {"batch"}}
+
+
+def values_of(base):
+    """Values that the base may have itself."""
+    return {base.dtype, str(base.head_dim), base.mask.name, base.score.name, "gapped"}
+
+
+@pytest.mark.parametrize("aspect", CHANGED)
+@pytest.mark.parametrize("number", [0, 1, 4, -2])  # the last has no gradients
+def test_each_trial_changes_only_its_aspect_of_the_base(aspect, number):
+    base = list(capability_detection.base_problems())[number]
     trials = capability_detection.trials(aspect, base, "cpu")
     assert trials
     for one in trials:
-        assert one.of(base).query == base.query
+        problem = one.of(base)
+        names = (each.name for each in dataclasses.fields(Problem))
+        changed = {name for name in names if getattr(problem, name) != getattr(base, name)}
+        also = ALSO_CHANGED.get(one.what, set()) if aspect == "masks" else set()
+        assert changed <= CHANGED[aspect] | also, one.what
+        assert changed or one.what in values_of(base), one.what
+
+
+def test_every_aspect_of_the_trials_has_its_changed_fields():
+    base = next(iter(capability_detection.base_problems()))
+    assert capability_detection._values(base.query, "cpu").keys() == CHANGED.keys()
 
 
 @pytest.mark.parametrize(
