@@ -54,6 +54,7 @@ PROBLEMS = (
     GRADIENTS | {"query": 77, "kv": 40, "mask": OF("causal_bottom_right")},
     GRADIENTS | {"value_dim": 16},
     GRADIENTS | {"dtype": "fp32"},
+    RAGGED | {"scale": 0.0},
 )  # fmt: skip
 
 
@@ -71,7 +72,7 @@ FIRST = {
 FIRST |= {"sentinel": 8, "softcap": 9, "head-order": 10, "kv-heads": 10, "score-mod": 7, "alibi": 7}
 FIRST |= {"bias": 7, "sink": 12, "descale": 16, "weights": 16, "products": 16, "maximum": 19}
 FIRST |= {"page": 20, "tanh": 21, "slope": 25, "group-last": 25}
-FIRST |= {"gradient-rounded": 28}
+FIRST |= {"gradient-rounded": 28, "scale-of-zero-for": 29}
 
 
 def problems_showing(model):

@@ -10,7 +10,9 @@ from attncheck.subjects.ideal import Ideal
 
 
 def sees_the_next_key(query, key, value, *, is_causal=False, scale=None):
-    scores = (query.double() @ key.double().mT) * (scale or query.shape[-1] ** -0.5)
+    scores = (query.double() @ key.double().mT) * (
+        query.shape[-1] ** -0.5 if scale is None else scale
+    )
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(1).logical_not()
         scores = scores.masked_fill(hidden, -math.inf)

@@ -8,7 +8,7 @@ import torch
 def right(query, key, value, *, is_causal=False, scale=None):
     # Hidden keys may be NaN, and 0 · NaN is not 0, neither in out nor in dQ.
     key, value = (each.double().nan_to_num(0.0, 0.0, 0.0) for each in (key, value))
-    scores = (query.double() @ key.mT) * (scale or query.shape[-1] ** -0.5)
+    scores = (query.double() @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).tril().logical_not()
         scores = scores.masked_fill(hidden, -math.inf)
@@ -20,7 +20,9 @@ def of_another_dtype(query, key, value, *, is_causal=False, scale=None):
 
 
 def sees_the_next_key(query, key, value, *, is_causal=False, scale=None):
-    scores = (query.double() @ key.double().mT) * (scale or query.shape[-1] ** -0.5)
+    scores = (query.double() @ key.double().mT) * (
+        query.shape[-1] ** -0.5 if scale is None else scale
+    )
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(1).logical_not()
         scores = scores.masked_fill(hidden, -math.inf)
@@ -57,6 +59,10 @@ def decode_only(q, k, v, *, softmax_scale=None):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     return right(q, k, v, scale=softmax_scale).transpose(1, 2)
+
+
+def takes_a_scale_of_0_for_none(query, key, value, *, is_causal=False, scale=None):
+    return right(query, key, value, is_causal=is_causal, scale=scale or None)
 
 
 def refuses_everything(query, key, value, *, is_causal=False, scale=None):

@@ -29,7 +29,7 @@ import torch
 
 
 def attention(query, key, value, *, is_causal=False, scale=None):
-    scores = query.float() @ key.float().mT * (scale or query.shape[-1] ** -0.5)
+    scores = query.float() @ key.float().mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).tril().logical_not()
         scores = scores.masked_fill(hidden, -math.inf)

@@ -1,5 +1,6 @@
 """The plan of a gate: complete, deterministic, and without duplicates, also across shards."""
 
+import itertools
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
@@ -15,7 +16,7 @@ from attncheck.cases.tier import TIERS
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
-from attncheck.gate.bound_stage import REUSE_SUFFIX, axes_of, bound_units
+from attncheck.gate.bound_stage import REUSE_SUFFIX, axes_of, bound_units, fair_sample
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import (
     covering_units,
@@ -274,6 +275,36 @@ def test_baseline_cases_are_asked_even_if_the_plan_has_changed():
     assert {*cases, *(Case.from_json(unit.case).id for unit in old_plan)} == set(ids)
     assert len(ids) == len(set(ids))
     assert changed.choices.plan()["baseline"] == baseline_cases.digest
+
+
+def test_baseline_has_a_fair_share_of_every_dtype_and_of_forwards_and_backwards():
+    units = full_plan(restricted(lambda _: True, dtypes="fp32,fp16,bf16"))
+    kinds = [(problem.dtype, problem.backward) for problem in map(problem_of_unit, units)]
+    dtypes = ("fp32", "fp16", "bf16")
+    assert Counter(kinds) == dict.fromkeys(itertools.product(dtypes, (False, True)), 2)
+    again = full_plan(restricted(lambda _: True, dtypes="fp32,fp16,bf16"))
+    assert [unit.id for unit in again] == [unit.id for unit in units]
+
+
+def problem_of_unit(unit):
+    return Case.from_json(unit.case).problem
+
+
+@pytest.mark.parametrize(
+    ("kinds", "most", "chosen"),
+    [
+        ("aaaaaaaa", 4, [0, 2, 4, 6]),
+        # An odd one goes to the first dtype, and to forwards.
+        ("aaaabbbbAAAABBBB", 5, [0, 2, 6, 9, 15]),
+        # What a rare dtype leaves, others use.
+        ("aaaaaaaab", 4, [0, 2, 5, 8]),
+        ("ab", 4, [0, 1]),
+        ("", 4, []),
+    ],
+)
+def test_fair_sample_spreads_each_share_over_the_plan(kinds, most, chosen):
+    named = [(kind.lower(), kind.isupper()) for kind in kinds]
+    assert fair_sample(named, most) == chosen
 
 
 def test_pair_lost_by_moving_rows_gets_a_row_of_its_own():

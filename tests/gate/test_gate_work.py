@@ -133,6 +133,17 @@ def test_failures_are_grouped_into_one_cause_per_fault(kernel, models):
         assert not group.model or unmasked == {False}
 
 
+def test_scale_of_0_is_asked_of_a_kernel_without_lse_and_the_fault_is_named():
+    """Problems with a loss of LSE are asked without it, since the claims say that it has none."""
+    _, results = drive(planted("takes_a_scale_of_0_for_none"), stages="bounds")
+    failed = [answer.record for answer in failed_answers(results)]
+    assert failed
+    assert {Case.from_json(record.case).problem.scale for record in failed} == {0.0}
+    assert {record.diagnosis.ranked[0].model for record in failed} == {"scale-of-zero-for-none"}
+    asked = [answer.record for answer in answers(results) if answer.record.status == "pass"]
+    assert not any(Case.from_json(record.case).problem.dlse for record in asked)
+
+
 def test_shrinking_does_not_turn_one_fault_into_another():
     """Without its mask the Case fails by the same rule, but for another reason."""
     problem = Problem(query=33, kv=33, heads=2, head_dim=32, mask=Spec.of("causal"), dtype="fp32")

@@ -102,6 +102,29 @@ def test_refusal_of_a_declared_problem_is_an_error():
     assert judge(declared(only_64, **without_masks), AT_80).status == "unsupported"
 
 
+def contiguous_alone(q, k, v, is_causal=False):
+    if not all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q, k, v)):
+        raise ValueError("contiguous, aligned tensors alone")
+    return correct(q, k, v, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("question", ["strides_gapped", "strides_offset", "compare"])
+def test_refusal_of_strides_contradicts_no_table(question):
+    """A table cannot declare strides; of usual ones it must take what it declares."""
+    kernel = declared(contiguous_alone, **COMPLETE)
+    record = run_case(kernel, Case(problem=PLAIN, question=question), device="cpu")
+    is_usual = question == "compare"
+    assert record.status == ("pass" if is_usual else "unsupported")
+    assert is_usual or "contiguous, aligned tensors alone" in record.reason
+
+
+def test_refusal_of_a_window_of_0_contradicts_no_table():
+    complete = COMPLETE | {"masks": ["sliding_window"]}
+    kernel = table(**complete)
+    windows = (PLAIN.replace(mask=Spec.of("sliding_window", window=n)) for n in (0, 1))
+    assert [kernel.declares(problem) for problem in windows] == [False, True]
+
+
 def test_declared_argument_that_the_function_lacks_is_an_error():
     record = judge(declared(correct, **COMPLETE, gqa=True), PLAIN.replace(heads=2, kv_heads=1))
     assert record.status == "error"

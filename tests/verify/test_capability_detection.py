@@ -1,5 +1,6 @@
 """detect_capabilities: what it finds for kernels whose capabilities are known."""
 
+import dataclasses
 import math
 import tomllib
 
@@ -89,6 +90,68 @@ def square_causal(q, k, v, is_causal=False):
     if is_causal and q.shape[2] != k.shape[2]:
         raise ValueError("causal needs equal lengths")
     return right(q, k, v, is_causal)
+
+
+def by_window(*refused):
+    """A function of flash-attn's that raises ValueError where one of ``refused`` holds."""
+
+    def function(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1)):
+        left, right = window_size
+        rows, keys = q.shape[1], k.shape[1]
+        if any(refuses(rows, keys, right) for refuses in refused):
+            raise ValueError("not this window")
+        after = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows)
+        hidden = after > (0 if causal else right if right >= 0 else keys)
+        hidden |= after < (-left if left >= 0 else -rows - keys)
+        scores = (q.transpose(1, 2).float() @ k.permute(0, 2, 3, 1).float()) / q.shape[-1] ** 0.5
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1).nan_to_num(0.0)
+        return (weights @ v.transpose(1, 2).float()).to(q.dtype).transpose(1, 2)
+
+    return function
+
+
+def no_right_window(rows, keys, right):
+    return right > 0
+
+
+def no_fewer_keys(rows, keys, right):
+    return right >= 0 and keys < rows
+
+
+@pytest.mark.parametrize(
+    ("refusals", "rectangular", "square"),
+    [
+        ((), True, ()),
+        # Top-left masks of more queries than keys need a window to the right.
+        ((no_right_window,), True, ("causal", "sliding_window")),
+        ((no_fewer_keys,), True, ("causal", "sliding_window")),
+    ],
+    ids=["any", "left alone", "more keys alone"],
+)
+def test_masks_refused_at_unequal_lengths_are_not_declared_there(
+    detect, refusals, rectangular, square
+):
+    detection = detect(by_window(*refusals), "masks", "unequal", conventions=("flash_attn",))
+    table, _ = propose_table(detection, "mine.py::kernel")
+    assert {"causal", "causal_bottom_right", "sliding_window"} <= {*table.masks}
+    assert table.rectangular is rectangular
+    assert tuple(mask for one in table.override for mask in one.when.mask) == square
+    # What the convention cannot express was not asked of the kernel.
+    assert "sliding_window, query < kv" not in verdicts(detection, "unequal")
+
+
+def test_mask_taken_at_one_kind_of_unequal_lengths_leaves_rectangular_undeclared(detect):
+    def more_keys_alone(q, k, v, is_causal=False):
+        if is_causal and q.shape[2] > k.shape[2]:
+            raise ValueError("causal needs as many keys as queries")
+        return right(q, k, v, is_causal)
+
+    detection = detect(more_keys_alone, "masks", "unequal")
+    table, comments = propose_table(detection, "mine.py::kernel")
+    assert (table.rectangular, table.override) == (None, ())
+    assert comments["rectangular"] == [
+        "rectangular: takes causal, query < kv alone: not declared, so that it may refuse the rest"
+    ]
 
 
 @pytest.fixture
@@ -251,13 +314,52 @@ def test_detected_table_of_the_ideal_kernel_round_trips_through_toml(detect):
     assert read_table(tomllib.loads(text)["kernels"]["mine"], "kernels.mine") == table
 
 
-@pytest.mark.parametrize("aspect", ["masks", "scores", "dtypes", "head_dims", "gqa", "scale"])
-def test_trials_keep_the_query_length_of_the_base_problem(aspect):
-    base = next(iter(capability_detection.base_problems()))
+# Fields of a Problem that the trials of an aspect change, and so of no other.
+CHANGED = {
+    "dtypes": {"dtype"},
+    "head_dims": {"head_dim", "value_dim", "scale"},
+    "masks": {"mask"},
+    "scores": {"score"},
+    "gqa": {"heads", "kv_heads"},
+    "batch": {"batch"},
+    "scale": {"scale"},
+    "lengths": {"query", "kv"},
+    "rectangular": {"query", "kv"},
+    "unequal": {"query", "kv", "mask"},
+    "causal": {"kv", "mask"},
+    "backward": {"backward", "dlse", "sink"},
+    "strides": {"backward"},
+    "slopes": {"batch", "mask", "score"},
+    "empty_row": {"batch", "query", "kv", "mask"},
+}
+# Values that cannot be asked by themselves: these are the causal mask at equal lengths, and a mask
+# of the lengths of several sequences.
+ALSO_CHANGED = {"causal_bottom_right": {"kv"}, "padding": {"batch"}}
+
+
+def values_of(base):
+    """Values that the base may have itself."""
+    return {base.dtype, str(base.head_dim), base.mask.name, base.score.name, "gapped"}
+
+
+@pytest.mark.parametrize("aspect", CHANGED)
+@pytest.mark.parametrize("number", [0, 1, 4, -2])  # the last has no gradients
+def test_each_trial_changes_only_its_aspect_of_the_base(aspect, number):
+    base = list(capability_detection.base_problems())[number]
     trials = capability_detection.trials(aspect, base, "cpu")
     assert trials
     for one in trials:
-        assert one.of(base).query == base.query
+        problem = one.of(base)
+        names = (each.name for each in dataclasses.fields(Problem))
+        changed = {name for name in names if getattr(problem, name) != getattr(base, name)}
+        also = ALSO_CHANGED.get(one.what, set()) if aspect == "masks" else set()
+        assert changed <= CHANGED[aspect] | also, one.what
+        assert changed or one.what in values_of(base), one.what
+
+
+def test_every_aspect_of_the_trials_has_its_changed_fields():
+    base = next(iter(capability_detection.base_problems()))
+    assert capability_detection._values(base.query, "cpu").keys() == CHANGED.keys()
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,19 @@ def to_the_last_key(q, k, v, is_causal=False):
     seen = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
     return sdpa(q, k, v, attn_mask=seen)
 
+def fp8_alone(q, k, v, softmax_scale=None, q_descale=None, k_descale=None, v_descale=None):
+    if q.element_size() != 1:
+        raise ValueError("fp8 alone")
+    descales = (q_descale, k_descale, v_descale)
+    q, k, v = (
+        x.float().transpose(1, 2).unflatten(1, (k.shape[2], -1)) * descale[..., None, None, None]
+        for x, descale in zip((q, k, v), descales)
+    )
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5
+    out = (q @ k.mT * softmax_scale).softmax(-1) @ v
+    return out.flatten(1, 2).transpose(1, 2).bfloat16()
+
 def either(q, k, v, causal=False):
     inside = q.shape[1] > q.shape[2]  # more rows than heads
     return (heads_inside if inside else right)(q, k, v, causal)
@@ -154,6 +167,14 @@ def test_kernel_without_limits_is_asked_everything(find):
     assert claims.terms().table is None
     questions = claimed_questions(claims, subject, device="cpu")
     assert {one.case.problem.head_dim for one in questions} >= {64, 80, 96, 128}
+
+
+def test_kernel_of_fp8_alone_is_asked_in_it_and_for_no_gradients(find):
+    subject, claims = find("fp8_alone")
+    assert claims.dtypes() == ("e4m3", "e5m2")
+    assert not any(one.aspect == "backward" for one in claims.tried)
+    questions = claimed_questions(claims, subject, device="cpu")
+    assert {one.case.problem.dtype for one in questions} == {"e4m3"}
 
 
 def test_limits_that_raise_are_reported_and_not_asked(find):

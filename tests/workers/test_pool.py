@@ -324,6 +324,19 @@ def test_units_killed_after_the_grace_period_do_not_count_as_lost(
     assert read_journal(path).lost.get(hung.id, 0) == 0
 
 
+@pytest.mark.parametrize("kind", ["describe", "draw", "shrink", "fault"])
+def test_units_that_ask_many_questions_are_aborted_at_the_time_limit(
+    path, tmp_path, hour_later_marker, kind
+):
+    options = {"wait_for": str(tmp_path / "never"), "touch": str(hour_later_marker)}
+    many = unit("many", kind=kind, **options)
+    limits = Limits(unit=7200.0, grace=60.0)  # far longer than a worker takes to start
+    ended, _ = run(path, [many], seconds=3600.0, limits=limits)
+    assert (ended.why, ended.at_once, ended.left) == ("time is up", False, 1)
+    assert read_journal(path).lost.get(many.id, 0) == 0
+    assert [one.case["name"] for one in read_journal(path).unfinished] == ["many"]
+
+
 def test_run_does_only_the_units_of_its_shard(path):
     units = [unit(f"u{n}", follow=[(f"f{n}", {})]) for n in range(10)]
     shard = Shard(1, 2)

@@ -20,6 +20,7 @@ from attncheck.cli import verb
 from attncheck.cli.long_runs import TRIALS, progress
 from attncheck.cli.options import few_threads, start_worker, typed_command
 from attncheck.cli.standard_output import interrupts, standard_output
+from attncheck.core.default_dtype import DEFAULT_DTYPE
 from attncheck.core.errors import UnknownName, UsageError, require_known
 from attncheck.core.source_files import load_member
 from attncheck.records.json_reports import load_report
@@ -56,7 +57,7 @@ class CheckOptions:
         "that its signature shows.",
         "",
     )
-    dtypes: tuple[str, ...] = verb.dtypes("bf16")
+    dtypes: tuple[str, ...] = verb.dtypes(DEFAULT_DTYPE)
     head_dims: tuple[int, ...] = verb.several(
         "--head-dim",
         "N",
@@ -420,7 +421,7 @@ def _questions(options: CheckOptions) -> list[CheckCase]:
     from attncheck.cases.check_cases import call_cases, check_cases
     from attncheck.verify.claims import NOT_CLAIMED
 
-    dtypes, dims = options.dtypes or ("bf16",), options.head_dims
+    dtypes, dims = options.dtypes or (DEFAULT_DTYPE,), options.head_dims
     # These come first, while the kernel's process is new: later it may be changed.
     questions = call_cases(dtypes[0], dims)
     questions += [one for dtype in dict.fromkeys(dtypes) for one in check_cases(dtype, dims)]

@@ -311,7 +311,8 @@ class ExactAttention:
         if steps.products:
             x = steps.products(self.qk) * self.scale
         if scale:
-            x = x * (scale / self.scale)
+            # The call's scale may be 0.
+            x = x * (scale / self.scale) if self.scale else self.qk * scale
         if steps.descale:
             x, v = self._descaled(steps.descale, x)
         s = self.s if x is self.x and score is None else self.modified(x, score)

@@ -116,6 +116,18 @@ def scale_default(call: ExactAttention) -> Iterator[Form]:
         yield from _with_factor(call, factor / call.scale)
 
 
+def _usual_for_zero(problem: Problem) -> float | None:
+    return None if problem.scale else problem.replace(scale=USUAL_SCALE).scale
+
+
+@_model(applies=is_attention, steps=Steps(scale=_usual_for_zero))
+def scale_of_zero_for_none(call: ExactAttention) -> Iterator[Form]:
+    """A scale of 0 is taken for none, and 1 / √head_dim stands for it."""
+    # ``scale or default``; any other scale is used, and right.
+    if call.problem.scale:
+        yield call.exact, {}
+
+
 @_model(order=2, family="factor")
 def scale_off(call: ExactAttention) -> Iterator[Form]:
     """The scale is off by a factor."""
@@ -182,6 +194,11 @@ def _tanh_by_e_squared(x: Tensor) -> Tensor:
     return (up - 1) / (up + 1)
 
 
+def _tanh_by_one_minus(x: Tensor) -> Tensor:
+    # It cancels for a small x, and saturates rightly for a large one.
+    return 1 - 2 / ((2 * x).exp() + 1)
+
+
 for _name, _sentence, _steps in (
     (
         "softcap-missing",
@@ -207,6 +224,7 @@ for _name, _sentence, _steps in (
         (
             _softcap(lambda s, cap: cap * _tanh_by_e((s / cap).float()).to(s.dtype)),
             _softcap(lambda s, cap: cap * _tanh_by_e_squared((s / cap).float()).to(s.dtype)),
+            _softcap(lambda s, cap: cap * _tanh_by_one_minus((s / cap).float()).to(s.dtype)),
         ),
     ),
     (

@@ -5,9 +5,10 @@ Also the stage baseline, which measures the accuracy of some of these cases.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -225,6 +226,8 @@ def _drop_value(planning: Planning, variant: str, reason: str, **values: str) ->
 
 # ------------------------------------------------------------ stage baseline
 
+_Kind = TypeVar("_Kind")
+
 
 def baseline_units(planning: Planning) -> Iterator[Unit]:
     """Yield evenly chosen cases of the stage bounds, whose accuracy is measured for comparison.
@@ -247,10 +250,46 @@ def _sampled_units(planning: Planning) -> Iterator[Unit]:
     quiet = copy(planning)
     quiet.refused = []  # the stage bounds reports refusals
     units, most = list(bound_units(quiet)), planning.choices.tier.measured
-    # Evenly over the plan, which is sorted from plain to unusual problems.
-    step = max(1, len(units) / most) if most else 1
-    for number in range(min(len(units), most or len(units))):
-        yield replace(units[int(number * step)], stage="baseline")
+    for number in fair_sample([_kind_of(unit) for unit in units], most or len(units)):
+        yield replace(units[number], stage="baseline")
+
+
+def _kind_of(unit: Unit) -> tuple[str, bool]:
+    problem = Case.from_json(unit.case).problem
+    return problem.dtype, problem.backward
+
+
+def fair_sample(kinds: Sequence[tuple[str, bool]], most: int) -> list[int]:
+    """Return the positions of up to ``most`` of ``kinds``, in order.
+
+    Each dtype has an equal share, and of that forwards and backwards; what a kind is too rare to
+    use is left to others. Each share is spread evenly over the plan, which is sorted from plain to
+    unusual problems.
+    """
+    dtypes = Counter(dtype for dtype, _ in kinds)
+    shares: dict[tuple[str, bool], int] = {}
+    for dtype, count in _equal_shares(dtypes, most).items():
+        # Forwards first, so that they get an odd one.
+        directions = {each: kinds.count(each) for each in ((dtype, False), (dtype, True))}
+        shared = _equal_shares(directions, count)
+        shares |= {kind: share for kind, share in shared.items() if share}
+    chosen = []
+    for turn, (kind, count) in enumerate(shares.items()):
+        places = [number for number, each in enumerate(kinds) if each == kind]
+        # Shifted from kind to kind, or small shares would all be the plainest problems.
+        start = turn / len(shares)
+        chosen += [places[int((number + start) * len(places) / count)] for number in range(count)]
+    return sorted(chosen)
+
+
+def _equal_shares(sizes: Mapping[_Kind, int], most: int) -> dict[_Kind, int]:
+    """Divide ``most``, or as many as there are, as equally as ``sizes`` allow."""
+    shares, left = dict.fromkeys(sizes, 0), min(most, sum(sizes.values()))
+    while left:
+        for kind in [each for each in sizes if shares[each] < sizes[each]][:left]:
+            shares[kind] += 1
+            left -= 1
+    return shares
 
 
 def _baseline_cases(planning: Planning) -> Iterator[Unit]:

@@ -192,7 +192,15 @@ class GateWorker:
         # Cached as long as the kernel's process lives; a new one may give other answers.
         if self._cached_executor is None or self._cached_executor[0] is not host:
             self._cached_executor = (host, CachingExecutor(host.executor))
-        return Planning(unit, host.subject, self._cached_executor[1], self._choices, self._key)
+        claims = None if unit.commit else self._hosts.claims
+        return Planning(
+            unit,
+            host.subject,
+            self._cached_executor[1],
+            self._choices,
+            self._key,
+            lse_loss_refusal=claims.lse_loss_refusal() if claims is not None else "",
+        )
 
     def _describe(self, unit: Unit, host: KernelHost) -> UnitResult:
         facts: dict[str, Any] = {

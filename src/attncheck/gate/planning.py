@@ -138,8 +138,17 @@ class Planning(KernelSupport):
         executor: Executor,
         choices: Choices,
         environment: str = "",
+        *,
+        lse_loss_refusal: str = "",
     ) -> None:
+        """Create a plan without units.
+
+        Args:
+            lse_loss_refusal: Why the kernel is known to refuse a loss of LSE, which some kernels
+                do in the call alone; empty if it is not known to.
+        """
         super().__init__(subject, unit.device, executor)
+        self._lse_loss_refusal = lse_loss_refusal
         self.unit = unit  # The unit being done: its kernel, convention, device and tier.
         self.choices, self.environment = choices, environment
         self.refused: list[Answer] = []  # An answer for each refused part of the plan.
@@ -151,6 +160,14 @@ class Planning(KernelSupport):
         # Cached, since every stage needs them.
         wanted = self.choices.dtypes or MEASURED_DTYPES
         return tuple(dtype for dtype in wanted if self.refusals(dtype, _KINDS) is None)
+
+    def supports(self, problem: Problem) -> bool:
+        """Return whether the kernel takes ``problem``; ``reason`` says why not."""
+        # Known in advance, so that the problem is asked without this loss, and not lost.
+        if problem.dlse and self._lse_loss_refusal:
+            self.reason = self._lse_loss_refusal
+            return False
+        return super().supports(problem)
 
     def nearest(self, problem: Problem) -> Problem | None:
         """Return the Problem nearest to ``problem`` that the kernel takes, or None."""

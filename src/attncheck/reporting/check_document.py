@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from attncheck.core.default_dtype import DEFAULT_DTYPE
 from attncheck.core.judgement import RULE_ORDER, Judgement, Precision, Worst, share_text
 from attncheck.core.tensor_names import AXES
 from attncheck.records.failure_causes import group_by_cause, unclaimed_findings
@@ -65,7 +66,6 @@ _OF_GRADIENTS = Column("grad/bound")
 _PROBLEM = Column("problem", words=True, wrap=True)
 _WHAT = Column("what it is", words=True, wrap=True)
 _OPTION = "--question"
-_DEFAULT_DTYPE = "bf16"  # of the questions of a check, if the kernel takes it
 # Options that choose or show questions, and are dropped from the command that repeats one.
 _NOT_REPEATED = {"--last-failed", "--watch", "-q", "--quiet", "-v", "--verbose"}
 _FAILING = FAILED_STATUSES | {"flaky"}  # an answer that failed once and then not is no pass
@@ -313,7 +313,7 @@ def _unusual_dtypes(report: Report) -> str:
     """Return `` in fp32`` if chosen questions were asked in dtypes that nobody typed; else ""."""
     dtypes = dict.fromkeys(problem_of(one).dtype for one in report.records if one.status in JUDGED)
     typed = any(word.partition("=")[0] == "--dtype" for word in shlex.split(report.command))
-    if typed or not _is_chosen_by_hand(report) or set(dtypes) <= {_DEFAULT_DTYPE}:
+    if typed or not _is_chosen_by_hand(report) or set(dtypes) <= {DEFAULT_DTYPE}:
         return ""
     return f" in {', '.join(dtypes)}"
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attncheck.cases.check_cases import check_cases, crossed_cases
 from attncheck.core.declared_arithmetic import Arithmetic
+from attncheck.core.default_dtype import DEFAULT_DTYPE
 from attncheck.core.errors import OraclesDisagree, UnknownName, UsageError
 from attncheck.core.judgement import BlindSpot, Judgement, Worst
 from attncheck.diagnose.diagnosis import CauseSearch
@@ -37,7 +38,7 @@ from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.question_fit import COMPARE
 from attncheck.verify.verify import assemble_report, iter_records
 
-_DEFAULT_DTYPES = ("bf16",)
+_DEFAULT_DTYPES = (DEFAULT_DTYPE,)
 _MOST_SEARCHES = 4  # searches for a cause among all fault models, each of which takes a second
 
 _P = ParamSpec("_P")

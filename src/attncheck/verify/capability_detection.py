@@ -171,6 +171,7 @@ def _values(n: int, device: str) -> dict[str, dict[str, dict[str, Any]]]:
     The aspects are in the order of the table's fields.
     """
     window, softcap = Spec.of("sliding_window", window=_WINDOW), Spec.of("softcap", cap=20.0)
+    long_window = Spec.of("sliding_window", window=n + _WINDOW)
     bottom_right, alibi = Spec.of("causal_bottom_right"), Spec.of("alibi")
     # A document of a single token shows off-by-one ends.
     documents = Spec.of("document", lengths=[n // 3, 1, n - n // 3 - 1])
@@ -218,6 +219,12 @@ def _values(n: int, device: str) -> dict[str, dict[str, dict[str, Any]]]:
             "query < kv": {"query": n, "kv": 2 * n},
             "query > kv": {"query": 2 * n, "kv": n},
             "one query": {"query": 1, "kv": n},
+        },
+        # Windows that leave no row without a key.
+        "unequal": {
+            "causal, query > kv": {"query": 2 * n, "kv": n, "mask": _CAUSAL},
+            "sliding_window, query < kv": {"query": n, "kv": 2 * n, "mask": long_window},
+            "sliding_window, query > kv": {"query": 2 * n, "kv": n, "mask": long_window},
         },
         # The alignments as in ``ALIGNMENTS``.
         "causal": {
@@ -299,6 +306,7 @@ def detect_capabilities(
             for trial in trials(aspect, base, device):
                 detection.ask(trial)
         detection.rectangular()
+        detection.unequal()
         detection.empty_rows()
         # Last, because relations need problems that the kernel takes.
         detection.strides()
@@ -496,6 +504,20 @@ class Detection:
         for trial in self._trials("rectangular"):
             if one or trial.what != "one query":
                 self.ask(trial)
+
+    def unequal(self) -> None:
+        """Try masks that it takes at unequal lengths, of which its table says one thing for all.
+
+        What the convention cannot express is left out, since a table does not declare it.
+        """
+        assert self._subject is not None, "a convention comes first"
+        tried = {one.what for one in self.result().of("masks") if one.verdict != "refuses"}
+        for trial in self._trials("unequal"):
+            problem = self._problem(trial)
+            if trial.changes["mask"].name in tried:
+                refusal = self._executor.refusal(self._subject, problem, self._device)
+                if not isinstance(refusal, str):
+                    self.ask(trial)
 
     def empty_rows(self) -> None:
         """Try rows that see no key: their output is 0, or another usual value."""

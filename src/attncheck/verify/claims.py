@@ -23,6 +23,7 @@ import msgspec
 from msgspec.structs import replace
 
 from attncheck.cases.check_cases import CheckCase, call_cases, check_cases, crossed_cases
+from attncheck.core.default_dtype import DEFAULT_DTYPE
 from attncheck.core.errors import UsageError
 from attncheck.core.files import write_texts
 from attncheck.core.judgement import Unclaimed
@@ -76,7 +77,6 @@ _CACHE_FORMAT = 7  # Part of the cache key: a new number invalidates what older 
 _ODD_LENGTH = 77  # No multiple of any tile.
 _ODD_TRIAL = f"lengths-{_ODD_LENGTH}"
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
-_DEFAULT_DTYPE = "bf16"  # in which a kernel is asked if no other is requested
 
 
 class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,10 +132,13 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
     def dtypes(self) -> tuple[str, ...]:
-        """Return those of fp32, fp16 and bf16 that it is right in; all if it was not tried."""
+        """Return those of fp32, fp16 and bf16 that it is right in; all if it was not tried.
+
+        If there are none, it takes fp8 alone.
+        """
         table = self._table()
         right = table.dtypes if table and table.dtypes else _USUAL_DTYPES
-        return tuple(name for name in right if name in _USUAL_DTYPES)
+        return tuple(name for name in right if name in _USUAL_DTYPES) or right
 
     def within(self, problem: Problem) -> bool:
         """Return whether it was right on such gradients and slopes by sequence, if it has any."""
@@ -304,6 +307,11 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             backward=False if self._is_forward_alone() else None,
         )
 
+    def lse_loss_refusal(self) -> str:
+        """Return why it refuses gradients of a loss of LSE; empty if it does not."""
+        tried = (x for x in self.tried if (x.aspect, x.what) == ("backward", "out and LSE"))
+        return next((one.reason for one in tried if one.verdict == "refuses"), "")
+
     def _is_forward_alone(self) -> bool:
         """Return whether it refuses gradients; one that raises may be meant to have them."""
         return any(
@@ -469,11 +477,12 @@ def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
     chosen = CONVENTIONS[convention]
     plain = chosen if isinstance(chosen, Convention) else None
     shared_heads = () if plain and "enable_gqa" in plain.bound else ("gqa",)
-    paged = base.paging is not None  # Paged keys have no gradients.
+    # Paged keys have no gradients, nor have dtypes with descales.
+    forward_only = base.paging is not None or base.formats.scaled
     further = ("lengths", "rectangular", "backward", "strides", "slopes")
     for aspect in ("dtypes", "head_dims", *shared_heads, *further):
         for trial in trials(aspect, base, device):
-            if not (paged and "backward" in trial.changes):
+            if not (forward_only and "backward" in trial.changes):
                 yield trial
     yield trials("causal", base, device)[plain.bottom_right if plain else 0]
 
@@ -519,7 +528,7 @@ def claimed_questions(
     """
     takes = subject_takes(subject, device)
     right, dtypes_requested = claims.dtypes(), bool(dtypes)
-    dtypes = dtypes or ((_DEFAULT_DTYPE,) if _DEFAULT_DTYPE in right else right[:1])
+    dtypes = dtypes or ((DEFAULT_DTYPE,) if DEFAULT_DTYPE in right else right[:1])
     dims = claims.head_dims()
     usual = head_dims or [dim for dim in dims if dim in _USUAL_HEAD_DIMS] or dims
     questions = call_cases(dtypes[0], usual, takes=takes, names=names) if calls else []
@@ -537,7 +546,7 @@ def claimed_questions(
         return questions
     # Named questions are in the usual dtype, unless the kernel does not take it. If it is wrong in
     # it instead, they would pass in another dtype: then this stands beside them.
-    wanted = set(names) if dtypes_requested else {*names, f"dtypes-{_DEFAULT_DTYPE}"}
+    wanted = set(names) if dtypes_requested else {*names, f"dtypes-{DEFAULT_DTYPE}"}
     return [question for question in questions if question.name in wanted]
 
 
@@ -562,7 +571,11 @@ def subject_questions(
     """
     able = subject_takes(subject, device)
     crossed = _includes_crossed(names)
-    more = (each for dtype in dtypes or ("bf16",) for each in crossed_cases(dtype, head_dims, able))
+    more = (
+        each
+        for dtype in dtypes or (DEFAULT_DTYPE,)
+        for each in crossed_cases(dtype, head_dims, able)
+    )
     every = (*questions, *(more if crossed else ()))
     return [each for each in every if not names or each.name in names]
 

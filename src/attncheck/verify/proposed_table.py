@@ -21,6 +21,7 @@ _ELSEWHERE = ("lengths", "batch", "strides")  # Aspects without a field in the t
 _LONGEST_REASON = 90  # Characters of a reason in a comment.
 _LISTS = ("dtypes", "head_dims", "masks", "scores")
 _CAUSAL_MASKS = ("causal", "causal_bottom_right")
+_UNEQUAL = ("causal", "unequal")  # Aspects of masks at unequal lengths.
 _FLAGS = ("gqa", "rectangular", "scale")
 
 
@@ -40,6 +41,10 @@ def propose_table(detection: DetectedCapabilities, entry: str) -> tuple[Capabili
             *_fault_comments(tried),
             *(_mixed_comment(tried) if name in _FLAGS else ()),
         ]
+    if halves := _half_rectangular(detection):
+        # The flag cannot say it of one mask, and ``false`` would hide what is taken.
+        fields["rectangular"] = None
+        comments["rectangular"] += halves
     fields["override"] = _overrides(detection, fields)
     fields["length_multiple"] = _multiple(detection)
     fields |= _convention_fields(detection)
@@ -76,8 +81,12 @@ def _flag(tried: Sequence[TrialResult]) -> bool | None:
 def _mixed_comment(tried: Sequence[TrialResult]) -> list[str]:
     if _flag(tried) is not None or not tried:
         return []
+    return [_taken_alone(tried[0].aspect, tried)]
+
+
+def _taken_alone(what: str, tried: Iterable[TrialResult]) -> str:
     able = ", ".join(one.what for one in tried if _answers(one))
-    return [f"{tried[0].aspect}: takes {able} alone: not declared, so that it may refuse the rest"]
+    return f"{what}: takes {able} alone: not declared, so that it may refuse the rest"
 
 
 def _multiple(detection: DetectedCapabilities) -> int | None:
@@ -93,11 +102,34 @@ def _multiple(detection: DetectedCapabilities) -> int | None:
 
 
 def _overrides(detection: DetectedCapabilities, fields: Mapping[str, Any]) -> tuple[Override, ...]:
-    """Return an override if the causal mask is taken for equal lengths only."""
-    causal = tuple(name for name in _CAUSAL_MASKS if name in fields["masks"])
-    if not causal or not fields["rectangular"] or any(map(_answers, detection.of("causal"))):
+    """Return an override of the masks that are taken for equal lengths only, if there are any."""
+    declared = ANY in fields["masks"]
+    square = tuple(
+        mask
+        for mask, tried in _by_mask(detection).items()
+        if (declared or mask in fields["masks"]) and not any(map(_answers, tried))
+    )
+    if not square or not fields["rectangular"]:
         return ()
-    return (Override(when=When(mask=causal), rectangular=False),)
+    return (Override(when=When(mask=square), rectangular=False),)
+
+
+def _by_mask(detection: DetectedCapabilities) -> dict[str, list[TrialResult]]:
+    """Return the results at unequal lengths of each mask."""
+    by_mask: dict[str, list[TrialResult]] = {}
+    for one in (each for aspect in _UNEQUAL for each in detection.of(aspect)):
+        by_mask.setdefault(one.what.partition(",")[0], []).append(one)
+    return by_mask
+
+
+def _half_rectangular(detection: DetectedCapabilities) -> list[str]:
+    """Return comments on masks of which a kernel itself takes only one kind of unequal lengths."""
+    return [
+        _taken_alone("rectangular", tried)
+        for tried in _by_mask(detection).values()
+        if any(map(_answers, tried))
+        and not all(_answers(one) for one in tried if one.aspect == "unequal")
+    ]
 
 
 def _convention_fields(detection: DetectedCapabilities) -> dict[str, Any]:

@@ -210,10 +210,7 @@ class _Run:
             for news in self.pool.news(_LONGEST_WAIT, interruptions):
                 self.handle(news)
             self.check_clocks(interruptions)
-        for worker in self.running:
-            self.pool.drop(worker)
-        # Aborted units do not count as lost.
-        self.journal.write_abandoned(unit.id for unit, _ in self.running.values())
+        self.abort(list(self.running))
         remaining = self.schedule.known - self.finished
         end = RunEnd(
             # After the last result an interrupt has no effect.
@@ -322,6 +319,13 @@ class _Run:
             )
         )
 
+    def abort(self, workers: Sequence[int]) -> None:
+        """Kill ``workers``; their units are left without a result and do not count as lost."""
+        units = [self.running.pop(worker)[0] for worker in workers]
+        for worker in workers:
+            self.pool.drop(worker)
+        self.journal.abandoned(unit.id for unit in units)
+
     def check_clocks(self, interruptions: Interruptions) -> None:
         now, limits = time.monotonic(), self.limits
         until = self.began + (float("inf") if self.seconds is None else self.seconds)
@@ -329,6 +333,8 @@ class _Run:
             self.why = "interrupted"
         elif now >= until and not self.why:
             self.why = "time is up"
+            # Other units ask many questions, which may take minutes, and are repeated as a whole.
+            self.abort([w for w, (unit, _) in self.running.items() if unit.kind != "ask"])
         if interruptions.count > 1 or (self.why and now >= until + limits.grace):
             self.at_once = True
             return
@@ -369,7 +375,8 @@ def run_units(  # noqa: PLR0913  # all parameters of a run
         journal: A journal that is open for writing.
         workers: Places of the processes on this machine, which are started on demand; or a
             cluster, each node of which must have the same attncheck and kernels.
-        seconds: Time after which no unit is begun; running ones have ``limits.grace`` more.
+        seconds: Time after which no unit is begun; questions that are running have
+            ``limits.grace`` more, and other units, which ask many, are aborted at once.
         stop: Whether a unit's new result ends the run like a first interrupt.
         on_event: Called in this thread for every event.
         priority: Sort key of a unit, smallest first.

@@ -53,7 +53,7 @@ class Limits:
     # For one unit, after which its worker counts as hung; far above all deadlines within a unit.
     unit: float = 3600.0
     start: float = 600.0  # For a new worker to become ready for a unit.
-    grace: float = 60.0  # For running units after the time of the run is up.
+    grace: float = 10.0  # For running questions after the time of the run is up.
     close: float = 10.0  # For a worker to end the processes that it has started.
 
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.capability_table import Capabilities
 
 
+_ALIGNMENT = 16  # Bytes of the widest load of a GPU thread, to which torch aligns all memory.
+
+
 class DeclaredButRefusedError(Exception):
     """Raised if a kernel refuses a Problem that its table declares as supported."""
 
@@ -29,8 +32,9 @@ class Declared(subject.Subject):
 
     A Problem that the table excludes is unsupported, and the kernel is not called. A Problem that
     the table declares must be supported: if the kernel refuses it, the call raises, which is a
-    failure. The kernel may refuse what the table does not mention, and its convention may refuse a
-    combination of features that it supports one by one. A wrong number is always a fault.
+    failure. The kernel may refuse what the table does not mention, such as unusual strides, and its
+    convention may refuse a combination of features that it supports one by one. A wrong number is
+    always a fault.
 
     A table that was found by trying, and not declared, only limits the Problems that are asked; a
     refusal does not contradict it.
@@ -92,13 +96,13 @@ class Declared(subject.Subject):
         try:
             call = self.inner.prepare(inputs)
         except subject.Refused as error:
-            raise self._refusal(problem, device, error) from error
+            raise self._refusal(inputs, error) from error
 
         def checked() -> Outputs:
             try:
                 outputs = call()
             except subject.Refused as error:
-                raise self._refusal(problem, device, error) from error
+                raise self._refusal(inputs, error) from error
             return self._with_declared_lse(outputs)
 
         return checked
@@ -131,9 +135,10 @@ class Declared(subject.Subject):
         """
         return any(self.inner.unsupported(one, device) for one in _with_one_feature(problem))
 
-    def _refusal(self, problem: Problem, device: str, error: subject.Refused) -> Exception:
+    def _refusal(self, inputs: Inputs, error: subject.Refused) -> Exception:
         # A refusal that contradicts the table is a failure and must not skip the case.
-        if self._must_take(problem, device, str(error)):
+        must_take = self._must_take(inputs.problem, inputs.device.type, str(error))
+        if must_take and _lies_as_usual(inputs):
             return DeclaredButRefusedError(f"declared, but refused: {error}")
         return error
 
@@ -148,6 +153,14 @@ class Declared(subject.Subject):
         if outputs.lse is None:
             raise ValueError("its table says that it gives LSE, and it gave none")
         return outputs
+
+
+def _lies_as_usual(inputs: Inputs) -> bool:
+    """Return whether the tensors are contiguous and aligned; a table cannot declare the others."""
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.x, inputs.dout)
+    return all(
+        one is None or (one.is_contiguous() and one.data_ptr() % _ALIGNMENT == 0) for one in tensors
+    )
 
 
 def _with_one_feature(problem: Problem) -> Iterator[Problem]:
