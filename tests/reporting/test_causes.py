@@ -100,6 +100,24 @@ def test_wrong_dtype_or_gradient_is_to_be_mended_before_it_is_refused(aspect, wh
     assert finding.endswith(f": {remedy}, or refuse them by ValueError")
 
 
+def test_known_cause_is_to_be_mended_and_not_searched_for():
+    """Where something fails within the claims, causes beyond them are not shown."""
+    dtype = Unclaimed(aspect="dtypes", what="fp16")
+    known, unknown = (
+        msgspec.structs.replace(record, unclaimed=dtype)
+        for record in (explained(WIDER), gates.wrong("mine"))
+    )
+    search = "find the mistake with `check --dtype fp16`"
+    within = gates.wrong("mine")
+    for records, remedy in [
+        ([known], "mend it"),
+        ([known, unknown], search),
+        ([known, within], search),
+    ]:
+        (finding,) = unclaimed_findings(records)
+        assert finding.endswith(f" for dtype fp16: {remedy}, or refuse them by ValueError")
+
+
 def test_tie_goes_to_the_model_that_explains_other_failures():
     groups = grouped(explained(IGNORED, WIDER), explained(WIDER, seed=1), explained(WIDER, seed=2))
     assert groups == [(WIDER, True, (0, 1, 2))]

@@ -283,6 +283,23 @@ def test_named_question_does_not_hide_a_wrong_dtype(find):
         assert questions[0].case.problem.dtype == "fp32"
 
 
+@pytest.mark.parametrize(
+    ("name", "question", "requested"),
+    [
+        ("in_fp32", "dtypes-bf16", {"dtypes": ["bf16"]}),
+        ("odd_dims", "head_dims-40", {"head_dims": [40]}),
+    ],
+)
+def test_requested_dtype_or_size_is_claimed(find, name, question, requested):
+    """Else it would be advised to do what it does, `check --dtype bf16`, and find no cause."""
+    subject, claims = find(name)
+    for options, is_claimed in ((requested, True), ({}, False)):
+        held = on_terms(subject, claims.terms(**options))
+        questions = claimed_questions(claims, held, device="cpu", **options)
+        (one,) = [each for each in questions if each.name == question]
+        assert (one.unclaimed is None) == is_claimed
+
+
 def test_wrong_output_shape_is_one_finding_for_all_sizes(find):
     subject, claims = find("as_wide_as_queries")
     limited = on_terms(subject, claims.terms())

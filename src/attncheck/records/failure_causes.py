@@ -109,19 +109,23 @@ def unclaimed_findings(records: Iterable[Record]) -> list[str]:
 
     A line names all ways with the same remedy, and then the remedy.
     """
+    failed = [record for record in records if record.status in FAILED_STATUSES]
+    beyond = [record for record in failed if record.unclaimed is not msgspec.UNSET]
     ways: dict[str, dict[str, dict[str, None]]] = {}
-    for record in records:
+    for record in beyond:
         claim = record.unclaimed
-        if claim is msgspec.UNSET or record.status not in FAILED_STATUSES:
-            continue
+        assert claim is not msgspec.UNSET
         ways.setdefault(_unclaimed_way(record), {}).setdefault(claim.aspect, {})[claim.what] = None
+    # Reports show these causes where nothing fails within the claims.
+    wrong = [record for record in beyond if _unclaimed_way(record) == _WRONG]
+    cause_is_shown = len(beyond) == len(failed) and all(map(certain_explanations, wrong))
     by_remedy: dict[str, list[str]] = {}
     for way, aspects in ways.items():
         parts = [f"{_ASPECTS.get(name, name)}{', '.join(each)}" for name, each in aspects.items()]
         of_way = (remedy for beginning, remedy in _REMEDIES.items() if way.startswith(beginning))
         remedy = next(of_way, "mask the last tile, or " if "lengths" in aspects else "")
         if not remedy and way == _WRONG:
-            remedy = _search_for_mistake(aspects)
+            remedy = "mend it, or " if cause_is_shown else _search_for_mistake(aspects)
         by_remedy.setdefault(remedy, []).append(f"{way} for {'; '.join(parts)}")
     return [
         f"{'; '.join(alike)}: {remedy}refuse them by ValueError"
