@@ -266,7 +266,7 @@ def test_progress_names_its_unit(monkeypatch, capsys):
             advance("plain")
     first, second = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"question 1 of 2, about \d+ s left \(plain\)", first)
-    assert second.startswith("trying what it takes, 1 of 2, about ")
+    assert second.startswith("finding out what the kernel supports, 1 of 2, about ")
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,18 @@ _CALL_RULES: frozenset[Rule] = frozenset(
 )
 # For these rules the symptom includes the question, since one relation may fail without others.
 _QUESTION_RULES: frozenset[Rule] = frozenset({"relation", "determinism"})
+# What is wrong by each of the other rules, where no cause is known.
+_OF_RULES: dict[str, str] = {
+    "finite": "NaN or infinity where the exact result is finite",
+    "empty rows": "rows that see no key are not exactly 0 with an LSE of −∞",
+    "structure": "another answer than the exact one",
+    "bound": "errors beyond their bound",
+    "improbable": "errors too large to be those of rounding by chance",
+    "precision": "less accurate than other kernels of its arithmetic",
+    "relation": "two runs that do not agree as they must",
+    "determinism": "other bits when called again",
+    "regression": "worse than the baseline",
+}
 _BEYOND = "beyond its claims"
 # What to do about a way to fail beyond the claims, by its beginning.
 _REMEDIES = {
@@ -351,4 +363,4 @@ def _plain_cause(record: Record) -> tuple[str, bool]:
     if judgement.rule in _CALL_RULES:
         return judgement.reason, is_failure
     _, rule, what = symptom(record)
-    return " of ".join(filter(None, (f"rule {rule}" if rule else record.status, what))), False
+    return f"{_OF_RULES.get(rule, record.status)}{f': {what}' if what else ''}", False
