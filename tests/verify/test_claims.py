@@ -175,16 +175,29 @@ def test_limits_that_raise_are_reported_and_not_asked(find):
 
 
 @pytest.mark.parametrize(
-    ("name", "alignment", "corner", "mask"),
+    ("name", "alignment", "says", "mask"),
     [
-        ("from_the_first_key", "top_left", "first", "causal"),
-        ("to_the_last_key", "bottom_right", "last", "causal_bottom_right"),
+        (
+            "from_the_first_key",
+            "top_left",
+            "aligned at the top left (query 0 sees key 0 alone); the flash_attn convention expects "
+            "it at the bottom right (the last query sees the last key)",
+            "causal",
+        ),
+        (
+            "to_the_last_key",
+            "bottom_right",
+            "aligned at the bottom right (the last query sees the last key); the sdpa convention "
+            "expects it at the top left (query 0 sees key 0 alone)",
+            "causal_bottom_right",
+        ),
     ],
 )
-def test_causal_alignment_is_detected_reported_and_used(find, name, alignment, corner, mask):
+def test_causal_alignment_is_detected_reported_and_used(find, name, alignment, says, mask):
     subject, claims = find(name)
     assert claims.causal == alignment
-    assert any(f"gives the {corner} row the {corner} key" in line for line in claims.lines())
+    (line,) = (line for line in claims.lines() if says in line)
+    assert line.endswith(f'causal = "{alignment}" in the configuration declares that')
     assert wrong(claims) == []
     limited = on_terms(subject, claims.terms())
     wide = [

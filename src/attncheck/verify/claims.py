@@ -206,10 +206,11 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"--convention {other} changes that"
             )
         if self.causal:
-            corner = "last" if self.causal == "bottom_right" else "first"
+            own, other = _CORNERS[self.causal], _CORNERS[_OTHER_CORNER[self.causal]]
             lines.append(
-                f"where lengths differ its causal mask gives the {corner} row the {corner} key, "
-                f"unlike the {self.convention} convention's: tested with that mask"
+                f"where lengths differ, its causal mask is aligned {own}; the {self.convention} "
+                f"convention expects it {other}. It is tested as it is; causal = "
+                f'"{self.causal}" in the configuration declares that'
             )
         raises = [one for one in self.tried if one.aspect == "backward" and one.verdict == "raises"]
         if raises and raises[0].what == "out":  # A forward alone is a kernel too.
@@ -460,6 +461,11 @@ def _try_unclaimed(detection: Detection, every: Sequence[Trial]) -> None:
             return
 
 
+_CORNERS = {
+    "top_left": "at the top left (query 0 sees key 0 alone)",
+    "bottom_right": "at the bottom right (the last query sees the last key)",
+}
+_OTHER_CORNER = {"top_left": "bottom_right", "bottom_right": "top_left"}
 _ONE_ROW = ", one query"  # Suffix of ``what`` in a trial.
 _OTHER_ALIGNMENT = {"causal": "bottom_right", "causal_bottom_right": "top_left"}
 
