@@ -180,15 +180,13 @@ def test_limits_that_raise_are_reported_and_not_asked(find):
         (
             "from_the_first_key",
             "top_left",
-            "aligned at the top left (query 0 sees key 0 alone); the flash_attn convention expects "
-            "it at the bottom right (the last query sees the last key)",
+            "at the top left (query 0 sees key 0 alone); the flash_attn convention expects it at",
             "causal",
         ),
         (
             "to_the_last_key",
             "bottom_right",
-            "aligned at the bottom right (the last query sees the last key); the sdpa convention "
-            "expects it at the top left (query 0 sees key 0 alone)",
+            "at the bottom right (the last query sees the last key); the sdpa convention expects",
             "causal_bottom_right",
         ),
     ],
