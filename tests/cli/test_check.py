@@ -266,7 +266,7 @@ def test_progress_names_its_unit(monkeypatch, capsys):
             advance("plain")
     first, second = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"question 1 of 2, about \d+ s left \(plain\)", first)
-    assert second.startswith("trying what it takes, 1 of 2, about ")
+    assert second.startswith("finding out what the kernel supports, 1 of 2, about ")
 
 
 @pytest.mark.parametrize(
@@ -310,6 +310,27 @@ def test_exception_is_shown_with_frames_of_the_kernel_alone(check, tmp_path):
     first = lines.index("  raised in  mine.py:5 in kernel")
     # No frames of attncheck's before, and none of torch's and attncheck's below.
     assert [line.strip() for line in lines[first + 1 : first + 3]] == ["mine.py:3 in inner", ""]
+
+
+@pytest.mark.parametrize(
+    ("result", "asks_all"), [("None", False), ("out[:, :, :-1]", False), ("out.double()", True)]
+)
+def test_kernel_that_returns_nothing_to_judge_is_not_asked_everything(
+    check, tmp_path, result, asks_all
+):
+    """A wrong dtype may be right where another one is asked."""
+    (tmp_path / "mine.py").write_text(f"""
+from torch.nn.functional import scaled_dot_product_attention
+def kernel(q, k, v, is_causal=False, scale=None):
+    out = scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+    return {result}
+""")
+    run = check("mine.py::kernel", "--dtype", "fp32", cwd=tmp_path)
+    count, asked, rest = re.search(r": (\d+) of (\d+) questions failed(.*)", run.stdout).groups()
+    assert (run.returncode, count) == (1, asked)
+    assert ("not asked" in rest) != asks_all
+    assert (int(count) > 12) == asks_all
+    assert run.stdout.count("  cause ") == 1
 
 
 def test_kernel_raising_a_base_exception_is_recorded_as_error(check, tmp_path):

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 from tests.diagnose.helpers import WAVY, diagnose_record
+from tests.planted_kernels.other_steps import stepping
 from tests.planted_kernels.outputs_given import spoiled
 
 from attncheck.core.mod_spec import Spec
@@ -22,6 +23,7 @@ from attncheck.diagnose.diagnosis import (
 from attncheck.diagnose.explanations import Findings
 from attncheck.diagnose.failing_kernel import LARGEST_DIAGNOSED
 from attncheck.fault_models import FAULT_MODELS
+from attncheck.fault_models.steps import steps_with_masks
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.fault_explanation import FaultExplanation, count_ties
 from attncheck.records.record import Diagnosis, Record
@@ -117,6 +119,28 @@ def test_two_failures_are_explained_together():
     together = diagnose_failure(alone, kernel, device="cpu", before=larger)
     assert together.diagnosis.problems > 2  # both failures, and the problems that confirm the cause
     assert together.diagnosis.ranked[0].model == "mask-one-key-wider"
+
+
+WINDOW = CAUSAL.replace(mask=Spec.of("sliding_window", window=50), query=33, kv=75)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "model"),
+    [(1, 0, "window-between-corners"), (0, 1, "mask-bottom-right"), (1, 1, "mask-bottom-right")],
+)
+def test_edge_of_a_window_that_is_aligned_at_the_bottom_right_is_named(left, right, model):
+    def build(values, dims, _device):
+        late = dims.kv - dims.query
+        return lambda _b, _h, i, j: (
+            (i + left * late - j < values["window"]) & (i + right * late >= j)
+        )
+
+    kernel = stepping(steps=steps_with_masks({"sliding_window": build}))
+    diagnosis = diagnose_record(kernel, WINDOW).diagnosis
+    assert (diagnosis.level, diagnosis.tied) == ("named", 1)
+    assert diagnosis.ranked[0].model == model
+    declared = 'causal = "bottom_right" in the configuration' in diagnosis.ranked[0].sentence
+    assert declared == (model == "mask-bottom-right")
 
 
 def test_models_of_absent_features_are_not_reported():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import msgspec
 import pytest
 import torch
 from tests.diagnose.helpers import diagnose_record
+from tests.planted_kernels.outputs_given import spoiled
 
 from attncheck.core.mod_spec import Spec
 from attncheck.diagnose import diagnosis as diagnosis_module
@@ -70,6 +72,13 @@ def test_calls_that_differ_are_a_sign_if_the_kernel_promises_to_repeat(wrong, pr
     subject.promises = promises
     record = diagnose_record(subject, SMALL)
     assert [cause.model for cause in record.diagnosis.ranked] == models
+
+
+def test_result_of_another_form_is_no_sign_of_calls_that_differ():
+    shorter = spoiled(lambda _, right: dataclasses.replace(right, out=right.out[:, :, 1:]))
+    record = diagnose_record(shorter, Case(problem=SMALL, question="repeat"))
+    assert record.judgement.rule == "contract"
+    assert record.diagnosis is msgspec.UNSET
 
 
 def test_tiles_that_depend_on_the_batch_are_a_sign():

@@ -52,6 +52,19 @@ def test_hypothesis_wrong_about_lse_is_rejected():
     assert rank(with_error(out=2.0, lse=1.0), of_out) == []
 
 
+def test_what_a_tie_may_move_is_explained_where_it_may():
+    got = with_error(out=2.0)
+    got["out"][0, 0, 1] += 0.5
+    plain = FaultPrediction(name="plain", tensors=with_error(out=2.0))
+    assert not rank(got, plain)[0].all
+    for row, explains_all in ((1, True), (2, False)):
+        ties = torch.zeros_like(EXACT["out"])
+        ties[0, 0, row] = 0.45
+        tied = dataclasses.replace(plain, ties={"out": ties})
+        assert rank(got, tied)[0].all == explains_all
+        assert ObservedError(got, EXACT, ALLOWED).agrees(tied) == explains_all
+
+
 def test_simpler_of_two_equal_hypotheses_ranks_first():
     fitted = FaultPrediction(name="fitted", tensors=with_error(out=2.0), order=2)
     plain = FaultPrediction(name="plain", tensors=with_error(out=2.0))

@@ -100,6 +100,24 @@ def test_wrong_dtype_or_gradient_is_to_be_mended_before_it_is_refused(aspect, wh
     assert finding.endswith(f": {remedy}, or refuse them by ValueError")
 
 
+def test_known_cause_is_to_be_mended_and_not_searched_for():
+    """Where something fails within the claims, causes beyond them are not shown."""
+    dtype = Unclaimed(aspect="dtypes", what="fp16")
+    known, unknown = (
+        msgspec.structs.replace(record, unclaimed=dtype)
+        for record in (explained(WIDER), gates.wrong("mine"))
+    )
+    search = "find the mistake with `check --dtype fp16`"
+    within = gates.wrong("mine")
+    for records, remedy in [
+        ([known], "mend it"),
+        ([known, unknown], search),
+        ([known, within], search),
+    ]:
+        (finding,) = unclaimed_findings(records)
+        assert finding.endswith(f" for dtype fp16: {remedy}, or refuse them by ValueError")
+
+
 def test_tie_goes_to_the_model_that_explains_other_failures():
     groups = grouped(explained(IGNORED, WIDER), explained(WIDER, seed=1), explained(WIDER, seed=2))
     assert groups == [(WIDER, True, (0, 1, 2))]
@@ -138,7 +156,7 @@ def test_groups_split_by_tensor_but_not_by_tile_size():
 def test_partially_explained_failure_has_unknown_cause():
     assert grouped(explained(WIDER), explained(HALF, every=False, seed=1)) == [
         (WIDER, True, (0,)),
-        ("rule bound", False, (1,)),
+        ("errors beyond their bound", False, (1,)),
     ]
 
 
@@ -173,7 +191,10 @@ def test_unconfirmed_model_joins_failures_of_two_rules_as_uncertain_cause():
 )
 def test_unconfirmed_model_does_not_join_failures_it_does_not_explain(other):
     groups = grouped(explained(WIDER, level="unknown"), of_relation(other))
-    assert groups == [("rule bound", False, (0,)), ("rule relation of tiles", False, (1,))]
+    assert groups == [
+        ("errors beyond their bound", False, (0,)),
+        ("two runs that do not agree as they must: tiles", False, (1,)),
+    ]
 
 
 def test_diagnosed_failure_with_another_model_keeps_its_rule_separate():
@@ -230,7 +251,7 @@ def test_mutation_is_a_known_cause_by_itself(rule, known):
     judgement = Judgement(status="fail", rule=rule, reason="k was written to: 512 bytes differ")
     ((cause, is_known, _),) = grouped(msgspec.structs.replace(record, judgement=judgement))
     assert is_known == known
-    assert cause == (judgement.reason if known else "rule bound")
+    assert cause == (judgement.reason if known else "errors beyond their bound")
 
 
 def test_symptom_depends_on_tensor_and_relation():
@@ -255,7 +276,7 @@ def test_section_counts_explained_and_unexplained_failures():
     assert section.title == "1 cause explains 3 of 4 failures"
     (facts,) = section.blocks
     assert [label for label, _ in facts.pairs] == ["3 failures", "", "", "1 failure", "", ""]
-    assert facts.pairs[3][1] == "of unknown cause: rule bound"
+    assert facts.pairs[3][1] == "of unknown cause: errors beyond their bound"
     assert causes_section(groups[1:]).title == "no cause is certain of 1 failure"
 
 

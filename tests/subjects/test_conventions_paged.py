@@ -109,10 +109,13 @@ REFUSED = {
         {"mask": both(PADDING, BOTTOM_RIGHT)},
         "causal and window_size begin at each sequence's own last key: no such thing is",
     ),
-    "top left": ({"mask": Spec.of("causal")}, "no causal flag or window_size is the mask causal"),
+    "top left": (
+        {"mask": Spec.of("causal")},
+        "neither causal nor window_size makes the mask causal",
+    ),
     "document": (
         {"mask": Spec.of("document", lengths=[10, 20])},
-        "no causal flag or window_size is the mask document",
+        "neither causal nor window_size makes the mask document",
     ),
     "score": ({"score": Spec.of("temperature", temperature=2.0)}, "neither softcap nor"),
     "fp8": ({"dtype": "e4m3"}, "takes no q_descale"),

@@ -196,16 +196,27 @@ def test_limits_that_raise_are_reported_and_not_asked(find):
 
 
 @pytest.mark.parametrize(
-    ("name", "alignment", "corner", "mask"),
+    ("name", "alignment", "says", "mask"),
     [
-        ("from_the_first_key", "top_left", "first", "causal"),
-        ("to_the_last_key", "bottom_right", "last", "causal_bottom_right"),
+        (
+            "from_the_first_key",
+            "top_left",
+            "at the top left (query 0 sees key 0 alone); the flash_attn convention expects it at",
+            "causal",
+        ),
+        (
+            "to_the_last_key",
+            "bottom_right",
+            "at the bottom right (the last query sees the last key); the sdpa convention expects",
+            "causal_bottom_right",
+        ),
     ],
 )
-def test_causal_alignment_is_detected_reported_and_used(find, name, alignment, corner, mask):
+def test_causal_alignment_is_detected_reported_and_used(find, name, alignment, says, mask):
     subject, claims = find(name)
     assert claims.causal == alignment
-    assert any(f"gives the {corner} row the {corner} key" in line for line in claims.lines())
+    (line,) = (line for line in claims.lines() if says in line)
+    assert line.endswith(f'causal = "{alignment}" in the configuration declares that')
     assert wrong(claims) == []
     limited = on_terms(subject, claims.terms())
     wide = [
@@ -302,6 +313,23 @@ def test_named_question_does_not_hide_a_wrong_dtype(find):
         questions = claimed_questions(claims, held, device="cpu", dtypes=dtypes, names=["plain"])
         assert [one.name for one in questions] == expected
         assert questions[0].case.problem.dtype == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("name", "question", "requested"),
+    [
+        ("in_fp32", "dtypes-bf16", {"dtypes": ["bf16"]}),
+        ("odd_dims", "head_dims-40", {"head_dims": [40]}),
+    ],
+)
+def test_requested_dtype_or_size_is_claimed(find, name, question, requested):
+    """Else it would be advised to do what it does, `check --dtype bf16`, and find no cause."""
+    subject, claims = find(name)
+    for options, is_claimed in ((requested, True), ({}, False)):
+        held = on_terms(subject, claims.terms(**options))
+        questions = claimed_questions(claims, held, device="cpu", **options)
+        (one,) = [each for each in questions if each.name == question]
+        assert (one.unclaimed is None) == is_claimed
 
 
 def test_wrong_output_shape_is_one_finding_for_all_sizes(find):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TRIALS = "trying what it takes,"
+TRIALS = "finding out what the kernel supports,"
 """Unit of the progress of trials that find out which problems a function takes."""
 
 _SECONDS_BETWEEN_LINES = 10.0  # between lines of progress where there is no terminal

@@ -43,8 +43,8 @@ def mods(
     A mod is a public function of the file with the parameters (b, h, q_idx, kv_idx), or with
     (score, b, h, q_idx, kv_idx).
 
-    Exit code 1 when a backend differs, raises, or is unknown somewhere; 2 when a mod cannot be
-    traced.
+    Exit code 1 when a backend differs or raises, or where nothing can be said of a value (unknown:
+    it may be NaN); 2 when a mod cannot be traced.
     """
     # The file is loaded in another process first, so that it cannot end this one.
     trial = start_worker(file, in_process=False, echo=False)

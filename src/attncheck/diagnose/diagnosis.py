@@ -259,8 +259,13 @@ class _Failure(FailingKernel):
 
     @property
     def is_of_numbers(self) -> bool:
-        """Return whether the kernel gave outputs that are wrong."""
-        return self.record.status == "fail" and self.record.judgement is not None
+        """Return whether the kernel gave outputs that are wrong, not something of another form."""
+        judgement = self.record.judgement
+        return (
+            self.record.status == "fail"
+            and judgement is not None
+            and (judgement.rule != "contract")
+        )
 
     @skip_unfit()
     def findings(self, among: Collection[str] = FAULT_MODELS) -> Findings | None:

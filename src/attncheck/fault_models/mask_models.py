@@ -127,21 +127,38 @@ def _rectangular(problem: Problem) -> bool:
     steps=mask_without("causal_bottom_right", instead=masks.causal),
 )
 def mask_top_left(call: ExactAttention) -> Iterator[Form]:
-    """The causal mask starts at the top left corner: row i sees keys up to i, where it should see
-    kv − query more.
+    """Its causal mask is aligned at the top left, where query 0 sees key 0 alone: expected at the
+    bottom right, where the last query sees the last key. If that is meant, causal = "top_left" in
+    the configuration declares it.
     """
     yield _with_later_rows(call, call.problem.query - call.problem.kv)
 
 
 @_model(applies=lambda p: _rectangular(p) and has_mask("causal", "sliding_window", "prefix_lm")(p))
 def mask_bottom_right(call: ExactAttention) -> Iterator[Form]:
-    """The causal mask ends at the bottom right corner: row i sees kv − query keys more than up to
-    i.
+    """Its causal mask is aligned at the bottom right, where the last query sees the last key:
+    expected at the top left, where query 0 sees key 0 alone. If that is meant, causal =
+    "bottom_right" in the configuration declares it.
     """
     later = call.problem.kv - call.problem.query
     # Also of a part that is bottom right already, and is then shifted twice.
     yield _shift_edge(later)
     yield _with_later_rows(call, later)
+
+
+MODELS.add(
+    "window-between-corners",
+    "the left edge of its window is aligned at the bottom right, and its causal edge at the top "
+    "left",
+    applies=lambda p: _rectangular(p) and has_mask("sliding_window")(p),
+    steps=steps_with_masks(
+        {
+            "sliding_window": lambda v, d, _: (
+                lambda _b, _h, i, j: (i + d.kv - d.query - j < v["window"]) & (i >= j)
+            )
+        }
+    ),
+)
 
 
 def _window(more: int) -> Steps:

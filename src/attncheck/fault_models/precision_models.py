@@ -13,6 +13,7 @@ import torch
 
 from attncheck.core.formats import FORMATS
 from attncheck.core.outputs import Outputs
+from attncheck.fault_models.exact_attention import weighted_sum
 from attncheck.fault_models.fault_model import (
     Form,
     ModelTable,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.fault_models.exact_attention import ExactAttention
+    from attncheck.inputs.problem import Problem
 
 RECURRENCE = ModelTable("rescaling")  # faults in the recurrence of the online softmax
 FP8 = ModelTable("factor")  # faults in descales, and in the rounding of P to fp8
@@ -321,11 +323,35 @@ def scores_rounded(call: ExactAttention) -> Iterator[Form]:
         yield call.attend(s=rounded(call.s)), {"format": name}
 
 
-@MODELS.model(applies=is_attention, order=1)
+def _is_fp32(problem: Problem) -> bool:
+    return is_attention(problem) and problem.dtype == "fp32"
+
+
+@MODELS.model(applies=_is_fp32, order=1)
 def products_tf32(call: ExactAttention) -> Iterator[Form]:
-    """Q, k and v are rounded before they are multiplied: tf32, or fewer bits."""
-    for name in ("tf32", "bf16", "fp16", "e4m3"):
+    """Its products are rounded to tf32, or to fp16, which has as many bits: `tl.dot` needs
+    `input_precision="ieee"`, and torch `torch.set_float32_matmul_precision("highest")`; if tf32 is
+    meant, check it by `--dtype tf32` on a GPU.
+    """
+    # Tensor cores drop bits, and some kernels round to nearest before.
+    for rounded in (
+        round_to_format("tf32"),
+        round_to_format("tf32", nearest=True),
+        round_to_format("fp16"),
+    ):
+        yield from _rounded_products(call, rounded)
+
+
+@MODELS.model(applies=is_attention, order=1)
+def operands_rounded(call: ExactAttention) -> Iterator[Form]:
+    """Q, k and v are rounded to too few bits before they are multiplied."""
+    for name in ("bf16", "fp16", "e4m3"):
         rounded = round_to_format(name)
+        if _is_fp32(call.problem):
+            # Of fp16 ``products_tf32`` speaks.
+            for one in _rounded_products(call, rounded) if name != "fp16" else ():
+                yield dataclasses.replace(one, parameters={"format": name, **one.parameters})
+            continue
         q, k, v = (rounded(x) for x in (call.q, call.k, call.v))
         x = q @ k.mT * call.scale
         yield call.attend(x=x, v=v), {"format": name}
@@ -333,6 +359,64 @@ def products_tf32(call: ExactAttention) -> Iterator[Form]:
         # q may be multiplied by the scale first, and rounded with it.
         scaled = rounded(call.q * call.scale) @ call.k.mT
         yield call.attend(x=scaled), {"format": name}
+
+
+def _rounded_products(
+    call: ExactAttention, rounded: Callable[[Tensor], Tensor]
+) -> Iterator[Prediction]:
+    """Yield fp32 attention whose products read rounded operands: q·k, P·v or both.
+
+    Of P·v both operands may be rounded, or v alone.
+    """
+    v = rounded(call.v)
+    for x, tiled, divided in _rounded_scores(call, rounded):
+        z = torch.where(call.seen, call.modified(x), -math.inf)
+        if x is not call.x:
+            yield Prediction(outputs=call.softmax(z, sink=call.sink).outputs)
+            yield Prediction(outputs=call.softmax(z, v, sink=call.sink).outputs)
+        ties = partial(_between_roundings, rounded, _usual_rounding(call, x))
+        for size in call.key_tiles if tiled else ():
+            yield Prediction(
+                outputs=call.online(size, Steps(weights=rounded), z, v),
+                parameters={"tile": size},
+                ties=call.online(size, Steps(weights=ties), z, v.abs()).out,
+            )
+        if divided:
+            parts = call.softmax(z, sink=call.sink)
+            p = parts.weights / torch.where(parts.dead, 1.0, parts.total)[..., None]
+            yield Prediction(
+                outputs=Outputs(weighted_sum(rounded(p), v), parts.lse),
+                ties=weighted_sum(ties(p), v.abs()),
+            )
+
+
+def _rounded_scores(
+    call: ExactAttention, rounded: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[Tensor, bool, bool]]:
+    """Yield scores of rounded or exact q and k, and how P may be rounded: by tile, or divided."""
+    yield rounded(call.q) @ rounded(call.k).mT * call.scale, True, True
+    yield call.x, True, True
+    # Tiled kernels may multiply q by the scale before it is rounded.
+    yield rounded((call.q * call.scale).float().double()) @ rounded(call.k).mT, True, False
+    # torch multiplies q and k each by its root, and divides P by the row sum.
+    if call.scale > 0:
+        root = math.sqrt(call.scale)
+        q, k = (rounded((x * root).float().double()) for x in (call.q, call.k))
+        yield q @ k.mT, False, True
+
+
+def _usual_rounding(call: ExactAttention, x: Tensor) -> Tensor:
+    """Return the share by which fp32 usually moves a row's weights, ``(batch, heads, rows, 1)``."""
+    sums = call.q.abs() @ call.k.abs().mT * abs(call.scale)
+    # A sum's roundings add up like a random walk; those of exponents are relative to scores.
+    usual = math.sqrt(call.problem.head_dim) * sums + 2 * x.abs() + 4
+    largest = torch.where(call.seen, usual, 0.0).amax(-1, keepdim=True)
+    return largest * FORMATS["fp32"].unit_roundoff
+
+
+def _between_roundings(rounded: Callable[[Tensor], Tensor], share: Tensor, p: Tensor) -> Tensor:
+    """Return by how much weights differ that are moved by ``share`` either way and rounded."""
+    return rounded(p * (1 + share)) - rounded(p * (1 - share))
 
 
 @MODELS.model(steps=Steps(normaliser=0.997), order=2, family="factor")

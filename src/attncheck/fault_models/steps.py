@@ -171,10 +171,11 @@ def _replace_parts(
     return entry.compose(*built, **spec.values)
 
 
-def round_to_format(name: str) -> Callable[[Tensor], Tensor]:
+def round_to_format(name: str, *, nearest: bool = False) -> Callable[[Tensor], Tensor]:
     """Return a conversion to format ``name`` and back, in the tensor's own dtype.
 
-    Numbers that are too large become infinity, or the largest number in fp8; tf32 truncates.
+    Numbers that are too large become infinity, or the largest number in fp8; tf32 truncates
+    unless it is to round to ``nearest``, as all others do.
     """
     fmt = FORMATS[name]
 
@@ -182,7 +183,8 @@ def round_to_format(name: str) -> Callable[[Tensor], Tensor]:
         # Tensor cores read fp32 as tf32 by dropping the last 13 bits.
         if name == "tf32":
             mantissa, exponent = torch.frexp(x)
-            return torch.ldexp((mantissa * 2.0**11).trunc() * 2.0**-11, exponent)
+            bits = mantissa * 2.0**11
+            return torch.ldexp((bits.round() if nearest else bits.trunc()) * 2.0**-11, exponent)
         # Conversions to fp8 saturate finite numbers, and keep NaN and infinities.
         if fmt.saturates:
             x = torch.where(x.isfinite(), x.clamp(-fmt.max, fmt.max), x)

@@ -48,6 +48,8 @@ class FaultPrediction:
     # Rows, in the axes of LSE, about which the fault predicts nothing: they may hold any numbers,
     # and most of them must be wrong.
     free: Tensor | None = None
+    # What a tensor may be off by where a rounding that the fault makes may fall either way.
+    ties: Tensors = field(default_factory=dict)
     # Whether it is a fault of rounding, which may fall the other way where a sum is near a tie.
     rounds: bool = False
 
@@ -132,7 +134,7 @@ class ObservedError:
             return None
         if free is not None and not self._mostly_wrong(free):
             return None
-        rests = [errors[name].rest(tensors[name], free) for name in self.wrong]
+        rests = [errors[n].rest(tensors[n], free, prediction.ties.get(n)) for n in self.wrong]
         # A fault has to explain every wrong tensor, so the worst one counts. Differences within
         # the bound are mostly rounding, which no fault explains, so there the best one counts.
         each = [rest.share for rest in rests]
@@ -144,7 +146,9 @@ class ObservedError:
         right_names = [name for name in tensors if name in errors and name not in self.wrong]
         if self.forward:
             right_names = [name for name in right_names if name not in GRADIENTS]
-        unexplained = [errors[name].rest(tensors[name], free) for name in right_names]
+        unexplained = [
+            errors[n].rest(tensors[n], free, prediction.ties.get(n)) for n in right_names
+        ]
         ties = prediction.rounds and share >= _MOSTLY
         if self.proven and any(not rest.within(growth, ties=ties) for rest in unexplained):
             return None
@@ -170,10 +174,12 @@ class ObservedError:
             return explanation is not None and explanation.all
         if prediction.family is not None:  # a fault of size 0 predicts the exact result
             return True
-        both = [name for name in prediction.tensors if name in self._errors]
-        return all(
-            self._errors[n].rest(prediction.tensors[n], prediction.free).within(1.0) for n in both
-        )
+        rests = [
+            self._errors[n].rest(x, prediction.free, prediction.ties.get(n))
+            for n, x in prediction.tensors.items()
+            if n in self._errors
+        ]
+        return all(rest.within(1.0) for rest in rests)
 
     def _mostly_wrong(self, rows: Tensor) -> bool:
         """Return whether more than half of ``rows`` are beyond their allowance in out or LSE."""
@@ -280,9 +286,16 @@ class _TensorError:
         largest, largest_exact = _largest(expected), self.largest_exact
         return largest / largest_exact if largest >= 0 and largest_exact > 0 else 1.0
 
-    def rest(self, expected: Tensor, free: Tensor | None) -> _Rest:
-        """Return the error that remains if ``expected`` is taken for the exact result."""
+    def rest(
+        self, expected: Tensor, free: Tensor | None = None, ties: Tensor | None = None
+    ) -> _Rest:
+        """Return the error that remains if ``expected`` is taken for the exact result.
+
+        For ``free`` and ``ties`` see ``FaultPrediction``.
+        """
         distance, allowed = self._distance(expected), self._allowed(expected)
+        if ties is not None:
+            distance = (distance - ties).clamp(min=0.0)
         units = self._units(distance, allowed)
         if free is not None:
             units = torch.where(free[..., None] if units.dim() > free.dim() else free, 0.0, units)

@@ -24,6 +24,18 @@ _CALL_RULES: frozenset[Rule] = frozenset(
 )
 # For these rules the symptom includes the question, since one relation may fail without others.
 _QUESTION_RULES: frozenset[Rule] = frozenset({"relation", "determinism"})
+# What is wrong by each of the other rules, where no cause is known.
+_OF_RULES: dict[str, str] = {
+    "finite": "NaN or infinity where the exact result is finite",
+    "empty rows": "rows that see no key are not exactly 0 with an LSE of −∞",
+    "structure": "another answer than the exact one",
+    "bound": "errors beyond their bound",
+    "improbable": "errors too large to be those of rounding by chance",
+    "precision": "less accurate than other kernels of its arithmetic",
+    "relation": "two runs that do not agree as they must",
+    "determinism": "other bits when called again",
+    "regression": "worse than the baseline",
+}
 _BEYOND = "beyond its claims"
 # What to do about a way to fail beyond the claims, by its beginning.
 _REMEDIES = {
@@ -109,19 +121,23 @@ def unclaimed_findings(records: Iterable[Record]) -> list[str]:
 
     A line names all ways with the same remedy, and then the remedy.
     """
+    failed = [record for record in records if record.status in FAILED_STATUSES]
+    beyond = [record for record in failed if record.unclaimed is not msgspec.UNSET]
     ways: dict[str, dict[str, dict[str, None]]] = {}
-    for record in records:
+    for record in beyond:
         claim = record.unclaimed
-        if claim is msgspec.UNSET or record.status not in FAILED_STATUSES:
-            continue
+        assert claim is not msgspec.UNSET
         ways.setdefault(_unclaimed_way(record), {}).setdefault(claim.aspect, {})[claim.what] = None
+    # Reports show these causes where nothing fails within the claims.
+    wrong = [record for record in beyond if _unclaimed_way(record) == _WRONG]
+    cause_is_shown = len(beyond) == len(failed) and all(map(certain_explanations, wrong))
     by_remedy: dict[str, list[str]] = {}
     for way, aspects in ways.items():
         parts = [f"{_ASPECTS.get(name, name)}{', '.join(each)}" for name, each in aspects.items()]
         of_way = (remedy for beginning, remedy in _REMEDIES.items() if way.startswith(beginning))
         remedy = next(of_way, "mask the last tile, or " if "lengths" in aspects else "")
         if not remedy and way == _WRONG:
-            remedy = _search_for_mistake(aspects)
+            remedy = "mend it, or " if cause_is_shown else _search_for_mistake(aspects)
         by_remedy.setdefault(remedy, []).append(f"{way} for {'; '.join(parts)}")
     return [
         f"{'; '.join(alike)}: {remedy}refuse them by ValueError"
@@ -347,4 +363,4 @@ def _plain_cause(record: Record) -> tuple[str, bool]:
     if judgement.rule in _CALL_RULES:
         return judgement.reason, is_failure
     _, rule, what = symptom(record)
-    return " of ".join(filter(None, (f"rule {rule}" if rule else record.status, what))), False
+    return f"{_OF_RULES.get(rule, record.status)}{f': {what}' if what else ''}", False

@@ -296,7 +296,7 @@ def _sentence(report: Report) -> Verdict:
             besides = "".join(f"; besides {line}" for line in unclaimed)
             return Verdict("FAIL", f"{name}: {failed} of {questions} failed{rest}{besides}", "bad")
         case "fail" if unclaimed:
-            within = f"; {questions} passed within what it takes{rest}" if judged else ""
+            within = f"; {questions} passed within what it supports{rest}" if judged else ""
             return Verdict("FAIL", f"{name}: {'; '.join(unclaimed)}{within}", "bad")
         case "fail":
             blind = f"{questions} passed, but none of them could have seen a whole class of fault"

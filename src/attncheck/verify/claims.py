@@ -209,10 +209,11 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"--convention {other} changes that"
             )
         if self.causal:
-            corner = "last" if self.causal == "bottom_right" else "first"
+            own, other = _CORNERS[self.causal], _CORNERS[_OTHER_CORNER[self.causal]]
             lines.append(
-                f"where lengths differ its causal mask gives the {corner} row the {corner} key, "
-                f"unlike the {self.convention} convention's: tested with that mask"
+                f"where lengths differ, its causal mask is aligned {own}; the {self.convention} "
+                f"convention expects it {other}. It is tested as it is; causal = "
+                f'"{self.causal}" in the configuration declares that'
             )
         raises = [one for one in self.tried if one.aspect == "backward" and one.verdict == "raises"]
         if raises and raises[0].what == "out":  # A forward alone is a kernel too.
@@ -468,6 +469,11 @@ def _try_unclaimed(detection: Detection, every: Sequence[Trial]) -> None:
             return
 
 
+_CORNERS = {
+    "top_left": "at the top left (query 0 sees key 0 alone)",
+    "bottom_right": "at the bottom right (the last query sees the last key)",
+}
+_OTHER_CORNER = {"top_left": "bottom_right", "bottom_right": "top_left"}
 _ONE_ROW = ", one query"  # Suffix of ``what`` in a trial.
 _OTHER_ALIGNMENT = {"causal": "bottom_right", "causal_bottom_right": "top_left"}
 
@@ -538,7 +544,15 @@ def claimed_questions(
             questions += crossed_cases(
                 dtype, head_dims, lambda problem: claims.within(problem) and takes(problem)
             )
-    beyond = list(claims.unclaimed(names))
+    requested = {*(("dtypes", one) for one in dtypes if dtypes_requested)}
+    requested |= {("head_dims", str(dim)) for dim in head_dims}
+    # What the user requests is claimed, and its failure looked into like any other.
+    beyond = [
+        dataclasses.replace(one, unclaimed=None)
+        if one.unclaimed and (one.unclaimed.aspect, one.unclaimed.what) in requested
+        else one
+        for one in claims.unclaimed(names)
+    ]
     # A question beyond its claims is asked once, under its own name.
     admitted = {one.case.id for one in beyond}
     questions = [one for one in questions if one.case.id not in admitted] + beyond

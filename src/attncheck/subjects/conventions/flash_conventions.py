@@ -96,11 +96,11 @@ def _bind_band(
     if band is not None:
         edges = window_masks.band_window(band, sequences, bottom_right=bottom_right, leads=leads)
     if edges is None:
-        return f"no causal flag or window_size is the mask {problem.mask} at these lengths"
+        return f"neither causal nor window_size makes the mask {problem.mask} at these lengths"
     steps = [part for part in problem.score.walk() if part.name not in {"none", "chain"}]
     # Any other order is another function, such as slopes that are capped.
     if tuple(step.name for step in steps) not in _SCORES:
-        return f"neither softcap nor alibi_slopes are the score mod {problem.score}"
+        return f"neither softcap nor alibi_slopes makes the score mod {problem.score}"
     offsets = {
         window_masks.diagonal_offset(lengths, bottom_right=bottom_right) + lead
         for lengths, lead in zip(sequences, leads, strict=True)
@@ -110,7 +110,7 @@ def _bind_band(
     # i + offset. With another offset than 0, out would be the same but LSE would not.
     sloped = any(step.name in _SLOPES for step in steps)
     if sloped and not (edges[1] == 0 and offsets <= {0}):
-        return "alibi_slopes are -slope·|i + kv - query - j|: not this bias without causal"
+        return "alibi_slopes add -slope·|i + kv - query - j|, which is another bias here"
     cap = next((step for step in steps if step.name == "softcap"), None)
     return {
         "dropout": pass_if_accepted(0.0),
@@ -231,7 +231,7 @@ def _bind_varlen(request: Request) -> Arguments | str:
     packed = layouts.pack(problem)
     band = band_of(packed.rest, problem.dimensions) if packed else None
     if packed is None or band is None:
-        return f"the mask {problem.mask} is no band in each of some sequences"
+        return f"the mask {problem.mask} is not the same window of keys in each sequence"
     arguments = _bind_band(request, band, packed.lengths(), packed.leads())
     if isinstance(arguments, str):
         return arguments
