@@ -128,6 +128,8 @@ TILES = Tiling(block_query=16, block_kv=32)
 FP8 = RAGGED | {"dtype": "e4m3"}
 PREFIX = OF("and", OF("prefix_lm", prefix=5), OF("padding", lengths=[12]))
 DOCUMENTS = OF("documents", query_lengths=[0, 20, 0, 17], kv_lengths=[20, 20, 20, 17])
+# The first document has 40 keys more than rows, the second as many.
+CACHED = OF("documents", query_lengths=[20, 17], kv_lengths=[60, 17])
 
 SPECIALS = {
     "mask-times-infinity": (
@@ -143,6 +145,13 @@ SPECIALS = {
     "head-dim-padding-read": (RAGGED | {"head_dim": 17}, "scale-missing"),
     "offsets-of-32-bits": (RAGGED | {"query": 5, "kv": 7}, "scale-missing"),
     "empty-documents-not-counted": (RAGGED | {"mask": DOCUMENTS}, "document-ignored"),
+    "document-diagonals": (
+        RAGGED | {"mask": OF("and", CACHED, OF("causal_bottom_right"))}, "document-ignored",
+    ),
+    "one-row-sees-all": (
+        RAGGED | {"query": 1, "mask": OF("offset", OF("sliding_window", window=9), rows=76)},
+        "window-one-wider",
+    ),
     "padding-as-prefix": (RAGGED | {"mask": PREFIX}, "padding-ignored"),
     "full-tile-beyond-the-end": (
         RAGGED | {"query": 80, "kv": 40, "mask": OF("causal"), "score": OF("alibi")},

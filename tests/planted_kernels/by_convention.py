@@ -100,7 +100,7 @@ def one_flash(q, k, v, softmax_scale, causal, window, cap, slopes, sinks, fault)
     at = 0 if fault == "top left" else kv - query
     if fault == "a window of 0 is none" and left == 0:
         left = -1
-    if fault == "no window":
+    if fault == "no window" or (fault == "no window for one row" and query == 1):
         left = -1
     if fault == "windows within a tile" and left >= 32:
         left = -1
@@ -120,7 +120,8 @@ def one_flash(q, k, v, softmax_scale, causal, window, cap, slopes, sinks, fault)
         seen = seen & late
     bias = 0.0
     if slopes is not None:
-        distance = (torch.arange(query)[:, None] + at - torch.arange(kv)).abs()
+        first = 0 if fault == "slopes of rows without a cache" else at
+        distance = (torch.arange(query)[:, None] + first - torch.arange(kv)).abs()
         bias = -slopes[:, None, None] * distance
         bias = -bias if fault == "slopes upwards" else bias
     parts = (x.transpose(0, 1) for x in (q, k, v))
@@ -196,8 +197,11 @@ def varlen(fault):
             for b, ((q0, q1), (k0, k1)) in enumerate(zip(*ends, strict=True)):
                 beyond = fault == "segments without keys see the one before" and k0 == k1 > 0
                 keys = slice(k0 - beyond, k1)
+                flag, window = causal, window_size
+                if causal and fault == "the diagonal of the longest segments":
+                    flag, window = False, (-1, max_seqlen_k - max_seqlen_q - k1 + k0 + q1 - q0)
                 out, lse = one_flash(
-                    q[q0:q1], k[keys], v[keys], softmax_scale, causal, window_size, softcap,
+                    q[q0:q1], k[keys], v[keys], softmax_scale, flag, window, softcap,
                     slopes_of(alibi_slopes, b, fault), None, fault,
                 )  # fmt: skip
                 outs.append(out)
@@ -287,6 +291,8 @@ BY_CHECK = {
     "slopes": [
         ("flash_attn", "slopes upwards"),
         ("flash_attn", "backward: slopes upwards"),
+        ("flash_attn", "slopes of rows without a cache"),
+        ("varlen", "slopes of rows without a cache"),
     ],
     "softcap": [
         ("flash_attn", "softcap after the mask"),
@@ -298,6 +304,8 @@ BY_CHECK = {
     "windows": [
         ("flash_attn", "a window of 0 is none"),
         ("flash_attn", "a window beyond the keys"),
+        ("flash_attn", "no window for one row"),
+        ("varlen", "no window for one row"),
         ("varlen", "windows within a tile"),
         ("flash_attn", "backward: no window"),
         ("varlen", "backward: no window"),
@@ -316,6 +324,7 @@ BY_CHECK = {
     ],
     "segments": [
         ("varlen", "segments without keys see the one before"),
+        ("varlen", "the diagonal of the longest segments"),
         ("varlen", "backward: segments without keys see the one before"),
         ("varlen", "backward: keys without rows have a gradient"),
     ],

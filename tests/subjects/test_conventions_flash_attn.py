@@ -21,6 +21,7 @@ WINDOW, SOFTCAP, ALIBI = (
     Spec.of("softcap", cap=2),
     Spec.of("alibi"),
 )
+LATER_ALIBI = Spec.of("offset", ALIBI, rows=11)  # of the last 20 rows of 31
 DOCUMENTS = Spec.of("document", lengths=[5, 0, 9, 6])
 PADDING = Spec.of("padding", lengths=[30, 7])
 UNLIKE = Spec.of("documents", query_lengths=[0, 4, 0, 9, 7], kv_lengths=[3, 9, 2, 9, 7])
@@ -67,6 +68,7 @@ UNPACKED = [
     {"score": SOFTCAP, "mask": BOTTOM_RIGHT, "kv": 23},
     {"score": ALIBI, "mask": CAUSAL},
     {"score": Spec.of("chain", SOFTCAP, ALIBI), "mask": WINDOW},
+    {"score": LATER_ALIBI, "mask": BOTTOM_RIGHT, "kv": 31},
 ]
 PACKED = [
     {"mask": DOCUMENTS},
@@ -80,6 +82,11 @@ PACKED = [
     {"mask": Spec.of("documents", query_lengths=[20, 0], kv_lengths=[0, 6]), "kv": 6},
     {"mask": both(SHIFTED, BOTTOM_RIGHT), "kv": 25, "query": 20},
     {"mask": both(UNSHIFTED, CAUSAL, WINDOW), "score": ALIBI},
+    {
+        "mask": both(SHIFTED, BOTTOM_RIGHT),
+        "kv": 25,
+        "score": Spec.of("chain", SOFTCAP, Spec.of("offset", ALIBI, rows=5)),
+    },
 ]
 KERNELS = {"flash_attn": plain.flash_attn_with, "varlen": plain.varlen_with}
 
@@ -158,6 +165,8 @@ def test_packed_lse_with_other_axes_passes(fault):
         ("flash_attn", {"mask": DOCUMENTS}, "neither causal nor window_size makes the mask"),
         ("flash_attn", {"score": ALIBI}, "alibi_slopes add -slope·|i + kv - query - j|"),
         ("flash_attn", {"score": ALIBI, "mask": BOTTOM_RIGHT, "kv": 31}, "alibi_slopes add"),
+        ("flash_attn", {"score": LATER_ALIBI, "mask": BOTTOM_RIGHT, "kv": 30}, "alibi_slopes add"),
+        ("varlen", {"score": LATER_ALIBI, "mask": both(SHIFTED, CAUSAL), "kv": 25}, "neither"),
         ("flash_attn", {"score": Spec.of("temperature", temperature=2)}, "neither softcap nor"),
         ("flash_attn", {"score": Spec.of("chain", ALIBI, SOFTCAP)}, "neither softcap nor"),
         ("flash_attn", {"dtype": "e4m3"}, "takes no q_descale"),

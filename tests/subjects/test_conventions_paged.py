@@ -18,6 +18,7 @@ from attncheck.verify.run_case import run_case
 PAGING = Paging(size=8, seed=1)
 BOTTOM_RIGHT, WINDOW = Spec.of("causal_bottom_right"), Spec.of("sliding_window", window=7)
 PADDING = Spec.of("padding", lengths=[30, 13])
+LATER_ALIBI = Spec.of("offset", Spec.of("alibi"), rows=25)  # of the last 5 rows of 30
 
 
 def small(**changes) -> Problem:
@@ -59,6 +60,10 @@ SUPPORTED = {
     },
     "softcap": {"score": Spec.of("softcap", cap=2)},
     "alibi": {"score": Spec.of("alibi"), "mask": Spec.of("causal"), "query": 30},
+    "alibi in a cache": {
+        "score": Spec.of("chain", Spec.of("softcap", cap=2), LATER_ALIBI),
+        "mask": Spec.of("causal_bottom_right"),
+    },
     "shared": {"paging": Paging(size=8, seed=1, shared=2), "mask": PADDING},
     "odd pages": {"paging": Paging(size=3, seed=2)},
     "pages of a key": {"paging": Paging(size=1), "query": 2},

@@ -22,13 +22,13 @@ _USUAL_LAYOUTS = ("ragged", "causal")
 # `benchmarks/question_order.py`. Questions that are not listed come last.
 ORDER = tuple(
     """
-    padding window-edge decode-empty-rows uniform decode-causal-tall negative-causal
-    causal-even gqa long-sum decode-window one-key negative window-wide decode-one-query scale
-    one-hot ramp-ragged ones-ragged causal-wide one-query empty-rows sink ones-causal large
-    plain decode-causal-wide negative-ragged two_level-ragged window positive-causal
-    causal-tall ragged decode-causal-even isolated-ragged positive-ragged decode-padding
-    outliers mean-ragged decode-ragged mean-causal causal isolated-causal-2 ramp-causal-2
-    two_level-causal-2 decode-gqa decode-causal
+    padding window-edge decode-empty-rows uniform decode-causal-tall negative-causal causal-even
+    gqa long-sum decode-window negative one-key window-far window-wide scale one-hot
+    decode-one-query ramp-ragged ones-ragged empty-rows many-rows decode-causal-wide one-query
+    large ones-causal sink negative-ragged positive-causal window plain causal-wide causal-tall
+    decode-padding decode-causal-even two_level-ragged ragged isolated-ragged positive-ragged
+    mean-ragged decode-ragged outliers causal isolated-causal-2 ramp-causal-2 decode-gqa
+    mean-causal two_level-causal-2 decode-causal
     """.split()  # noqa: SIM905  # as a list it has a line for each of fifty
 )
 _PROBE_ROUNDS = 2  # Cases per probe: decode has one, ramp a fast and a slow one.

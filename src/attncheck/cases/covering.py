@@ -122,6 +122,19 @@ def _documents(sizes: Shape, extent: str) -> Spec:
     )
 
 
+def _causal_documents(sizes: Shape) -> Spec:
+    # The first document has the keys of a cache besides its rows' own, the second has none: the
+    # diagonals of both lie on one of the whole problem, so that this is a mask of the library.
+    rows = sizes.query // 2
+    keys = min(sizes.kv, max(0, sizes.kv - sizes.query) + rows)
+    documents = Spec.of(
+        "documents",
+        query_lengths=[rows, sizes.query - rows],
+        kv_lengths=[keys, sizes.kv - keys],
+    )
+    return Spec.of("and", documents, _BOTTOM_RIGHT)
+
+
 MASKS: dict[str, Callable[[Shape, str], Spec]] = {
     "full": lambda _sizes, _extent: FULL,
     "causal": lambda _sizes, _extent: _CAUSAL,
@@ -138,6 +151,8 @@ MASKS: dict[str, Callable[[Shape, str], Spec]] = {
     "window_bottom_right": lambda sizes, extent: Spec.of(
         "offset", _window(sizes, extent, sizes.kv), rows=max(0, sizes.kv - sizes.query)
     ),
+    # Each document is aligned at its own end, not at that of the longest or of the whole.
+    "varlen causal": lambda sizes, _extent: _causal_documents(sizes),
 }
 """Name → function of (sizes, extent) that returns the mask; names are those of variants."""
 _MASKS_WITH_EXTENT = ("varlen", "window_bottom_right", "sliding_window", "padding", "prefix_lm")
@@ -152,6 +167,10 @@ SCORES: dict[str, Callable[[Shape], Spec]] = {
     "large softcap": lambda _: Spec.of("softcap", cap=1.0e4),
     "alibi by sequence": lambda _: Spec.of("alibi_by_sequence"),
     "bias": lambda _: Spec.of("bias", seed=0, per_batch=1, per_head=1),
+    # Distance from the last rows' own keys, as in decoding: rows are counted from kv - query.
+    "alibi bottom_right": lambda s: Spec.of(
+        "offset", Spec.of("alibi"), rows=max(0, s.kv - s.query)
+    ),
 }
 
 SCALES = {"": 1.0, "negative": -1.0, "huge": 300.0, "zero": 0.0, "tiny": 2.0**-30}
@@ -256,6 +275,10 @@ TOGETHER: tuple[Fields, ...] = (
     {"scale": "huge", "distribution": "negative_logits"},
     # exp(0 − LSE) of a key beyond the last is infinite, and 0 times it is NaN.
     {"backward": "backward", "distribution": "negative_logits"},
+    # Where a softcap makes a hidden key's −∞ a score, that weighs only beside others so small.
+    {"mask": "causal", "score": "small softcap", "shape": "even"},
+    # Kernels have a path for one row, which needs no causal mask, and forget the window there.
+    {"mask": "window_bottom_right", "shape": "one row"},
 )
 """Combinations that find faults that no single value of theirs finds: in rows of their own."""
 
@@ -277,7 +300,21 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         ("mask", "shape"),
         lambda row: row["mask"] == "window_bottom_right" and row["shape"] in {"tall", "one key"},
     ),
+    # Aligned elsewhere than documents of one length, and with rows in each.
+    (
+        ("mask", "shape"),
+        lambda row: (
+            row["mask"] == "varlen causal"
+            and row["shape"] in {"tall", "even", "one row", "one key"}
+        ),
+    ),
     (("mask", "extent"), lambda row: bool(row["extent"]) and row["mask"] not in _MASKS_WITH_EXTENT),
+    (
+        ("score", "shape"),
+        lambda row: (
+            row["score"] == "alibi bottom_right" and row["shape"] in {"tall", "even", "one key"}
+        ),
+    ),
     # A kernel may divide a sink by the scale, so a scale of 0 has no error bound.
     (("scale", "stored"), lambda row: row["scale"] == "zero" and "sink" in row["stored"]),
     # A maximum taken before a negative scale is right only if exp of the scores' spread is finite.
@@ -587,13 +624,14 @@ class FewRows:
     def alone(self) -> Iterator[Row]:
         """Yield the ``alone_rows`` that the kernel takes, each value with at most two masks."""
         axes = {name: [*values] for name, values in self.axes().items()}
-        count: dict[tuple[Any, ...], int] = {}
+        count: dict[frozenset[tuple[str, Any]], int] = {}
         for row in alone_rows(axes):
-            value = tuple(row[name] for name in ALONE)
+            # Rows that differ in their masks alone ask about the same value.
+            asked = frozenset(row.items() - {(name, row[name]) for name in ("mask", "backward")})
             accepted = (each for each in (row, row | {"backward": ""}) if self.takes(each))
             chosen = next(accepted, None)
-            if chosen is not None and count.setdefault(value, 0) < _MASKS_ALONE:
-                count[value] += 1
+            if chosen is not None and count.setdefault(asked, 0) < _MASKS_ALONE:
+                count[asked] += 1
                 yield chosen
 
     def rows(self, count: int) -> Iterator[Row]:

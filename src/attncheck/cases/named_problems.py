@@ -100,6 +100,10 @@ _TABLE: tuple[NamedProblem, ...] = (
     _row(
         "window-edge", "H2 Q17 K150", CHECK, CONTRACT, mask=Spec.of("offset", _window(7), rows=133)
     ),
+    # Neighbouring keys this far are one number of 16 bits, so that indices cannot be such numbers.
+    _row("window-far", "H1 Q16 K4096", CHECK, mask=Spec.of("offset", _window(7), rows=4080)),
+    # More blocks of rows than are launched at once, or swizzled together, and some left over.
+    _row("many-rows", "H1 Q1200 K16", CHECK, instead="Q576 K576"),
     _row("padding", "B2 Q35 K60 D80", PROBED, mask=_padding([60, 7])),
     _row("empty-rows", "B2 Q20 K30", PROBED, mask=_padding([0, 30])),
     # ------------------------------------------------------------ a quick check: values
@@ -222,6 +226,8 @@ SUMMARIES = {
     "window": "a sliding window, as a mask that is written out",
     "window-wide": "a window wider than a tile: it does not begin before the keys do",
     "window-edge": "a window that begins with the last key of a tile",
+    "window-far": "positions that need more than 8 or 11 bits",
+    "many-rows": "many blocks of rows, as long prompts have",
     "padding": "another number of keys in each sequence",
     "empty-rows": "rows that see no key: out is exactly 0",
     "scale": "a scale other than 1/√head_dim",

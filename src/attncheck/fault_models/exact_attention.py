@@ -209,9 +209,19 @@ class ExactAttention:
         """Return the call's gradients; every row must be predicted."""
         return ExactGradients(self)
 
-    def visible(self, mask: MaskMod, *, h: Tensor | None = None, i: int = 0) -> Tensor:
-        """Return the keys that a mask shows, bool; to other heads, or rows shifted by ``i``."""
-        at = (self.b, self.h if h is None else h, self.i + i, self.j)
+    def visible(
+        self,
+        mask: MaskMod,
+        *,
+        b: Tensor | None = None,
+        h: Tensor | None = None,
+        i: int = 0,
+    ) -> Tensor:
+        """Return the keys that a mask shows, bool.
+
+        ``b`` and ``h`` are other sequences and heads to ask about; rows are shifted by ``i``.
+        """
+        at = (self.b if b is None else b, self.h if h is None else h, self.i + i, self.j)
         try:
             seen = torch.as_tensor(mask(*at))
         except NOT_BROADCAST:

@@ -8,12 +8,18 @@ import torch
 
 from attncheck.core.mod_spec import FULL, Dimensions, Spec
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.fault_model import Form, ModelTable, Parameters, has_mask
+from attncheck.fault_models.fault_model import (
+    Form,
+    ModelTable,
+    Parameters,
+    has_mask,
+    has_score,
+)
 from attncheck.fault_models.layout_models import key_counts
 from attncheck.fault_models.steps import Steps, steps_with_masks
 from attncheck.fault_models.tile_models import first_key, once_for_each, tile_visibility
 from attncheck.mods import masks
-from attncheck.mods.library import build_mask
+from attncheck.mods.library import build_mask, is_additive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,6 +122,40 @@ def mask_one_key_wider(call: ExactAttention) -> Iterator[Form]:
 def mask_one_key_narrower(call: ExactAttention) -> Iterator[Form]:
     """The causal mask is one key too narrow: row i does not see key i."""
     yield _with_later_rows(call, -1)
+
+
+def _numbers_and_places(lengths: list[int], count: int) -> tuple[Tensor, Tensor]:
+    """Return the number of each position's document, and its place there, int64 ``(count,)``."""
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[:count]
+    places = torch.cat([torch.arange(length) for length in lengths])[:count]
+    return numbers, places
+
+
+@_model(applies=lambda p: has_mask("documents")(p) and has_mask("causal_bottom_right")(p))
+def document_diagonals(call: ExactAttention) -> Iterator[Form]:
+    """The causal mask of a document does not end at the document's own last key."""
+    problem = call.problem
+    spec = next(part for part in problem.mask.walk() if part.name == "documents")
+    rows, keys = (spec.values[f"{side}_lengths"] for side in ("query", "kv"))
+    (row_of, row), (key_of, key) = (
+        _numbers_and_places(rows, problem.query),
+        _numbers_and_places(keys, problem.kv),
+    )
+    later = {
+        "of the longest": max(keys) - max(rows),
+        "of all together": problem.kv - problem.query,
+        "of the first": keys[0] - rows[0],
+        "of the last": keys[-1] - rows[-1],
+        "top left": 0,
+    }
+    own = row_of[:, None] == key_of
+    for diagonal, rows_later in later.items():
+        seen = (own & (key <= row[:, None] + rows_later)).expand(call.shape)
+        yield call.attend(seen=seen), {"diagonal": diagonal}
+        # Behind a row's own key flash-attn's ALiBi falls, where the library's rises.
+        if has_score("alibi", "alibi_by_sequence")(problem) and is_additive(problem.score):
+            falling = call.x - (call.s - call.x).abs()
+            yield call.attend(seen=seen, s=falling), {"diagonal": diagonal}
 
 
 def _rectangular(problem: Problem) -> bool:
@@ -277,6 +317,38 @@ def one_part_ignored(call: ExactAttention) -> Iterator[Form]:
         rest = FULL if not parts else parts[0] if len(parts) == 1 else spec.of(spec.name, *parts)
         seen = call.visible(build_mask(rest, call.problem.dimensions))
         yield call.attend(seen=seen), {"ignored": str(ignored)}
+
+
+def _of_sequence_0(problem: Problem, device: str) -> MaskMod:
+    mask = problem.mask_mod(device)
+    return lambda b, h, i, j: mask(b * 0, h, i, j)
+
+
+@_model(applies=lambda p: has_mask()(p) and p.batch > 1, steps=Steps(mask=_of_sequence_0))
+def mask_of_another_sequence(call: ExactAttention) -> Iterator[Form]:
+    """The mask is asked about another sequence of the batch."""
+    last, group = call.problem.batch - 1, call.problem.group
+    # A block of all sequences and heads may be divided by another number of heads.
+    block = call.b * call.problem.heads + call.h
+    others = {
+        "in reverse order": last - call.b,
+        "the next": (call.b + 1) % (last + 1),
+        "the block ÷ key heads": (block // call.problem.kv_heads).clamp(max=last),
+        "the block ÷ group": (block // group).clamp(max=last),
+    }
+    for name, other in others.items():
+        yield call.attend(seen=call.visible(call.mask, b=other)), {"sequence": name}
+
+
+@_model(applies=has_mask("sliding_window"))
+def one_row_sees_all(call: ExactAttention) -> Iterator[Form]:
+    """A single row, as in decoding, sees every key: the window is left out with the causal
+    mask.
+    """
+    if call.problem.query > 1:
+        yield call.exact, {}
+        return
+    yield call.attend(seen=torch.ones_like(call.seen))
 
 
 @_model(

@@ -362,7 +362,11 @@ def alibi_offset(call: ExactAttention) -> Iterator[Form]:
     apart = call.problem.kv - call.problem.query
     for rows in dict.fromkeys((apart, -apart, 1, -1)):
         if rows:
-            yield call.attend(s=call.modified(call.x, i=rows)), {"rows": rows}
+            s = call.modified(call.x, i=rows)
+            yield call.attend(s=s), {"rows": rows}
+            # flash-attn's ALiBi falls on both sides of a row's own key.
+            if is_additive(call.problem.score):
+                yield call.attend(s=call.x - (s - call.x).abs()), {"rows": rows, "falls": "twice"}
 
 
 @_model(applies=has_score("alibi"))

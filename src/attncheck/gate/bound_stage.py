@@ -45,7 +45,11 @@ _LEADING_VALUES = {"score": 6, "stored": 6, "heads": 6, "dims": 4, "distribution
 # Number of leading values of long axes that are also covered in triples.
 _CORE = {"extent": 1, "score": 4, "scale": 1, "stored": 3, "backward": 2}
 # Mask families by which support of a mask is determined, if their names differ from the mask's.
-_FAMILIES = {"varlen": "documents", "window_bottom_right": "offset"}
+_FAMILIES = {
+    "varlen": "documents",
+    "varlen causal": "documents",
+    "window_bottom_right": "offset",
+}
 _KINDS = {"plain": ProblemKind(), "sink": ProblemKind(sink=True), "paged": ProblemKind(paged=True)}
 # A whole tile, a ragged row, a single column (of weight 1), and one key beyond a tile.
 _SOFTMAX_ROWS = ((4, 64), (3, 77), (64, 1), (1, 129))

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from attncheck.core.mod_spec import NONE
+from attncheck.core.mod_spec import NONE, Spec
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.masks import Band, band_of
@@ -74,6 +74,7 @@ _NO_WINDOW = (-1, -1)
 # Supported sequences of score mods: flash-attn applies softcap before slopes.
 _SLOPES = ("alibi", "alibi_by_sequence")
 _SCORES = {(), ("softcap",), *((one,) for one in _SLOPES), *(("softcap", one) for one in _SLOPES)}
+_COMPOSITIONS = ("none", "chain", "offset")  # steps of their own compute nothing
 
 
 # ------------------------------------------------------------------ shared by all three
@@ -97,19 +98,19 @@ def _bind_band(
         edges = window_masks.band_window(band, sequences, bottom_right=bottom_right, leads=leads)
     if edges is None:
         return f"neither causal nor window_size makes the mask {problem.mask} at these lengths"
-    steps = [part for part in problem.score.walk() if part.name not in {"none", "chain"}]
+    steps = [part for part in problem.score.walk() if part.name not in _COMPOSITIONS]
     # Any other order is another function, such as slopes that are capped.
     if tuple(step.name for step in steps) not in _SCORES:
         return f"neither softcap nor alibi_slopes makes the score mod {problem.score}"
-    offsets = {
+    diagonals = {
         window_masks.diagonal_offset(lengths, bottom_right=bottom_right) + lead
         for lengths, lead in zip(sequences, leads, strict=True)
         if min(lengths)
     }
-    # -slope·|i + offset - j| equals alibi's slope·(j - i) minus slope·offset for j up to
-    # i + offset. With another offset than 0, out would be the same but LSE would not.
+    # -slope·|i + diagonal - j| equals the mod's slope·(j - i - rows) for j up to i + diagonal if
+    # its rows are the diagonal. With others out would be the same, but LSE would not.
     sloped = any(step.name in _SLOPES for step in steps)
-    if sloped and not (edges[1] == 0 and offsets <= {0}):
+    if sloped and not (edges[1] == 0 and diagonals <= {_later_rows(problem.score)}):
         return "alibi_slopes add -slope·|i + kv - query - j|, which is another bias here"
     cap = next((step for step in steps if step.name == "softcap"), None)
     return {
@@ -122,6 +123,13 @@ def _bind_band(
         "sinks": request.sinks(),
         "return_lse": request.lse_flag(),
     }
+
+
+def _later_rows(score: Spec) -> int:
+    """Return how many rows later than its own a row's slopes count distance: those of offsets."""
+    if score.name == "offset" and any(part.name in _SLOPES for part in score.walk()):
+        return int(score.values["rows"]) + _later_rows(score.parts[0])
+    return sum(map(_later_rows, score.parts))
 
 
 def _slopes(problem: Problem, sequences: Iterable[int]) -> Arguments:
@@ -182,7 +190,8 @@ def _bind_flash_attn(request: Request) -> Arguments | str:
         more["key_padding"] = request.key_padding(seen=True)
         mask = layouts.without_padding(mask)
     bias = request.bias()
-    by_slopes = problem.score.name in _SLOPES and "alibi_slopes" in request.able
+    plain = {part.name for part in problem.score.walk()} <= {"offset", *_SLOPES}
+    by_slopes = plain and "alibi_slopes" in request.able
     if "bias" in request.able and isinstance(bias, Argument) and not by_slopes:
         more["bias"] = bias
         request = replace(request, problem=problem.replace(score=NONE))
