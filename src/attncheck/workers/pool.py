@@ -324,7 +324,7 @@ class _Run:
         units = [self.running.pop(worker)[0] for worker in workers]
         for worker in workers:
             self.pool.drop(worker)
-        self.journal.abandoned(unit.id for unit in units)
+        self.journal.write_abandoned(unit.id for unit in units)
 
     def check_clocks(self, interruptions: Interruptions) -> None:
         now, limits = time.monotonic(), self.limits
