@@ -627,11 +627,11 @@ class FewRows:
         count: dict[frozenset[tuple[str, Any]], int] = {}
         for row in alone_rows(axes):
             # Rows that differ in their masks alone ask about the same value.
-            asked = frozenset(row.items() - {(name, row[name]) for name in ("mask", "backward")})
+            question = frozenset(row.items() - {(name, row[name]) for name in ("mask", "backward")})
             accepted = (each for each in (row, row | {"backward": ""}) if self.takes(each))
             chosen = next(accepted, None)
-            if chosen is not None and count.setdefault(asked, 0) < _MASKS_ALONE:
-                count[asked] += 1
+            if chosen is not None and count.setdefault(question, 0) < _MASKS_ALONE:
+                count[question] += 1
                 yield chosen
 
     def rows(self, count: int) -> Iterator[Row]:
