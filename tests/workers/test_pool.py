@@ -332,7 +332,7 @@ def test_units_that_ask_many_questions_are_aborted_at_the_time_limit(
     many = unit("many", kind=kind, **options)
     limits = Limits(unit=7200.0, grace=60.0)  # far longer than a worker takes to start
     ended, _ = run(path, [many], seconds=3600.0, limits=limits)
-    assert (ended.why, ended.at_once, ended.left) == ("time is up", False, 1)
+    assert (ended.why, ended.at_once, ended.remaining) == ("time is up", False, 1)
     assert read_journal(path).lost.get(many.id, 0) == 0
     assert [one.case["name"] for one in read_journal(path).unfinished] == ["many"]
 

@@ -23,12 +23,12 @@ _USUAL_LAYOUTS = ("ragged", "causal")
 ORDER = tuple(
     """
     padding window-edge decode-empty-rows uniform decode-causal-tall negative-causal causal-even
-    gqa long-sum decode-window negative one-key window-far window-wide scale one-hot
-    decode-one-query ramp-ragged ones-ragged empty-rows many-rows decode-causal-wide one-query
-    large ones-causal sink negative-ragged positive-causal window plain causal-wide causal-tall
-    decode-padding decode-causal-even two_level-ragged ragged isolated-ragged positive-ragged
-    mean-ragged decode-ragged outliers causal isolated-causal-2 ramp-causal-2 decode-gqa
-    mean-causal two_level-causal-2 decode-causal
+    gqa long-sum window one-key negative window-far window-wide scale decode-one-query one-hot
+    ramp-ragged ones-ragged empty-rows many-rows decode-causal-wide one-query ones-causal
+    decode-window negative-ragged sink positive-causal plain causal-wide causal decode-padding
+    decode-causal-even decode-causal isolated-causal-2 causal-tall two_level-ragged mean-ragged
+    mean-causal decode-gqa ragged outliers large isolated-ragged ramp-causal-2 two_level-causal-2
+    positive-ragged decode-ragged
     """.split()  # noqa: SIM905  # as a list it has a line for each of fifty
 )
 _PROBE_ROUNDS = 2  # Cases per probe: decode has one, ramp a fast and a slow one.

@@ -510,13 +510,12 @@ class Detection:
 
         What the convention cannot express is left out, since a table does not declare it.
         """
-        assert self._subject is not None, "a convention comes first"
         tried = {one.what for one in self.result().of("masks") if one.verdict != "refuses"}
         for trial in self._trials("unequal"):
             problem = self._problem(trial)
             if trial.changes["mask"].name in tried:
                 refusal = self._executor.refusal(self._subject, problem, self._device)
-                if not isinstance(refusal, str):
+                if refusal is None or refusal.kind != "refused":
                     self.ask(trial)
 
     def empty_rows(self) -> None:
