@@ -5,14 +5,17 @@ import math
 import pytest
 import torch
 from tests.diagnose.helpers import add_wave, diagnose
+from tests.fault_models.planted import best_models, execute
 from tests.planted_kernels.other_steps import SMALL, kept_in, stepping
 from tests.planted_kernels.outputs_given import giving
 
 from attncheck.core.formats import FORMATS
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
+from attncheck.fault_models.exact_attention import ExactAttention
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import run_case
 
 pytestmark = pytest.mark.usefixtures("shared_evidence")
@@ -86,6 +89,16 @@ def test_products_in_tf32_are_named(name):
 def test_another_fault_in_fp32_is_not_called_tf32(name):
     diagnosis = diagnose(stepping(SMALL, **OTHERS[name]), CAUSAL)
     assert MODEL not in [one.model for one in diagnosis.ranked]
+
+
+def test_error_where_every_weight_may_be_near_a_tie_is_not_called_tf32():
+    """What may fall either way would explain any error there."""
+    problem = Problem(query=17, kv=77, heads=2, head_dim=64, dtype="fp32", scale=300 / 8)
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
+    right = ExactAttention(evidence.inputs).exact
+    noise = torch.randn(right.out.shape, generator=torch.Generator().manual_seed(0))
+    result = execute(problem, Outputs(right.out * (1 + 3e-4 * noise.double()), right.lse))
+    assert MODEL not in best_models(result, evidence)
 
 
 @pytest.mark.parametrize("steps", [{}, dense(unchanged, unchanged)], ids=["tiled", "dense"])

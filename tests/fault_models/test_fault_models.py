@@ -192,6 +192,13 @@ EVERY_KIND = {
     "bottom right": {"mask": OF("causal_bottom_right"), "query": 20},
     "window": {"mask": OF("sliding_window", window=5)},
     "padding": {"mask": OF("padding", lengths=[9, 33])},
+    "causal documents": {
+        "mask": OF(
+            "and",
+            OF("documents", query_lengths=[20, 13], kv_lengths=[24, 9]),
+            OF("causal_bottom_right"),
+        )
+    },
     "prefix": {"mask": OF("prefix_lm", prefix=4)},
     "documents": {"mask": OF("document", lengths=[10, 0, 3, 20])},
     "both": {"mask": OF("and", OF("causal"), OF("padding", lengths=[9, 20]))},

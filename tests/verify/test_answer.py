@@ -123,6 +123,15 @@ def test_refusal_during_the_call_is_unsupported():
     assert (record.status, record.reason) == ("unsupported", "not today")
 
 
+@pytest.mark.parametrize(("answer", "status"), [(False, "pass"), (True, "unsupported")])
+def test_unsupported_may_answer_without_a_reason(answer, status, monkeypatch):
+    """It may be a user's method."""
+    monkeypatch.setattr(Ideal, "unsupported", lambda *_: answer)
+    for question in ("compare", "repeat"):
+        case = Case(problem=PROBLEM, question=question)
+        assert run_case(Ideal(), case, device="cpu").status == status
+
+
 def test_compare_counts_wrong_elements():
     def half(_, right):
         right.out[:, 0] *= 0.5

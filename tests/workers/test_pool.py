@@ -331,10 +331,19 @@ def test_units_that_ask_many_questions_are_aborted_at_the_time_limit(
     options = {"wait_for": str(tmp_path / "never"), "touch": str(hour_later_marker)}
     many = unit("many", kind=kind, **options)
     limits = Limits(unit=7200.0, grace=60.0)  # far longer than a worker takes to start
-    ended, _ = run(path, [many], seconds=3600.0, limits=limits)
+    units = [unit("first"), many]
+    ended, _ = run(path, units, workers=1, seconds=3600.0, limits=limits)
     assert (ended.why, ended.at_once, ended.remaining) == ("time is up", False, 1)
     assert read_journal(path).lost.get(many.id, 0) == 0
     assert [one.case["name"] for one in read_journal(path).unfinished] == ["many"]
+
+
+def test_first_unit_of_a_run_has_the_grace_whatever_it_asks(path, hour_later_marker):
+    """A run whose limit is shorter than its first unit would never get further."""
+    describe = unit("a", kind="describe", touch=str(hour_later_marker), seconds=0.6)
+    limits = Limits(unit=7200.0, grace=60.0)
+    ended, _ = run(path, [describe, unit("b")], workers=1, seconds=3600.0, limits=limits)
+    assert (ended.why, ended.finished, ended.remaining) == ("time is up", 1, 1)
 
 
 def test_run_does_only_the_units_of_its_shard(path):

@@ -148,6 +148,7 @@ def document_diagonals(call: ExactAttention) -> Iterator[Form]:
         "of the last": keys[-1] - rows[-1],
         "top left": 0,
     }
+    row_of, row = row_of[call.rows], row[call.rows]
     own = row_of[:, None] == key_of
     for diagonal, rows_later in later.items():
         seen = (own & (key <= row[:, None] + rows_later)).expand(call.shape)

@@ -329,7 +329,7 @@ def _is_fp32(problem: Problem) -> bool:
 
 @MODELS.model(applies=_is_fp32, order=1)
 def products_tf32(call: ExactAttention) -> Iterator[Form]:
-    """Its products are rounded to tf32, or to fp16, which has as many bits: `tl.dot` needs
+    """Its products read operands in tf32, or in fp16, which has as many bits: `tl.dot` needs
     `input_precision="ieee"`, and torch `torch.set_float32_matmul_precision("highest")`; if tf32 is
     meant, check it by `--dtype tf32` on a GPU.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,8 @@ def tail_unmasked(call: ExactAttention) -> Iterator[Form]:
                 yield outputs, {"tile": size}
             # The mask may hide some of the padding, at its places behind the last key.
             if first_key(call.problem) is not None:
-                yield _with_masked_padding(call, count), {"tile": size}
+                with suppress(IndexError):  # A mask that reads a tensor has no such places.
+                    yield _with_masked_padding(call, count), {"tile": size}
         else:
             yield call.exact, {"tile": size}
         # If a key's place in its tile is compared with the end, only a single tile is right.

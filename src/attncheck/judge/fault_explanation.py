@@ -139,7 +139,11 @@ class ObservedError:
         # the bound are mostly rounding, which no fault explains, so there the best one counts.
         each = [rest.share for rest in rests]
         share = min(each) if self.proven or min(each) < -_ROUNDING else max(each)
-        if not share > 0.0:
+        if prediction.ties:
+            # Ties may settle the last numbers. Where scores are large every weight may be near one,
+            # and would explain any error.
+            share = min(share, *(errors[n].rest(tensors[n], free).share for n in self.wrong))
+        if not share > (_MOSTLY if prediction.ties else 0.0):
             return None
         # Larger predicted numbers have larger rounding errors.
         growth = max(1.0, *(errors[name].growth(tensors[name]) for name in self.wrong))

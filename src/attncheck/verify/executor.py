@@ -222,9 +222,10 @@ class InProcess:
             return subject.absent(device) or lacks or subject.unsupported(problem, device)
 
         reason = _answer_of(ask)
-        if isinstance(reason, str):
-            return Failure(kind="refused", message=reason) if reason else None
-        return reason
+        if isinstance(reason, Failure):
+            return reason
+        # ``unsupported`` may be a user's, and give False or True.
+        return Failure(kind="refused", message=str(reason)) if reason else None
 
     def launches(
         self, subject: Subject, problem: Problem, device: str

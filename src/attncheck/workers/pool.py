@@ -168,7 +168,7 @@ class RunEnd:
     """The end of a run."""
 
     why: Why  # Why the run, which can be resumed, ended early; empty if everything is done.
-    at_once: bool  # Whether running units were aborted, on a second interrupt or after the grace.
+    at_once: bool  # Whether all running units were aborted: a second interrupt, or no more grace.
     finished: int  # Number of units that have a result.
     remaining: int  # Number of known units that have none.
 
@@ -334,7 +334,10 @@ class _Run:
         elif now >= until and not self.why:
             self.why = "time is up"
             # Other units ask many questions, which may take minutes, and are repeated as a whole.
-            self.abort([w for w, (unit, _) in self.running.items() if unit.kind != "ask"])
+            # Before the first result they go on for the grace: a run resumed with the same limit
+            # might otherwise never get further.
+            if self.now_done:
+                self.abort([w for w, (unit, _) in self.running.items() if unit.kind != "ask"])
         if interruptions.count > 1 or (self.why and now >= until + limits.grace):
             self.at_once = True
             return
