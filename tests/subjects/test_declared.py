@@ -118,13 +118,6 @@ def test_refusal_of_strides_contradicts_no_table(question):
     assert is_usual or "contiguous, aligned tensors alone" in record.reason
 
 
-def test_refusal_of_a_window_of_0_contradicts_no_table():
-    complete = COMPLETE | {"masks": ["sliding_window"]}
-    kernel = table(**complete)
-    windows = (PLAIN.replace(mask=Spec.of("sliding_window", window=n)) for n in (0, 1))
-    assert [kernel.declares(problem) for problem in windows] == [False, True]
-
-
 def test_declared_argument_that_the_function_lacks_is_an_error():
     record = judge(declared(correct, **COMPLETE, gqa=True), PLAIN.replace(heads=2, kv_heads=1))
     assert record.status == "error"

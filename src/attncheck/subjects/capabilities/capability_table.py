@@ -15,7 +15,7 @@ import msgspec
 from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.errors import AttncheckError, UnknownName, UsageError
 from attncheck.core.formats import DTYPES, FORMATS, Format
-from attncheck.core.mod_spec import NONE, Spec
+from attncheck.core.mod_spec import NONE
 from attncheck.inputs.problem import PROMISES
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from tomlkit.items import InlineTable, Table
 
+    from attncheck.core.mod_spec import Spec
     from attncheck.inputs.problem import Problem
 
 ANY = "any"
@@ -280,12 +281,8 @@ class Capabilities(Limits, frozen=True, kw_only=True):
         undeclarable = problem.dlse or problem.sink or problem.dcaptured
         silent = undeclarable or self.empty_row == "nan"
         gradients = not problem.backward or (bool(self.backward) and not silent)
-        # Nor a window that hides every key, which most conventions cannot express.
-        has_window = problem.mask != Spec.of("sliding_window", window=0)
-        return (
-            has_window
-            and gradients
-            and all(reason == "" for reason in _exclusions(self.limits(problem, device), problem))
+        return gradients and all(
+            reason == "" for reason in _exclusions(self.limits(problem, device), problem)
         )
 
 
