@@ -155,16 +155,9 @@ def _split(
     b64 = b.to(tl.int64)
     kv_head = tl.program_id(0) % kv_heads
     kv_head64 = kv_head.to(tl.int64)
-    packed = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    row_inside = packed < query * group
-    rows = packed // group
-    heads = kv_head * group + packed % group
-    cols = tl.arange(0, BLOCK_D)
-    q_at = heads.to(tl.int64) * q_head + rows.to(tl.int64) * q_row
-    q_block = tl.load(
-        q_ptr + b64 * q_batch + q_at[:, None] + cols[None, :].to(tl.int64) * q_col,
-        mask=row_inside[:, None] & (cols[None, :] < head_dim),
-        other=0.0,
+    heads, rows, row_inside, q_block = _packed_rows(
+        q_ptr, q_batch, q_head, q_row, q_col, b, kv_head, tl.program_id(2), group, query, head_dim,
+        BLOCK_Q, BLOCK_D,
     )
     k_ptr += kv_head64 * k_head
     v_ptr += kv_head64 * v_head
@@ -218,30 +211,94 @@ def _split(
     # then the program computes everything again with care.
     if not FREE:  # noqa: SIM102  (this one is decided when it is compiled)
         if not all_finite(part):
-            part_m, part_total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
-            part = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-            for careful_split in range(program * together, end_split):
-                m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
-                acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-                first = (careful_split * blocks // splits).to(tl.int32)
-                last = ((careful_split + 1) * blocks // splits).to(tl.int32)
-                for block in tl.range(first, last, num_stages=1):
-                    m, total, acc = _step(
-                        block, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col,
-                        table, m, total, acc, b, heads, rows, kv, head_dim, value_dim, factor,
-                        mask_captured, score_captured, MASK, SCORE, IDENTITY, PAGE, True, True,
-                        WEIGHTS_SCALE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
-                    )
-                part_m, part_total, part = added(
-                    part_m, part_total, part, m, total, acc * value_factor, IDENTITY
-                )
+            _split_with_care(
+                q_ptr, k_ptr, v_ptr, out_ptr, m_ptr, total_ptr, q_batch, q_head, q_row, q_col,
+                k_batch, k_row, k_col, v_batch, v_row, v_col, rows_of_all, kv_heads, group, query,
+                kv, splits, program * together, end_split, program, b, kv_head, tl.program_id(2),
+                head_dim, value_dim, factor, value_factor, table, mask_captured, score_captured,
+                MASK, SCORE, IDENTITY, PAGE, WEIGHTS_SCALE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V,
+                PRECISION, IMPRECISE, ADDED,
+            )
+            return
+    _store_part(
+        out_ptr, m_ptr, total_ptr, part, part_m, part_total, program, rows_of_all, b, kv_heads,
+        group, query, heads, rows, row_inside, value_dim, IDENTITY, ADDED, BLOCK_V,
+    )
 
+
+# Not inlined: what it needs would stay in registers during the loops of ``_split``, which spilled.
+@triton.jit(noinline=True)
+def _split_with_care(
+    q_ptr, k_ptr, v_ptr, out_ptr, m_ptr, total_ptr, q_batch, q_head, q_row, q_col, k_page, k_row,
+    k_col, v_page, v_row, v_col, rows_of_all, kv_heads, group, query, kv, splits, split, end_split,
+    program, b, kv_head, block_of_rows, head_dim, value_dim, factor, value_factor, table,
+    mask_captured, score_captured, MASK: tl.constexpr, SCORE: tl.constexpr, IDENTITY: tl.constexpr,
+    PAGE: tl.constexpr, WEIGHTS_SCALE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
+    ADDED: tl.constexpr,
+):
+    """Store a program's results, of these splits, computed with care for non-finite values."""
+    heads, rows, row_inside, q_block = _packed_rows(
+        q_ptr, q_batch, q_head, q_row, q_col, b, kv_head, block_of_rows, group, query, head_dim,
+        BLOCK_Q, BLOCK_D,
+    )
+    blocks = tl.cdiv(kv, BLOCK_K)
+    part_m, part_total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
+    part = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
+    for careful_split in range(split, end_split):
+        m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
+        acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
+        first = (careful_split * blocks // splits).to(tl.int32)
+        last = ((careful_split + 1) * blocks // splits).to(tl.int32)
+        for block in tl.range(first, last, num_stages=1):
+            m, total, acc = _step(
+                block, q_block, k_ptr, v_ptr, k_page, k_row, k_col, v_page, v_row, v_col, table, m,
+                total, acc, b, heads, rows, kv, head_dim, value_dim, factor, mask_captured,
+                score_captured, MASK, SCORE, IDENTITY, PAGE, True, True, WEIGHTS_SCALE, BLOCK_Q,
+                BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
+            )
+        part_m, part_total, part = added(
+            part_m, part_total, part, m, total, acc * value_factor, IDENTITY
+        )
+    _store_part(
+        out_ptr, m_ptr, total_ptr, part, part_m, part_total, program, rows_of_all, b, kv_heads,
+        group, query, heads, rows, row_inside, value_dim, IDENTITY, ADDED, BLOCK_V,
+    )
+
+
+@triton.jit
+def _packed_rows(
+    q_ptr, q_batch, q_head, q_row, q_col, b, kv_head, block, group, query, head_dim,
+    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """Return heads and rows of a block of packed rows, which of them exist, and their q."""
+    packed = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    row_inside = packed < query * group
+    rows = packed // group
+    heads = kv_head * group + packed % group
+    cols = tl.arange(0, BLOCK_D)
+    q_at = heads.to(tl.int64) * q_head + rows.to(tl.int64) * q_row
+    q_block = tl.load(
+        q_ptr + b.to(tl.int64) * q_batch + q_at[:, None] + cols[None, :].to(tl.int64) * q_col,
+        mask=row_inside[:, None] & (cols[None, :] < head_dim),
+        other=0.0,
+    )
+    return heads, rows, row_inside, q_block
+
+
+@triton.jit
+def _store_part(
+    out_ptr, m_ptr, total_ptr, part, part_m, part_total, program, rows_of_all, b, kv_heads, group,
+    query, heads, rows, row_inside, value_dim, IDENTITY: tl.constexpr, ADDED: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Store a program's results; those that are not to be added up as out and LSE."""
     if not ADDED:
         part = normalised(part, part_total)
         part_m = log_sum(part_m, part_total, IDENTITY)
     value_cols = tl.arange(0, BLOCK_V)
     # The rows' indices into this program's contiguous (batch, heads, query).
-    row_at = program * rows_of_all + (b64 * kv_heads * group + heads) * query + rows
+    row_at = program * rows_of_all + (b.to(tl.int64) * kv_heads * group + heads) * query + rows
     tl.store(
         out_ptr + row_at[:, None] * value_dim + value_cols[None, :],
         part,

@@ -241,13 +241,13 @@ _SMALLEST_BLOCK = 16  # least rows of a tensor core's product
 # Blocks up to this many rows and head dims need only this many warps, except in fp32, whose
 # products take many registers.
 _SMALL_BLOCK, _SMALL_DIM, _SMALL_WARPS = 32, 128, 4
-# For such a block in 16 bits, by (rows, head dim): keys, warps and stages that use an H100's memory
+# For such a block in 16 bits, by (rows, head dim): keys, warps and stages that use an H200's memory
 # bandwidth best, and the number of splits that are added up before they are merged by LSE.
 _LONG_TILES = {
     (16, 64): (64, 2, 3, 1),
     (16, 128): (64, 4, 3, 1),
-    (32, 64): (64, 4, 3, 4),
-    (32, 128): (32, 4, 3, 4),
+    (32, 64): (64, 2, 3, 4),
+    (32, 128): (64, 4, 3, 4),
 }
 _SHORTEST_SPLIT = 128  # keys, on a GPU; n times as many keys are cut into √n splits
 _MOST_SPLITS_INTERPRETED = 3
