@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from attncheck.core.judgement import Unclaimed
-from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failure_causes import unclaimed_findings
 from attncheck.subjects.load import load_subject
 from attncheck.verify import claims as room
@@ -45,6 +45,9 @@ def whole_tiles(q, k, v):
     if k.shape[2] % 128:  # the last tile is not masked
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % 128)) for x in (k, v))
     return sdpa(q, k, v)
+
+def first_tile_alone(q, k, v):
+    return sdpa(q, k[:, :, :64], v[:, :, :64])
 
 def halved(q, k, v):
     return sdpa(q, k, v) / 2
@@ -353,6 +356,16 @@ def test_unmasked_last_tile_fails_lengths_questions(find):
     assert record.status == "fail"
     assert record.judgement is not None
     assert record.judgement.rule == "structure"
+
+
+def test_fault_of_every_second_tile_is_no_limit_to_multiples_or_equal_lengths(find):
+    subject, claims = find("first_tile_alone")
+    assert claims.limits() == ""
+    assert wrong(claims) == []
+    limited = on_terms(subject, claims.terms())
+    for query, kv in ((77, 77), (64, 128)):
+        problem = Problem(query=query, kv=kv, heads=2, head_dim=64, dtype="bf16")
+        assert run_case(limited, Case(problem=problem), device="cpu").status == "fail"
 
 
 def test_kernel_that_is_always_wrong_has_no_limits(find):

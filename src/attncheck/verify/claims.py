@@ -240,7 +240,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         base = self._base()
         if base is None or not self.right:
             return
-        tried = {(one.aspect, one.what): one for one in self.tried}
+        tried = {(one.aspect, one.what): one for one in self._results(base)}
         for trial in _trials(base, self.convention, "cuda"):
             one = tried.get((trial.aspect, trial.what))
             claimed = trial.aspect in CLAIMED
@@ -273,7 +273,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         # Wrong answers count as refusals and are asked separately, unless it is right nowhere.
         tried = tuple(
             replace(one, verdict="raises") if one.verdict == "wrong" and self.right else one
-            for one in self.tried
+            for one in self._results(base)
         )
         detected = DetectedCapabilities(
             convention=self.convention,
@@ -306,6 +306,26 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             promises=None,
             override=(square,) if square_only else (),
             backward=False if self._is_forward_alone() else None,
+        )
+
+    def _results(self, base: Problem) -> tuple[TrialResult, ...]:
+        """Return the trials' results, with lengths as taken if it is wrong at any longer than base.
+
+        One that is wrong even at twice the length it was right at, a multiple of the same tiles,
+        has a fault from the second tile on, and is not made for multiples or for equal lengths.
+        """
+        wrong = {(one.aspect, one.what) for one in self.tried if one.verdict == "wrong"}
+        if ("lengths", str(2 * base.query)) not in wrong:
+            return self.tried
+        sizes = {
+            (aspect, what)
+            for aspect, what in wrong
+            if aspect in {"rectangular", "causal"}
+            or (aspect == "lengths" and int(what) > base.query)
+        }
+        return tuple(
+            replace(one, verdict="takes") if (one.aspect, one.what) in sizes else one
+            for one in self.tried
         )
 
     def lse_loss_refusal(self) -> str:
