@@ -41,14 +41,22 @@ def test_shared_reason_is_shown_once(make):
     report = make.report(*(make.refused(k, "unsupported", "no mask") for k in "abc"))
     for page in (render(report, "table"), render(report, "md")):
         assert page.count("no mask") == 1
-        assert page.count("unsupported ¹") == 3
+        assert "a, b, c do not support full: no mask" in page
 
 
 def test_error_and_unsupported_have_separate_notes(make):
     report = make.report(make.refused("a", "unsupported", "x"), make.refused("b", "error", "x"))
     page = render(report, "table")
-    assert "¹ unsupported: x" in page
-    assert "² error: x" in page
+    assert "a does not support full: x" in page
+    assert "¹ error: x" in page
+
+
+def test_line_of_unsupported_cells_names_heads_and_counts_other_shapes(make):
+    refused = make.refused("a", "unsupported", "no GQA", heads="GQA")
+    page = render(make.report(refused, make.record("a", heads="MHA")), "table")
+    assert "a does not support full with GQA 4: no GQA" in page
+    page = render(make.report(refused, make.record("a", heads="GQA")), "table")
+    assert "a does not support full in 1 of 2 cells: no GQA" in page
 
 
 def test_long_reason_is_cut_on_pages_only(make):

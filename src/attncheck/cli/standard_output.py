@@ -92,8 +92,9 @@ class LivePage:
         """Show one more row, or the rows of one more cell."""
         from attncheck.reporting.terminal import row_lines
 
-        section, first = self._rows.row(one)
-        self._print(partial(row_lines, section, first=first))
+        if shown := self._rows.row(one):
+            section, first = shown
+            self._print(partial(row_lines, section, first=first))
 
     def close(self, report: Any) -> int:
         """Show the end of the page, below all rows of ``report``; return its exit code."""

@@ -275,8 +275,11 @@ class LiveRows(Protocol):
     head: Document  # the head of the page
     tables: dict[Any, Table]  # for each set of columns one of the tables shown so far
 
-    def row(self, one: Any) -> tuple[Section, bool]:
-        """Return a section of one new row, and whether its title and headings are new too."""
+    def row(self, one: Any) -> tuple[Section, bool] | None:
+        """Return a section of one new row, and whether its title and headings are new too.
+
+        None if nothing is shown of it before the end of the page.
+        """
 
     def closing(self, report: Any) -> Document:
         """Return the end of the page, below all rows of ``report``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,7 +94,10 @@ _LEAST = {
 
 
 def measurement_document(report: Report) -> Document:
-    """Return the page of ``report``: sections and blocks as planned, kernels as asked for."""
+    """Return the page of ``report``: sections and blocks as planned, kernels as asked for.
+
+    What a kernel does not support has no row: a line below says it once for all such cells.
+    """
     shown = _shown_columns(report)
     notes: dict[tuple[str, str], int] = {}
     letters = environment_letters(report)
@@ -113,7 +116,9 @@ def _closing(
     report: Report, notes: dict[tuple[str, str], int], sections: tuple[Section, ...]
 ) -> Document:
     """Return the page from its ``sections`` on: reasons of rows not passed, how to read it."""
-    below = record_text.reason_sections(notes, report.claims, report.absent)
+    below = record_text.reason_sections(
+        notes, report.claims, report.absent, _unsupported(report.records)
+    )
     missed = " or ".join(record_text.missed_faults(report.records))
     insensitive = f"insensitive: nothing here would have shown {missed}"
     return Document(
@@ -131,6 +136,31 @@ def _closing(
     )
 
 
+def _unsupported(records: Sequence[Record]) -> Iterator[str]:
+    """Yield ``flex does not support alibi, softcap with GQA 4/2: …`` for each set of cells."""
+    lines: dict[str, list[str]] = {}
+    refused = [record for record in records if record.status == "unsupported"]
+    by_reason = group_by(refused, lambda record: (record.kernel, record_text.footnote(record)))
+    for (kernel, reason), alike in by_reason.items():
+        own = [record for record in records if record.kernel == kernel]
+        by_heads: dict[str, list[str]] = {}
+        count = 0
+        for variant, cells in group_by(alike, lambda record: record.variant).items():
+            of_variant = [record for record in own if record.variant == variant]
+            heads = {_block(record)[1]: None for record in cells}
+            count += sum(_block(record)[1] in heads for record in of_variant)
+            all_heads = {_block(record)[1] for record in of_variant} == set(heads)
+            by_heads.setdefault("" if all_heads else " and ".join(heads), []).append(variant)
+        text = "; ".join(
+            f"{', '.join(variants)} with {heads}" if heads else ", ".join(variants)
+            for heads, variants in by_heads.items()
+        )
+        part = f" in {len(alike)} of {count} cells" if len(alike) < count else ""
+        lines.setdefault(f"not support {text}{part}: {reason}", []).append(kernel)
+    for text, kernels in lines.items():
+        yield f"{', '.join(kernels)} {'do' if len(kernels) > 1 else 'does'} {text}"
+
+
 class RowsAsMeasured(LiveRows):
     """The page of a Report whose Records come one by one."""
 
@@ -141,8 +171,10 @@ class RowsAsMeasured(LiveRows):
         self._notes: dict[tuple[str, str], int] = {}
         self._before: tuple[str, tuple[Column, ...], tuple[str, ...]] = "", (), ()
 
-    def row(self, record: Record) -> tuple[Section, bool]:
-        """Return a section of ``record`` alone."""
+    def row(self, record: Record) -> tuple[Section, bool] | None:
+        """Return a section of ``record`` alone; None if it is not supported."""
+        if record.status == "unsupported":
+            return None
         report = replace_struct(self._report, records=(record,))
         ((title, blocks),) = _group_records(report).items()
         letters = environment_letters(report)
@@ -275,6 +307,8 @@ def _section(  # notes and letters are shared by all sections of a page
     rows = []
     for group, records in blocks.items():
         for record in sorted(records, key=lambda one: order.get(one.kernel, len(order))):
+            if record.status == "unsupported":
+                continue
             status = record_text.status_cell(record, record_text.footnote(record), notes)
             kernel = Cell(record.kernel, code=True)
             if record.status not in record_text.JUDGED:
@@ -288,6 +322,8 @@ def _section(  # notes and letters are shared by all sections of a page
     kernel_column = Column("kernel", words=True, cut=True, most=_LONGEST_KERNEL)
     columns = (kernel_column, *(column for _, column in shown))
     visible = record_text.visible_faults([one for records in blocks.values() for one in records])
+    if not rows:
+        return Section("", ())
     table = Table(columns, tuple(rows), groups=("variant", "heads"))
     return Section(title, (table, Note(visible)) if visible else (table,))
 

@@ -103,14 +103,21 @@ def status_cell(record: Record, reason: str, notes: dict[tuple[str, str], int]) 
 
 
 def reason_sections(
-    notes: Mapping[tuple[str, str], int], claims: object, absent: Mapping[str, str]
+    notes: Mapping[tuple[str, str], int],
+    claims: object,
+    absent: Mapping[str, str],
+    unsupported: Iterable[str] = (),
 ) -> list[Section]:
-    """Return a section of numbered reasons, claims and absent kernels, to follow a table."""
+    """Return a section of numbered reasons, claims and absent kernels, to follow a table.
+
+    ``unsupported`` are lines about cells that have no row.
+    """
     looks: dict[str, Look] = dict(STATUS_LOOKS.items())
     lines = [
         Note(f"{superscript(number)} {status}: {reason}", looks.get(status, "plain"))
         for (status, reason), number in notes.items()
     ]
+    lines += map(Note, unsupported)
     for kernel, claim_lines in claims.items() if isinstance(claims, dict) else ():
         lines += [Note(f"{kernel}: {line}") for line in claim_lines]
     lines += [Note(f"{kernel} is absent: {reason}") for kernel, reason in absent.items()]
