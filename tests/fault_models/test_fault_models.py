@@ -1,5 +1,6 @@
 """Every fault model is named for a kernel that has its fault, and none for a right kernel."""
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -259,6 +260,21 @@ def with_unwritten_rows(problem, rows):
     out = result.outputs.out
     out[:, :, rows] += 3 * torch.randn(out[:, :, rows].shape, generator=noise).to(out.dtype)
     return result, evidence
+
+
+def test_rounded_gradients_of_slices_are_named():
+    """torch's autograd adds up the gradients of slices in their dtype, the last slice first."""
+    problem = Problem(
+        heads=1, query=239, kv=1, head_dim=16, dtype="fp16", distribution="small_terms", backward=True
+    )
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
+    exact = ExactGradients(ExactAttention(evidence.inputs)).exact
+    dv = torch.zeros(1, 1, 1, 16, dtype=torch.float16)
+    for part in reversed(evidence.inputs.loss()[0].split(64, 2)):
+        dv = dv + part.sum(2, keepdim=True).half()
+    findings = explain(execute(problem, replace(exact, dv=dv.double())), evidence, proven=True)
+    assert findings.ranking[0].name == "gradient-rounded"
+    assert findings.ranking[0].parameters == {"format": "fp16", "of": "dv", "tile": 64}
 
 
 def test_unwritten_half_of_rows_is_named():

@@ -255,17 +255,20 @@ def gradient_rounded(grad: ExactGradients) -> Iterator[Form]:
         yield grad.gradients(dp=rounded(grad.dp)), {"format": name, "of": "dP"}
         yield grad.gradients(delta=rounded(grad.delta)), {"format": name, "of": "delta"}
         yield grad.of_scores(rounded(dz)), {"format": name, "of": "dS"}
-        # A tile's term may be rounded, or the running sum; before the scale, or after it.
+        # A tile's term may be rounded, or the running sum; before the scale, or after it. torch's
+        # autograd adds up rounded gradients of slices, the last slice first.
         products = {"dq": (dx, call.k, call.key_tiles)}
         products["dk"] = (dx.mT, call.q, call.row_tiles)
         products["dv"] = (p.mT, grad.dout, call.row_tiles)
         for of, (weights, values, sizes) in products.items():
             units = (1.0,) if of == "dv" else dict.fromkeys((call.scale, 1.0))
-            for size, unit, summed in product(sizes, units, (False, True)):
+            for size, unit, way in product(sizes, units, ("terms", "sums", "slices")):
                 sums = torch.zeros_like(weights[..., :1] * values[..., :1, :])
-                for at in range(0, values.shape[2], size):
+                starts = range(0, values.shape[2], size)
+                for at in reversed(starts) if way == "slices" else starts:
                     part = weights[..., at : at + size] @ values[..., at : at + size, :] * unit
-                    sums = rounded(sums + part) if summed else sums + rounded(part)
+                    sums = sums + (part if way == "sums" else rounded(part))
+                    sums = sums if way == "terms" else rounded(sums)
                 whole = sums if of == "dv" else sums * (call.scale / unit)
                 whole = whole if of == "dq" else sum_group(whole, call.problem.group)
                 yield replace(exact, **{of: whole}), {"format": name, "of": of, "tile": size}
