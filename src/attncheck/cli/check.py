@@ -20,12 +20,11 @@ from attncheck.cli import verb
 from attncheck.cli.long_runs import TRIALS, progress
 from attncheck.cli.options import few_threads, start_worker, typed_command
 from attncheck.cli.standard_output import interrupts, standard_output
-from attncheck.core.default_dtype import DEFAULT_DTYPE
 from attncheck.core.errors import UnknownName, UsageError, require_known
 from attncheck.core.source_files import load_member
 from attncheck.records.failure_causes import symptom
 from attncheck.records.json_reports import load_report
-from attncheck.records.record import FAILED_STATUSES, Record, Report
+from attncheck.records.record import DEFAULT_DTYPE, FAILED_STATUSES, Record, Report
 from attncheck.reporting.exit_codes import check_exit_code
 from attncheck.workers.process import Died, HeldOutput
 

@@ -17,14 +17,13 @@ from torch import Tensor
 
 from attncheck.cases.check_cases import check_cases, crossed_cases
 from attncheck.core.declared_arithmetic import Arithmetic
-from attncheck.core.default_dtype import DEFAULT_DTYPE
 from attncheck.core.errors import OraclesDisagree, UnknownName, UsageError
 from attncheck.core.judgement import BlindSpot, Judgement, Worst
 from attncheck.diagnose.diagnosis import CauseSearch
 from attncheck.diagnose.user_tensors import UserOutputs
 from attncheck.inputs.input_tensors import Descale, Inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.records.record import UNTRUSTED_STATUSES, Record
+from attncheck.records.record import DEFAULT_DTYPE, UNTRUSTED_STATUSES, Record
 from attncheck.reporting.check_document import worst_record
 from attncheck.reporting.diagnosis_text import explanation_facts, tile_picture
 from attncheck.subjects.capabilities.subject import Subject

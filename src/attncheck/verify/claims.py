@@ -23,12 +23,12 @@ import msgspec
 from msgspec.structs import replace
 
 from attncheck.cases.check_cases import CheckCase, call_cases, check_cases, crossed_cases
-from attncheck.core.default_dtype import DEFAULT_DTYPE
 from attncheck.core.errors import UsageError
 from attncheck.core.files import write_texts
 from attncheck.core.judgement import Unclaimed
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failure_causes import without_place
+from attncheck.records.record import DEFAULT_DTYPE
 from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import Convention, ConventionOptions
