@@ -313,7 +313,13 @@ def test_exception_is_shown_with_frames_of_the_kernel_alone(check, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("result", "asks_all"), [("None", False), ("out[:, :, :-1]", False), ("out.double()", True)]
+    ("result", "asks_all"),
+    [
+        ("None", False),
+        ("out[:, :, :-1]", False),
+        ("out.double()", True),
+        ("(out, out[:, :, 0, 0])", True),  # out could be judged, were it not for LSE
+    ],
 )
 def test_kernel_that_returns_nothing_to_judge_is_not_asked_everything(
     check, tmp_path, result, asks_all
