@@ -289,6 +289,7 @@ BY_CHECK = {
         ("flash_attn", "sinks without the maximum"),
     ],
     "slopes": [
+        ("flash_attn", "slopes of the first sequence"),
         ("flash_attn", "slopes upwards"),
         ("flash_attn", "backward: slopes upwards"),
         ("flash_attn", "slopes of rows without a cache"),
@@ -338,7 +339,6 @@ BY_CHECK = {
 """Faults that the crossed questions of ``check`` reveal, by parameter: convention and fault."""
 
 BY_GATE = {
-    "slopes": [("flash_attn", "slopes of the first sequence")],
     "scale": [("sdpa", "scale or default"), ("flash_attn", "scale without its sign")],
 }
 """Faults that the bounds of a gate reveal, but no question of ``check``."""
