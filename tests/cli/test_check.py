@@ -50,12 +50,6 @@ def check(attncheck):
     return lambda *words, cwd: attncheck("check", *words, cwd=cwd)
 
 
-@pytest.fixture
-def project(tmp_path):
-    (tmp_path / "mine.py").write_text(KERNELS)
-    return tmp_path
-
-
 def test_correct_kernel_passes_and_writes_reports(run_fresh, tmp_path):
     run = run_fresh("check", f"{EXAMPLE}::attention", *QUICK, cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")

@@ -31,6 +31,7 @@ from attncheck.records.survey_reports import (
     Agreement,
     Certificate,
     Distance,
+    OracleOnCase,
     OracleRecord,
     OracleReport,
     Rows,
@@ -76,7 +77,7 @@ def check_problem_size(problem: Problem, rows: int, most: int, what: str) -> Non
         )
 
 
-def oracle_summaries(records: Iterable[OracleRecord | Certificate]) -> dict[str, str]:
+def oracle_summaries(records: Iterable[OracleOnCase]) -> dict[str, str]:
     """Return the oracles in the records with their descriptions."""
     measured = {record.oracle for record in records}
     return {name: summary for name, summary in ORACLES.items() if name in measured}
