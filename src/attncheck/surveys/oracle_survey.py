@@ -29,7 +29,6 @@ from attncheck.oracles.recurrence_steps import Result
 from attncheck.records.survey_reports import (
     TRUTH,
     Agreement,
-    Certificate,
     Distance,
     OracleOnCase,
     OracleRecord,
