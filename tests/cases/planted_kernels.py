@@ -39,7 +39,8 @@ def unfused(  # one step after another; each fault replaces one of them
     finish=lambda out, lse: (out, lse),
 ):
     key, value = share(query, key, value)
-    scores = query.float() @ key.float().mT * (scale or default(query.shape[3]))
+    scale = default(query.shape[3]) if scale is None else scale
+    scores = query.float() @ key.float().mT * scale
     mask = visible(visible_keys(query, key, attn_mask, diagonal if is_causal else None))
     scores = change(scores).masked_fill(~mask, HIDDEN)
     lse = scores.logsumexp(-1)

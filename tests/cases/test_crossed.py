@@ -47,6 +47,13 @@ def test_check_asks_nothing_of_what_its_page_leaves_to_a_gate():
     assert questions.isdisjoint({*RELATIONS["determinism"], *RELATIONS["memory"]} - {"call_order"})
 
 
+def test_slopes_of_each_sequence_are_asked_of_several_sequences():
+    cases = crossed_cases("bf16", (), lambda problem: problem.paging is None)
+    problems = [one.case.problem for one in cases]
+    sloped = [one for one in problems if "alibi_by_sequence" in str(one.score)]
+    assert max(one.batch for one in sloped) > 1
+
+
 PLANTED = [(name, *each) for name, faults in BY_CHECK.items() for each in faults]
 
 
@@ -61,8 +68,6 @@ def test_fault_at_one_value_of_a_parameter_is_found(parameter, convention, fault
 def test_fault_left_to_the_gate_is_found_by_rows_of_the_gate(convention, fault):
     subject, takes = load_kernel(convention, fault)
     rows = [{"dtype": "bf16", "shape": "ragged", "scale": scale} for scale in ("zero", "negative")]
-    rows.append({"score": "alibi by sequence", "mask": "causal", "shape": "even"})
-    rows[-1]["heads"] = "sequences GQA"
     problems = [row_problem(row, "tiny", 0) for row in rows]
     cases = [Case(problem=problem) for problem in problems if takes(problem)]
     assert "fail" in [run_case(subject, case, device="cpu", brief=True).status for case in cases]

@@ -18,6 +18,14 @@ def forks(forked_workers):
     """Fork the workers of verbs that run in the test's process: it saves their imports."""
 
 
+@pytest.fixture
+def project(request, tmp_path, monkeypatch):
+    """The working directory, with ``KERNELS`` of the test's file as ``mine.py``."""
+    (tmp_path / "mine.py").write_text(request.module.KERNELS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def attncheck(warm_python):
     """``attncheck(word, …, cwd=…)``: ``python -m attncheck`` in a process with warm imports.

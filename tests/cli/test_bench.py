@@ -29,12 +29,6 @@ QUICK = ("--shape", "2x2x48x8", "--variant", "causal", "--dtype", "fp32", "-q", 
 TORCH = ("--kernel", "sdpa-math", "--kernel", "sdpa-flash")
 
 
-@pytest.fixture
-def project(tmp_path):
-    (tmp_path / "mine.py").write_text(KERNELS)
-    return tmp_path
-
-
 def report(folder):
     return json.loads((folder / "reports" / "bench.json").read_text())
 

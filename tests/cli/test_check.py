@@ -50,12 +50,6 @@ def check(attncheck):
     return lambda *words, cwd: attncheck("check", *words, cwd=cwd)
 
 
-@pytest.fixture
-def project(tmp_path):
-    (tmp_path / "mine.py").write_text(KERNELS)
-    return tmp_path
-
-
 def test_correct_kernel_passes_and_writes_reports(run_fresh, tmp_path):
     run = run_fresh("check", f"{EXAMPLE}::attention", *QUICK, cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
@@ -313,7 +307,13 @@ def test_exception_is_shown_with_frames_of_the_kernel_alone(check, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("result", "asks_all"), [("None", False), ("out[:, :, :-1]", False), ("out.double()", True)]
+    ("result", "asks_all"),
+    [
+        ("None", False),
+        ("out[:, :, :-1]", False),
+        ("out.double()", True),
+        ("(out, out[:, :, 0, 0])", True),  # out could be judged, were it not for LSE
+    ],
 )
 def test_kernel_that_returns_nothing_to_judge_is_not_asked_everything(
     check, tmp_path, result, asks_all

@@ -20,11 +20,9 @@ PROJECT = "# Kept, to the byte.\n[project]\nname    = 'mine'\n"
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(KERNELS)
-    (tmp_path / "pyproject.toml").write_text(PROJECT)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def project(project):
+    (project / "pyproject.toml").write_text(PROJECT)
+    return project
 
 
 @pytest.fixture

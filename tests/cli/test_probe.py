@@ -26,13 +26,6 @@ def exits(q, k, v):
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(KERNELS)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def attncheck(project, run_verb):
     return run_verb
 

@@ -277,6 +277,15 @@ def test_rounded_gradients_of_slices_are_named():
     assert findings.ranking[0].parameters == {"format": "fp16", "of": "dv", "tile": 64}
 
 
+def test_single_row_without_its_window_does_not_see_padding():
+    window = OF("offset", OF("sliding_window", window=9), rows=76)
+    padding = OF("padding", lengths=[60])
+    call = ExactAttention(draw_inputs(Problem(query=1, kv=77, mask=OF("and", padding, window))))
+    padded = ExactAttention(draw_inputs(Problem(query=1, kv=77, mask=padding)))
+    prediction = next(FAULT_MODELS["one-row-sees-all"].predictions(call))
+    assert torch.equal(prediction.outputs.out, padded.parts.out)
+
+
 def test_unwritten_half_of_rows_is_named():
     result, evidence = with_unwritten_rows(Problem(**RAGGED), slice(0, RAGGED["query"] // 2))
     assert best_models(result, evidence) == ["half-unwritten"]

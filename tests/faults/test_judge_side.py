@@ -27,7 +27,7 @@ from attncheck.records.record import FAILED_STATUSES
 from attncheck.subjects.conventions.call_tensors import paged_inputs
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.question_fit import allowed_parameters
+from attncheck.verify.question_fit import question_named
 from attncheck.verify.run_case import run_case
 
 FULL = Problem(heads=2, query=20, kv=33, head_dim=16, dtype="bf16")
@@ -41,7 +41,9 @@ def ask(subject, problem, question="compare", **parameters):
 
 def ask_first(problem, question, subject=None):
     """Ask with the first, most telling, of the allowed parameters."""
-    parameters = {name: values[0] for name, values in allowed_parameters(question, problem).items()}
+    parameters = {
+        name: values[0] for name, values in question_named(question).allowed(problem).items()
+    }
     return ask(subject or Ideal(), problem, question, **parameters)
 
 

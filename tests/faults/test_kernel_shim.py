@@ -1,7 +1,10 @@
 """A shim calls a kernel of the fault catalogue through the signature of a user's own function."""
 
+import functools
+
 import pytest
 import torch
+from tests.subjects import plain_kernels
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -83,26 +86,23 @@ def band(query, kv, arguments):
     return ((left < 0) | (own >= -left)) & ((right < 0) | (own <= right))
 
 
-def flash_attn_func(  # noqa: PLR0917  # theirs
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-):
-    raise AssertionError("the shim must replace this")
+def unreplaced(function):
+    """A function of the same signature, which the shim must replace."""
+
+    @functools.wraps(function)
+    def call(*_, **__):
+        raise AssertionError("the shim must replace this")
+
+    return call
 
 
+flash_attn_func = unreplaced(plain_kernels.flash_attn_with())
+
+
+@unreplaced
 def varlen_func(  # noqa: PLR0917  # theirs
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False, window_size=None
-):
-    raise AssertionError("the shim must replace this")
+): ...
 
 
 ADDED, BY_BATCH = randn(40, 40), randn(2, 1, 40, 40) > -1

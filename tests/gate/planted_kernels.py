@@ -19,6 +19,10 @@ def of_another_dtype(query, key, value, *, is_causal=False, scale=None):
     return right(query, key, value, is_causal=is_causal, scale=scale).double()
 
 
+def right_in_fp32(query, key, value, *, is_causal=False, scale=None):
+    return right(query, key, value, is_causal=is_causal, scale=scale).float()
+
+
 def sees_the_next_key(query, key, value, *, is_causal=False, scale=None):
     scores = (query.double() @ key.double().mT) * (
         query.shape[-1] ** -0.5 if scale is None else scale

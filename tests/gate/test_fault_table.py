@@ -17,7 +17,7 @@ from attncheck import oracles
 from attncheck.core.mod_spec import Spec
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.inputs.problem import Case, Problem
-from attncheck.verify.question_fit import allowed_parameters
+from attncheck.verify.question_fit import question_named
 from attncheck.workers.units import Unit
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +89,8 @@ def problem(length, seed=0):
 def ask(gate, file, length, *, question="compare", seed=0):
     question_problem = problem(length, seed)
     numbers = {
-        name: values[0] for name, values in allowed_parameters(question, question_problem).items()
+        name: values[0]
+        for name, values in question_named(question).allowed(question_problem).items()
     }
     case = Case(problem=question_problem, question=question, parameters=numbers)
     unit = Unit(

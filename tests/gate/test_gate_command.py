@@ -213,3 +213,12 @@ def test_fail_fast_stops_the_run_at_the_first_failure(gate, tmp_path):
     assert report.unfinished
     assert "stopped early, before the questions of bounds were chosen" in report.unfinished_because
     assert "--in-process" in done.stderr
+
+
+def test_kernel_that_gives_no_out_is_not_asked_everything(gate, tmp_path):
+    (tmp_path / "mine.py").write_text("def kernel(query, key, value, is_causal=False): ...\n")
+    done = gate("mine.py::kernel", *LITTLE, "--in-process", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    report = load_report(tmp_path / "reports" / "gate" / "gate.json", GateReport)
+    failed = [one for one in report.answers if one.record.status != "unsupported"]
+    assert (len(failed), bool(report.unfinished)) == (12, True)

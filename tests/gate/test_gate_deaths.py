@@ -102,19 +102,23 @@ def test_judge_out_of_memory_retries_and_does_not_blame_the_kernel(
     (answer,) = gate.do(unit).answers
     gate.close()
     assert answer.record.status == status, answer.record
-    assert waits == [0.5, 2.0, 8.0, 0][: min(shortages, 4)]
+    assert waits == [0.5, 2.0, 8.0][:shortages]
     if status == "unsupported":
         assert "too small for it: out of memory for the" in answer.record.reason
 
 
-@pytest.mark.parametrize(("others", "asks"), [(True, 3), (False, 1)])
-def test_question_that_needs_much_memory_waits_while_others_hold_it(others, asks, monkeypatch):
+@pytest.mark.parametrize(
+    ("others", "shortages", "asks"), [(True, 2, 3), (False, 2, 1), (True, 99, 4)]
+)
+def test_question_that_needs_much_memory_waits_while_others_hold_it(
+    others, shortages, asks, monkeypatch
+):
     tried, run_case = [], gate_worker.run_case
 
     def short_of_memory(subject, case, **options):
         tried.append(1)
         record = run_case(subject, case, **options)
-        if len(tried) == 3:
+        if len(tried) > shortages:
             return record
         reason = "this machine is too small for it: 37 GiB are needed, and 31 are free."
         return msgspec.structs.replace(record, status="unsupported", reason=reason)
@@ -133,7 +137,7 @@ def test_question_that_needs_much_memory_waits_while_others_hold_it(others, asks
     (answer,) = gate.do(unit).answers
     gate.close()
     assert len(tried) == asks
-    assert answer.record.status == ("pass" if others else "unsupported"), answer.record
+    assert answer.record.status == ("pass" if asks > shortages else "unsupported")
 
 
 @pytest.mark.parametrize(("query", "places"), [(64, {"cpu"}), (512, {"", "cpu"}), (8192, {""})])
@@ -153,5 +157,5 @@ def test_judge_out_of_gpu_memory_tries_the_cpu_last(query, places, monkeypatch):
     (answer,) = gate.do(unit).answers
     gate.close()
     assert answer.record.status == "unsupported"
-    assert (len(tried), set(tried)) == (5, places)
+    assert (len(tried), set(tried)) == (3 + len(places), places)
     assert tried[-1] == max(places)

@@ -302,6 +302,16 @@ def test_plain_function_is_tested_within_its_documented_claims(kernel, causes):
     assert {problem_of(record).dtype for record in passed} == {"fp16"}
 
 
+def test_wrong_dtype_is_beyond_the_claims_unless_it_is_requested():
+    """As in a check: what is typed is claimed."""
+    for dtypes, is_claimed in (("", False), ("bf16", True)):
+        _, results = drive(planted("right_in_fp32"), dtypes=dtypes, stages="contract")
+        records = [answer.record for answer in answers(results)]
+        failed = [record for record in records if record.status in FAILED_STATUSES]
+        (one,) = [record for record in failed if "dtypes-bf16" in record.variant]
+        assert (one.unclaimed is msgspec.UNSET, one.variant == "dtypes-bf16") == 2 * (is_claimed,)
+
+
 def test_decode_only_kernel_gets_its_full_share_of_bound_cases():
     """Its limit on rows is known before planning, so no bound case is lost to a refusal."""
     _, results = drive(planted("decode_only"), stages="bounds")

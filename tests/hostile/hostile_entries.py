@@ -42,7 +42,6 @@ from torch.nn.functional import scaled_dot_product_attention as right
 """
 _MOST_LINES = 4  # on standard error
 _VERDICTS = {0, 1, 5}  # with any other exit code, standard error starts with the one line
-_CODES = {0, 1, 2, 3, 5, 130}
 _SECONDS = 60
 # Escapes, control characters except tab and newline, and characters that reverse or hide text.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")

@@ -17,7 +17,7 @@ from attncheck.subjects.load import load_subject
 from attncheck.subjects.triton_caches import MOST_ROWS, Decode, splits_of
 from attncheck.verify.environment import prepare
 from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.question_fit import allowed_parameters
+from attncheck.verify.question_fit import question_named
 from attncheck.verify.run_case import run_case
 
 FULL, BOTTOM_RIGHT = Spec.of("full"), Spec.of("causal_bottom_right")
@@ -98,7 +98,7 @@ def test_outputs_pass_for_groups_of_up_to_128_rows(heads, query):
 
 @pytest.mark.parametrize("question", ["alone_in_batch", "batch_permutation", "head_permutation"])
 def test_outputs_do_not_depend_on_the_batch(question):
-    allowed = allowed_parameters(question, small())
+    allowed = question_named(question).allowed(small())
     parameters = {name: numbers[-1] for name, numbers in allowed.items()}
     case = Case(problem=small(), question=question, parameters=parameters)
     assert run_case(Decode(), case, device="cpu").status == "pass"

@@ -10,14 +10,7 @@ import itertools
 import math
 
 import torch
-
-
-def seen_keys(query, kv, left, right, at):
-    """Row ``i`` sees keys from ``i + at - left`` to ``i + at + right``; −1 is no limit."""
-    distance = torch.arange(kv) - torch.arange(query)[:, None] - at
-    seen = torch.ones(query, kv, dtype=torch.bool)
-    seen &= (distance >= -left) if left >= 0 else True
-    return seen & ((distance <= right) if right >= 0 else True)
+from tests.subjects.plain_kernels import banded
 
 
 def attend(q, k, v, seen, scale=None, cap=0.0, bias=0.0, sinks=None, fault=""):
@@ -108,7 +101,7 @@ def one_flash(q, k, v, softmax_scale, causal, window, cap, slopes, sinks, fault)
         left = kv - 2
     if fault == "no softcap":
         cap = 0.0
-    seen = seen_keys(query, kv, left, right, at).expand(heads, query, kv)
+    seen = banded(query, kv, left, right, at).expand(heads, query, kv)
     if kv == 0:
         return q.new_zeros(query, heads, v.shape[2]), q.new_zeros(heads, query).float() - math.inf
     group = heads // k.shape[1]
@@ -255,7 +248,7 @@ def sdpa(fault):
         query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, sinks=None
     ):
         rows, keys = query.shape[2], key.shape[2]
-        mask = seen_keys(rows, keys, -1, 0 if is_causal else -1, 0)
+        mask = banded(rows, keys, -1, 0 if is_causal else -1, 0)
         mask = mask if attn_mask is None else attn_mask
 
         def run(fault, q, k, v, sinks=None):
@@ -289,6 +282,7 @@ BY_CHECK = {
         ("flash_attn", "sinks without the maximum"),
     ],
     "slopes": [
+        ("flash_attn", "slopes of the first sequence"),
         ("flash_attn", "slopes upwards"),
         ("flash_attn", "backward: slopes upwards"),
         ("flash_attn", "slopes of rows without a cache"),
@@ -338,7 +332,6 @@ BY_CHECK = {
 """Faults that the crossed questions of ``check`` reveal, by parameter: convention and fault."""
 
 BY_GATE = {
-    "slopes": [("flash_attn", "slopes of the first sequence")],
     "scale": [("sdpa", "scale or default"), ("flash_attn", "scale without its sign")],
 }
 """Faults that the bounds of a gate reveal, but no question of ``check``."""

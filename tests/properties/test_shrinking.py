@@ -10,7 +10,7 @@ import pytest
 
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
-from attncheck.verify.question_fit import allowed_parameters, question_problem, unfit_reason
+from attncheck.verify.question_fit import question_named, question_problem
 
 QUERIES = (1, 2, 17)
 LONGEST = 40
@@ -109,8 +109,8 @@ def grid(fault: Fault) -> Iterator[Case]:
 def make_cases(question: str, problem: Problem) -> Iterator[Case]:
     """Cases with the first two values of each parameter, or none if the question does not fit."""
     problem = question_problem(question, problem)
-    if unfit_reason(question, problem) is None:
-        allowed = allowed_parameters(question, problem)
+    if question_named(question).unfit(problem) is None:
+        allowed = question_named(question).allowed(problem)
         for values in itertools.product(*(each[:2] for each in allowed.values())):
             numbers = dict(zip(allowed, values, strict=True))
             yield Case(problem=problem, question=question, parameters=numbers)

@@ -193,6 +193,12 @@ def test_problem_that_the_convention_cannot_express_is_unsupported(convention, c
     assert reason in (subject.unsupported(small(**changes), "cpu") or "")
 
 
+def test_slopes_of_a_top_left_function_count_distance_from_its_own_diagonal():
+    subject = wrap_kernel(plain.flash_attn_with("top_left"), "flash_attn", causal="top_left")
+    later = small(score=LATER_ALIBI, mask=CAUSAL, kv=31)
+    assert "-slope·|i - j|, which is another" in (subject.unsupported(later, "cpu") or "")
+
+
 @pytest.mark.parametrize(
     ("takes", "mask", "passed"),
     [

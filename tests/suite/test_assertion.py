@@ -45,7 +45,8 @@ def random_qkv(dtype=torch.bfloat16, query=24, kv=33, heads=4, kv_heads=4, dim=1
 def attention_and_lse(qkv, change=lambda scores, *_: scores, scale=None, sink=None):
     """Out and LSE, every step in fp32 but P, which P·V reads rounded; a sink has no value."""
     q, k, v = qkv.values()
-    scores = q.float() @ k.float().mT * (scale or 1 / math.sqrt(q.shape[3]))
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    scores = q.float() @ k.float().mT * scale
     indices = [torch.arange(size).view(*(-1 if i == j else 1 for j in range(4)))
                for i, size in enumerate(scores.shape)]  # fmt: skip
     scores = change(scores, *indices)

@@ -97,6 +97,13 @@ def test_check_reports_every_wrong_answer_at_once(monkeypatch):
     assert re.search(r"Reproduce: attncheck repro \w+$", text)
 
 
+def test_check_of_a_function_that_gives_no_out_ends_after_a_dozen_answers():
+    def nothing(query, key, value, is_causal=False, scale=None): ...
+
+    with pytest.raises(AssertionError, match=r"12 of 12 questions failed, .* more were not asked"):
+        attncheck.check(nothing, device="cpu")
+
+
 def test_check_that_tested_nothing_fails(monkeypatch):
     from attncheck.suite import python_api
 

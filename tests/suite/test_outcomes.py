@@ -59,7 +59,8 @@ def test_nan_of_a_hidden_key_is_a_warning_in_the_summary(repository):
     formula = """
 def unfused(query, key, value, is_causal=False, scale=None, enable_gqa=False):
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    scores = (query.float() @ key.float().mT) * (scale or query.shape[3] ** -0.5)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    scores = (query.float() @ key.float().mT) * scale
     if is_causal:
         seen = scores.new_ones(scores.shape[-2:]).tril().bool()
         scores = scores.masked_fill(~seen, float("-inf"))

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from attncheck.inputs.problem import Problem
-from attncheck.subjects.capabilities.capability_table import read_table, render_table
+from attncheck.subjects.capabilities.capability_table import (
+    Override,
+    When,
+    read_table,
+    render_table,
+)
 from attncheck.subjects.conventions.convention import ConventionOptions
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import Candidate
@@ -138,6 +143,19 @@ def test_masks_refused_at_unequal_lengths_are_not_declared_there(
     assert tuple(mask for one in table.override for mask in one.when.mask) == square
     # What the convention cannot express was not asked of the kernel.
     assert "sliding_window, query < kv" not in verdicts(detection, "unequal")
+
+
+def test_unequal_lengths_that_a_subject_says_it_refuses_are_not_declared(detect):
+    class SquareWindows(Ideal):
+        def unsupported(self, problem, device):
+            if problem.mask.name == "sliding_window" and problem.query != problem.kv:
+                return "windows are of as many keys as queries"
+            return super().unsupported(problem, device)
+
+    detection = detect(SquareWindows(), "masks", "unequal", conventions=("native",))
+    table, _ = propose_table(detection, "mine.py::Kernel")
+    square = Override(when=When(mask=("sliding_window",)), rectangular=False)
+    assert (table.rectangular, table.override) == (True, (square,))
 
 
 def test_mask_taken_at_one_kind_of_unequal_lengths_leaves_rectangular_undeclared(detect):

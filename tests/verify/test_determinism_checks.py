@@ -11,11 +11,7 @@ from attncheck.core.errors import ProblemError, UsageError
 from attncheck.records.failure_causes import without_place
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_checks import CHECKS, check_named
-from attncheck.verify.question_fit import (
-    allowed_parameters,
-    question_named,
-    unfit_reason,
-)
+from attncheck.verify.question_fit import question_named
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -102,7 +98,10 @@ def test_exception_in_the_kernel_is_an_error():
 
 def test_neighbours_rejects_a_batch_of_one():
     alone = SMALL.replace(batch=1)
-    assert unfit_reason("neighbours", alone) == "its only sequence is alone; it has one sequence"
+    assert (
+        question_named("neighbours").unfit(alone)
+        == "its only sequence is alone; it has one sequence"
+    )
     with pytest.raises(ProblemError, match="its only sequence is alone"):
         run_check("ideal", "neighbours", alone)
 
@@ -118,7 +117,7 @@ def test_documentation_lists_every_check():
 def test_checks_have_summary_and_parameters_and_reject_unknown_ones():
     for name, check in CHECKS.items():
         assert question_named(name).summary == check.summary
-        assert allowed_parameters(name, SMALL) == check.allowed(SMALL)
+        assert question_named(name).allowed(SMALL) == check.allowed(SMALL)
         assert "\n" not in check.summary
     assert check_named("guards") is CHECKS["guards"]
     with pytest.raises(UsageError, match="repeat"):

@@ -77,7 +77,8 @@ def tiled_kernel(tile=64, **kept):
     """``F.scaled_dot_product_attention`` of full masks, with its sums ``kept`` in these formats."""
 
     def attention(query, key, value, *, scale=None):
-        return Tiled.apply(query, key, value, scale or query.shape[-1] ** -0.5, tile, kept)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return Tiled.apply(query, key, value, scale, tile, kept)
 
     return make_subject(attention, "tiled_kernel", "sdpa")
 

@@ -20,7 +20,7 @@ from attncheck.records.record import FAILED_STATUSES
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify import second_opinion as room
 from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.question_fit import allowed_parameters
+from attncheck.verify.question_fit import question_named
 from attncheck.verify.run_case import run_case
 
 FULL = Problem(heads=2, kv_heads=1, query=12, kv=9, head_dim=16, dtype="fp16")
@@ -125,7 +125,9 @@ def test_disagreement_names_the_element_and_the_oracles(break_oracle):
 
 @pytest.mark.parametrize("question", ["decode", "ones", "ramp"])
 def test_broken_oracle_is_no_verdict_on_a_probe(break_oracle, question):
-    parameters = {name: values[0] for name, values in allowed_parameters(question, FULL).items()}
+    parameters = {
+        name: values[0] for name, values in question_named(question).allowed(FULL).items()
+    }
     assert run(Ideal(), FULL, question=question, parameters=parameters).status == "pass"
     break_oracle("out", (0, 1, 5), 1.0)
     record = run(Ideal(), FULL, question=question, parameters=parameters)

@@ -279,6 +279,8 @@ TOGETHER: tuple[Fields, ...] = (
     {"mask": "causal", "score": "small softcap", "shape": "even"},
     # Kernels have a path for one row, which needs no causal mask, and forget the window there.
     {"mask": "window_bottom_right", "shape": "one row"},
+    # Slopes by sequence differ from those of the first only beside another sequence.
+    {"mask": "causal", "score": "alibi by sequence", "shape": "even", "heads": "two sequences"},
 )
 """Combinations that find faults that no single value of theirs finds: in rows of their own."""
 

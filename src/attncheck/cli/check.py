@@ -20,17 +20,16 @@ from attncheck.cli import verb
 from attncheck.cli.long_runs import TRIALS, progress
 from attncheck.cli.options import few_threads, start_worker, typed_command
 from attncheck.cli.standard_output import interrupts, standard_output
-from attncheck.core.default_dtype import DEFAULT_DTYPE
 from attncheck.core.errors import UnknownName, UsageError, require_known
 from attncheck.core.source_files import load_member
-from attncheck.records.failure_causes import symptom
+from attncheck.records.failure_causes import gives_no_out
 from attncheck.records.json_reports import load_report
-from attncheck.records.record import FAILED_STATUSES, Record, Report
+from attncheck.records.record import DEFAULT_DTYPE, FAILED_STATUSES, Record, Report
 from attncheck.reporting.exit_codes import check_exit_code
 from attncheck.workers.process import Died, HeldOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from attncheck.cases.check_cases import CheckCase
     from attncheck.subjects.capabilities.subject import Subject
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
 _MOST_SEARCHES = 4  # searches for a cause among all fault models, each of which takes a second
 _SECONDS_BETWEEN_LOOKS = 0.3  # between checks of --watch for changed files
-_MOST_WRONG_FORMS = 12  # results of one wrong form, and no other, after which no more are asked
 _FLEX_SHAPE = "2x4/2x128x64"  # default --shape of --flex
 
 
@@ -444,7 +442,7 @@ def _ask_questions(
 ) -> Report:
     """Return the Report with a Record for every question.
 
-    After a timeout, too many deaths or too many results of the same wrong form, no more are asked.
+    After a timeout, too many deaths or a dozen answers without an out, no more are asked.
     """
     from attncheck.verify.deaths import DEATHS, MOST_DEATHS
     from attncheck.verify.verify import iter_records
@@ -464,22 +462,10 @@ def _ask_questions(
             deaths += wild or record.status in DEATHS
             records.append(record)
             # Further questions could take as long, and the verdict does not need them.
-            if record.status == "timeout" or deaths >= MOST_DEATHS or _gives_no_outputs(records):
+            if record.status == "timeout" or deaths >= MOST_DEATHS or gives_no_out(records):
                 break
     not_asked = _not_asked(len(questions) - len(records))
     return replace(report, records=tuple(records), incomplete=not_asked)
-
-
-def _gives_no_outputs(records: Sequence[Record]) -> bool:
-    """Return whether every answer so far had the same wrong form, and enough of them settle it."""
-    asked = [one for one in records if one.status != "unsupported"]
-    if len(asked) < _MOST_WRONG_FORMS or len({symptom(one) for one in asked}) > 1:
-        return False
-    judgement = asked[0].judgement
-    # A wrong dtype may be right where another dtype is asked.
-    return judgement is not None and (
-        judgement.rule == "contract" and ".dtype=" not in judgement.reason
-    )
 
 
 def _death_report(

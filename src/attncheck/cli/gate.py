@@ -35,7 +35,8 @@ from attncheck.core.errors import UsageError, parse_seconds
 from attncheck.core.files import check_names
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.baseline_entries import Baseline, read_baseline
-from attncheck.records.record import FAILED_STATUSES, reason_of
+from attncheck.records.failure_causes import MOST_WITHOUT_OUT, gives_no_out
+from attncheck.records.record import FAILED_STATUSES, Record, reason_of
 from attncheck.records.run_reports import Answer, GateReport
 from attncheck.reporting.gate_verdict import Policy, failure_groups, gate_exit_code
 from attncheck.workers.journal_format import JournalContent
@@ -298,15 +299,24 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
     before, resume = resumable(options.directory, run.head, _change_since, fresh=options.fresh)
     units = [unit for unit in run.units if not (resume and _is_replayed(unit, before))]
     usage_errors: list[str] = []
+    first_records: dict[str, list[Record]] = {name: [] for name in run.head["kernels"]}
 
     # Called for each finished unit; returns whether to stop the run.
     def stop(unit: Unit, done: UnitResult) -> bool:
         if "usage" in done.facts:
             usage_errors.append(str(done.facts["usage"]))
             return True
-        if not options.exitfirst or unit.commit:  # another commit's answers cannot fail the gate
+        if unit.commit:  # another commit's answers cannot fail the gate
             return False
-        return any(answer.record.status in FAILED_STATUSES for answer in done.answers)
+        records = [answer.record for answer in done.answers]
+        if options.exitfirst and any(record.status in FAILED_STATUSES for record in records):
+            return True
+        first = first_records[unit.kernel]
+        # The first ones settle it, so that no further ones are kept.
+        first += [one for one in records if one.status != "unsupported"][
+            : MOST_WITHOUT_OUT - len(first)
+        ]
+        return all(map(gives_no_out, first_records.values()))
 
     device = run.head["device"]
     workers: Any = worker_places(options.jobs, device)

@@ -169,8 +169,8 @@ def _rectangular(problem: Problem) -> bool:
 )
 def mask_top_left(call: ExactAttention) -> Iterator[Form]:
     """Its causal mask is aligned at the top left, where query 0 sees key 0 alone: expected at the
-    bottom right, where the last query sees the last key. If that is meant, causal = "top_left" in
-    the configuration declares it.
+    bottom right, where the last query sees the last key. If its causal flag means that, causal =
+    "top_left" in the configuration declares it.
     """
     yield _with_later_rows(call, call.problem.query - call.problem.kv)
 
@@ -178,8 +178,8 @@ def mask_top_left(call: ExactAttention) -> Iterator[Form]:
 @_model(applies=lambda p: _rectangular(p) and has_mask("causal", "sliding_window", "prefix_lm")(p))
 def mask_bottom_right(call: ExactAttention) -> Iterator[Form]:
     """Its causal mask is aligned at the bottom right, where the last query sees the last key:
-    expected at the top left, where query 0 sees key 0 alone. If that is meant, causal =
-    "bottom_right" in the configuration declares it.
+    expected at the top left, where query 0 sees key 0 alone. If its causal flag means that, causal
+    = "bottom_right" in the configuration declares it.
     """
     later = call.problem.kv - call.problem.query
     # Also of a part that is bottom right already, and is then shifted twice.
@@ -346,10 +346,8 @@ def one_row_sees_all(call: ExactAttention) -> Iterator[Form]:
     """A single row, as in decoding, sees every key: the window is left out with the causal
     mask.
     """
-    if call.problem.query > 1:
-        yield call.exact, {}
-        return
-    yield call.attend(seen=torch.ones_like(call.seen))
+    # Other parts of the mask, such as padding, stay.
+    yield mask_without("sliding_window") if call.problem.query == 1 else call.exact, {}
 
 
 @_model(

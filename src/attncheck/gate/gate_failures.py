@@ -18,7 +18,7 @@ from attncheck.records.failure_causes import symptom
 from attncheck.records.failures import keep_failure
 from attncheck.records.record import FAILED_STATUSES, Record
 from attncheck.verify.kernel_hosts import KernelHost
-from attncheck.verify.question_fit import question_problem, unfit_reason
+from attncheck.verify.question_fit import question_named, question_problem
 from attncheck.workers.units import Unit
 
 # Lengths to shrink to: a single row, whole tiles, and one row more, where partial tiles begin.
@@ -70,7 +70,7 @@ def plainer_cases(case: Case) -> Iterator[Case]:
     for changes in _changes(case.problem):
         try:
             problem = question_problem(case.question, case.problem.replace(**changes))
-            if unfit_reason(case.question, problem) is None:
+            if question_named(case.question).unfit(problem) is None:
                 yield move_case(case, problem)
         except ProblemError:  # for example documents that must cover a length
             continue

@@ -15,6 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from attncheck.core.errors import AttncheckError, HostError, UsageError
+from attncheck.core.judgement import Unclaimed
 from attncheck.core.mod_spec import Spec
 from attncheck.core.strided_alloc import (
     others_hold_memory,
@@ -192,7 +193,7 @@ class GateWorker:
         # Cached as long as the kernel's process lives; a new one may give other answers.
         if self._cached_executor is None or self._cached_executor[0] is not host:
             self._cached_executor = (host, CachingExecutor(host.executor))
-        claims = None if unit.commit else self._hosts.claims
+        claims = self._claims(unit)
         return Planning(
             unit,
             host.subject,
@@ -201,6 +202,10 @@ class GateWorker:
             self._key,
             lse_loss_refusal=claims.lse_loss_refusal() if claims is not None else "",
         )
+
+    def _claims(self, unit: Unit) -> Claims | None:
+        """Return the claims of a plain function; None for another kernel, or another commit's."""
+        return None if unit.commit else self._hosts.claims
 
     def _describe(self, unit: Unit, host: KernelHost) -> UnitResult:
         facts: dict[str, Any] = {
@@ -217,7 +222,7 @@ class GateWorker:
             return UnitResult(unit=unit.id, facts=facts)
         planning = self._planning(unit, host)
         units = plan_kernel(planning)
-        claims = None if unit.commit else self._hosts.claims
+        claims = self._claims(unit)
         if claims is not None:
             facts["summary"] = "; ".join((facts["summary"], *claims.lines()))
             units += self._unclaimed_units(planning, claims)
@@ -229,45 +234,49 @@ class GateWorker:
         )
 
     def _unclaimed_units(self, planning: Planning, claims: Claims) -> Iterator[Unit]:
-        """Yield units that repeat the questions that the kernel failed beyond its claims."""
+        """Yield units that repeat the questions that the kernel failed beyond its claims.
+
+        Among them are those in a dtype that is requested, and so claimed.
+        """
         stages, dtypes = self._choices.stages, self._choices.dtypes
-        for question in claims.unclaimed() if "contract" in stages else ():
+        for question in claims.unclaimed(dtypes=dtypes) if "contract" in stages else ():
             if not dtypes or question.case.problem.dtype in dtypes:
-                yield planning.unit_of("contract", question.case, f"{_UNCLAIMED}{question.name}")
+                prefix = _UNCLAIMED if question.unclaimed else ""
+                yield planning.unit_of("contract", question.case, f"{prefix}{question.name}")
+
+    def _unclaimed(self, unit: Unit) -> Unclaimed | None:
+        """Return what a question asks beyond the kernel's claims; None for one within them."""
+        claims = self._claims(unit)
+        if claims is None or not unit.variant.startswith(_UNCLAIMED):
+            return None
+        name = unit.variant.removeprefix(_UNCLAIMED)
+        questions = claims.unclaimed([name], dtypes=self._choices.dtypes)
+        return next(one.unclaimed for one in questions if one.name == name)
 
     def _ask_case(self, unit: Unit, host: KernelHost) -> UnitResult:
         case, start = Case.from_json(unit.case), time.perf_counter()
         compiled = _compile_seconds(host)
         record, attempts = self._run_case(unit, host, case)
         record = self._known.excuse(record, unit, case)
-        claims = None if unit.commit else self._hosts.claims
-        is_unclaimed = claims is not None and unit.variant.startswith(_UNCLAIMED)
-        if is_unclaimed:
-            assert claims is not None
-            name = unit.variant.removeprefix(_UNCLAIMED)
-            question = next(each for each in claims.unclaimed([name]) if each.name == name)
-            record = replace(record, unclaimed=question.unclaimed or msgspec.UNSET)
-        is_other_commit = bool(unit.commit)  # only measured: its failures are not of interest
-        if not is_other_commit:
-            terms = claims.terms(dtypes=self._choices.dtypes) if claims is not None else None
+        claims, beyond = self._claims(unit), self._unclaimed(unit)
+        if claims is not None and beyond is not None:
+            record = replace(record, unclaimed=beyond)
             # A failure beyond the claims has to be diagnosed beyond them, too.
-            if is_unclaimed and terms is not None:
-                host.subject = on_terms(host.subject, replace(terms, table=None))
+            terms = claims.terms(dtypes=self._choices.dtypes)
+            host.subject = on_terms(host.subject, replace(terms, table=None))
             record = self._failures.diagnose(record, unit, host)
-            if is_unclaimed and terms is not None:
-                host.subject = on_terms(host.subject, terms)
-        answer = Answer(
-            unit=unit.id,
-            stage=unit.stage,
-            record=record,
-            test=unit.test,
-            seconds=round(time.perf_counter() - start, 3),
+            host.subject = on_terms(host.subject, terms)
+        elif not unit.commit:
+            record = self._failures.diagnose(record, unit, host)
+        answer = self._answer(
+            unit,
+            record,
+            start,
             compiling=round(_compile_seconds(host) - compiled, 3),
             attempts=attempts,
-            failure="" if is_other_commit else self._failures.keep(record, unit),
         )
         # Shrinking is a separate unit, so that other questions come first.
-        shrinks = record.status in SHRUNK_STATUSES and not is_other_commit and not is_unclaimed
+        shrinks = record.status in SHRUNK_STATUSES and not unit.commit and beyond is None
         units = (replace(unit, kind="shrink", alone=False),) if shrinks else ()
         return UnitResult(unit=unit.id, answers=(answer,), units=units, attempts=1)
 
@@ -295,13 +304,16 @@ class GateWorker:
             usual = "cpu" if isolated and pairs <= _MOST_PAIRS_ON_CPU else ""
             last = "cpu" if isolated and pairs <= _MOST_PAIRS_AS_FALLBACK else usual
             record = ask_at(usual)
-            for wait, place in (*((wait, usual) for wait in _WAITS), (0, last)):
+            for wait in _WAITS:
                 if not _lacked_memory(record, unit.device):
                     return record
                 forget_numbers()
                 release_cached_memory(unit.device)
                 time.sleep(wait)
-                record = ask_at(place)
+                record = ask_at(usual)
+            # Elsewhere the judge may have memory; a kernel lacks its own wherever it is judged.
+            if last != usual and _judge_lacked_memory(record):
+                record = ask_at(last)
             if _judge_lacked_memory(record):  # not the kernel's fault
                 reason = f"{TOO_SMALL}: {record.reason}"
                 return replace(record, status="unsupported", reason=reason)
@@ -321,16 +333,21 @@ class GateWorker:
         if shrunk is None:
             return UnitResult(unit=unit.id)
         record, first = shrunk
-        answer = Answer(
+        answer = self._answer(unit, record, start, smallest_of=first)
+        return UnitResult(unit=unit.id, answers=(answer,))
+
+    def _answer(self, unit: Unit, record: Record, start: float, **more: Any) -> Answer:
+        """Return the answer to a question begun at ``start``, and keep its failure."""
+        return Answer(
             unit=unit.id,
             stage=unit.stage,
             record=record,
             test=unit.test,
             seconds=round(time.perf_counter() - start, 3),
-            smallest_of=first,
-            failure=self._failures.keep(record, unit),
+            # Another commit's kernel is only measured: its failures are not of interest.
+            failure="" if unit.commit else self._failures.keep(record, unit),
+            **more,
         )
-        return UnitResult(unit=unit.id, answers=(answer,))
 
     def _report_death(self, unit: Unit, error: Died) -> UnitResult:
         """Return the result of a unit whose kernel died during import or planning."""

@@ -212,14 +212,14 @@ class Planning(KernelSupport):
             moved = self.nearest(question_fit.question_problem(question, problem))
         except ProblemError:
             return None
-        fits = moved is not None and question_fit.unfit_reason(question, moved) is None
+        fits = moved is not None and question_fit.question_named(question).unfit(moved) is None
         return moved if fits else None
 
 
 def move_case(case: Case, problem: Problem) -> Case:
     """Return ``case`` with another Problem, and the nearest parameters that this one allows."""
     chosen = {}
-    for name, values in question_fit.allowed_parameters(case.question, problem).items():
+    for name, values in question_fit.question_named(case.question).allowed(problem).items():
         # The default is the middle value, since the ends are special cases.
         wanted = case.parameters.get(name, values[len(values) // 2])
         chosen[name] = min(values, key=lambda value: abs(value - wanted))

@@ -29,9 +29,8 @@ from attncheck.verify.question_fit import (
     COMPARE,
     QUESTIONS,
     adapted_problems,
-    allowed_parameters,
     compares_launches,
-    unfit_reason,
+    question_named,
 )
 from attncheck.workers.units import Unit, UnitResult
 
@@ -206,13 +205,13 @@ def _layout_units(planning: Planning, stage: Stage, question: str, turn: int) ->
     for step in range(len(entries)):
         entry = entries[(turn + step) % len(entries)]
         for problem in _nearest_problems(planning, dtype, entry.fields):
-            if unfit_reason(question, problem) is not None:
+            if question_named(question).unfit(problem) is not None:
                 continue
             if compares_launches([question]) and not planning.has_launches(problem):
                 continue
             # Missing parameters default to the middle of the allowed values.
             name = _EACH_VALUE.get(question)
-            values = allowed_parameters(question, problem)[name] if name else ()
+            values = question_named(question).allowed(problem)[name] if name else ()
             choices: list[Parameters] = [{name: value} for value in values] if name else [{}]
             for chosen in choices:
                 case = Case(problem=problem, question=question, parameters=chosen)

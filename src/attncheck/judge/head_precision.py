@@ -90,8 +90,6 @@ class HeadPrecision:
     # Root mean square of error ÷ predicted standard deviation over the sampled elements.
     z: Tensor
     rmse: Tensor  # RMSE of the kernel
-    # RMSE ÷ that of the ideal kernel at the kernel's own tiling or the default one.
-    single: Tensor
     lost: Tensor  # largest error by underflow in each head, which RMSE is not judged below
     enough: Tensor  # bool: heads with ``FEWEST`` outputs or more
     # Whether some head is beyond a gate, so that the verdict needs ideal kernels at several
@@ -165,24 +163,22 @@ def measure_heads(
     rmse = error_measures.head_rmse(out, truth, counted)
     enough = counted.sum((-2, -1)) >= FEWEST
     z, lost = _measure_z(out, truth, counted, allowance), _largest_underflow(counted, allowance)
-    single = torch.full_like(rmse, math.nan)
+    suspect = bool((z > Z).any())
     if ideal is not None and comparable:
         ratio = error_measures.rmse_over_ideal(
             rmse, [error_measures.head_rmse(ideal, truth, counted)], lost
         )
-        single = torch.where(enough, ratio, math.nan)
+        suspect = suspect or bool((enough & (ratio > SPREAD)).any())
     residual = None
     if ideal is not None and own_tiling and comparable:
         gate = residual_gate(arithmetic.weights.name, keys)
         residual = _measure_residual(out, ideal, truth, counted, float(lost.max()), gate)
-    # The ensemble takes four more kernels, so it runs only if a head is beyond a gate without it.
-    suspect = bool(((z > Z) | (single > SPREAD)).any())
     return HeadPrecision(
         z=z,
         rmse=rmse,
-        single=single,
         lost=lost,
         enough=enough,
+        # The ensemble takes four more kernels: it runs only if a head is beyond a gate without it.
         needs_ensemble=suspect and comparable and can_fail_by_precision(arithmetic),
         residual=residual,
     )

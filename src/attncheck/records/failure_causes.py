@@ -16,6 +16,7 @@ from attncheck.core.tensor_names import GRADIENTS
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record
 
 Key = tuple[str, ...]
+MOST_WITHOUT_OUT = 12  # Answers without an out, and no other, after which no more are asked.
 _MOST_NAMED = 3  # Causes listed for a group that several causes explain equally well.
 
 # Rules about the call rather than about numbers: the judge's reason is already the cause.
@@ -50,6 +51,8 @@ _HEAP = ": its heap is broken"
 _PROBLEM = re.compile(r"^call \d+ of \d+: | \([\d, ]*\) of \w+")
 # Where a kernel raised, as ``source_files.kernel_place`` writes it.
 _PLACE = re.compile(r" at (?:(?! at )[^/:])*\.py:\d+ in [\w<>]+")
+# The result is none, or another object; out is no tensor, or one of another shape.
+_NO_OUT = re.compile(r"(it )?returned |out( is |\.shape=)")
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(?:e[-+]?\d+)?")
 
 
@@ -178,6 +181,20 @@ def without_numbers(reason: str) -> str:
 def without_place(reason: str) -> str:
     """Return ``reason`` without the line that raised, so that equal mistakes have equal texts."""
     return _PLACE.sub("", reason)
+
+
+def gives_no_out(records: Sequence[Record]) -> bool:
+    """Return whether a kernel gave no out in any answer so far, and enough of them settle it.
+
+    The result is none, or out is no tensor or one of another shape. A wrong dtype, LSE or gradient
+    may be right in another question.
+    """
+    asked = [one for one in records if one.status != "unsupported"]
+    symptoms = {symptom(one) for one in asked}
+    if len(asked) < MOST_WITHOUT_OUT or len(symptoms) > 1:
+        return False
+    _, rule, what = symptoms.pop()
+    return rule == "contract" and _NO_OUT.match(what) is not None
 
 
 def symptom(record: Record) -> Key:

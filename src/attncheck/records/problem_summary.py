@@ -15,7 +15,7 @@ from attncheck.core.sanitize_text import one_line
 if TYPE_CHECKING:
     from attncheck.records.bench_report import BenchCell
     from attncheck.records.record import Record
-    from attncheck.records.survey_reports import Certificate, OracleRecord
+    from attncheck.records.survey_reports import OracleOnCase
 
 
 class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +125,7 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.scale == usual)
 
 
-def problem_of(record: Record | OracleRecord | Certificate | BenchCell) -> ProblemSummary:
+def problem_of(record: Record | OracleOnCase | BenchCell) -> ProblemSummary:
     """Return the Problem of ``record``; raise UsageError if its Case has none."""
     # msgspec ignores unknown fields, so that a later version's Problem can still be listed.
     try:

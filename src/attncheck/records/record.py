@@ -34,6 +34,9 @@ asked again alone; ``unsupported``: the kernel refused the Case beforehand; ``er
 ``crash``, ``timeout``, ``oom``: its process died, exceeded its deadline, or ran out of memory;
 ``oracle disagrees``: the exact result itself is in doubt, so that the kernel is not judged."""
 
+DEFAULT_DTYPE = "bf16"
+"""The dtype of a check's questions if none is requested and the kernel takes it."""
+
 # Without "oracle disagrees", which concerns the exact result and not the kernel.
 FAILED_STATUSES: frozenset[Status] = frozenset({"fail", "error", "crash", "timeout", "oom"})
 """Statuses that count as a failure of the kernel."""

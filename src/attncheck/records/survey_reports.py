@@ -34,7 +34,7 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     dead_wrong: int = 0
 
 
-class OracleRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OracleOnCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One float64 oracle on one Case."""
 
     # case_id, case: the Case and its short id.
@@ -42,7 +42,12 @@ class OracleRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     case: dict[str, Any]
     variant: str  # the plan's name for the mask and score mod; ``softmax`` for that operation
     distribution: str  # distribution of the inputs, as in the Case
-    oracle: str  # name of the oracle; kernels are compared with ``streaming``
+    oracle: str  # its name; kernels are compared with ``streaming``, or a Certificate's ``truth``
+
+
+class OracleRecord(OracleOnCase, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Distance of an oracle from the exact result."""
+
     # In units of 2^-53 Σ_j p_j |v_j| of each element, or of 2^-53 p_j for softmax. A sum below the
     # smallest normal number counts as this, 2^-1022.
     out: Distance
@@ -113,15 +118,9 @@ class ProvenError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     unbounded: int = 0  # numbers with a proven error and without an allowance
 
 
-class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Proven error of one float64 oracle on one Case."""
+class Certificate(OracleOnCase, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Proven error of an oracle."""
 
-    # case_id, case: the Case and its short id.
-    case_id: str
-    case: dict[str, Any]
-    variant: str  # the plan's name for the mask and score mod; ``softmax`` for that operation
-    distribution: str  # distribution of the inputs, as in the Case
-    oracle: str  # name of the oracle; kernels are compared with ``truth``
     # out, lse: see ``ProvenError``.
     out: ProvenError
     lse: ProvenError

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from attncheck.core.default_dtype import DEFAULT_DTYPE
 from attncheck.core.judgement import RULE_ORDER, Judgement, Precision, Worst, share_text
 from attncheck.core.tensor_names import AXES
 from attncheck.records.failure_causes import group_by_cause, unclaimed_findings
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import (
+    DEFAULT_DTYPE,
     FAILED_STATUSES,
     UNTRUSTED_STATUSES,
     Record,

@@ -30,12 +30,7 @@ from attncheck.subjects.capabilities import named_kernels
 from attncheck.suite.pytest_options import MARK
 from attncheck.suite.search import search_cases
 from attncheck.suite.under_test import UnderTest
-from attncheck.verify.question_fit import (
-    allowed_parameters,
-    question_named,
-    question_problem,
-    unfit_reason,
-)
+from attncheck.verify.question_fit import question_named, question_problem
 
 _SEEDS = 1000  # Number of seeds, as in strategies.problems.
 
@@ -67,7 +62,7 @@ class PropertySpec:
     def fits(self, question: str, problem: Problem) -> bool:
         """Return whether ``question`` can be asked of ``problem``, and ``where`` holds."""
         problem = question_problem(question, problem)
-        if unfit_reason(question, problem) is not None:
+        if question_named(question).unfit(problem) is not None:
             return False
         return self.where is None or self.where(problem)
 
@@ -137,7 +132,7 @@ def _cases(
     # The question is drawn first, since it restricts the Problems.
     question = draw(questions)
     problem = question_problem(question, draw(by_question(question)))
-    chosen = draw(parameters(allowed=allowed_parameters(question, problem)))
+    chosen = draw(parameters(allowed=question_named(question).allowed(problem)))
     return Case(problem=problem, question=question, parameters=chosen)
 
 
@@ -236,7 +231,7 @@ def _other_lengths(problem: Problem, number: int, count: int) -> dict[str, int]:
 
 def _with_next_parameters(case: Case, problem: Problem, number: int) -> Case:
     chosen = {}
-    for name, allowed in allowed_parameters(case.question, problem).items():
+    for name, allowed in question_named(case.question).allowed(problem).items():
         values: list[Any] = list(allowed)
         now = case.parameters.get(name)
         index = values.index(now) if now in values else 0

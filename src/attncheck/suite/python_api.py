@@ -17,14 +17,14 @@ from torch import Tensor
 
 from attncheck.cases.check_cases import check_cases, crossed_cases
 from attncheck.core.declared_arithmetic import Arithmetic
-from attncheck.core.default_dtype import DEFAULT_DTYPE
 from attncheck.core.errors import OraclesDisagree, UnknownName, UsageError
 from attncheck.core.judgement import BlindSpot, Judgement, Worst
 from attncheck.diagnose.diagnosis import CauseSearch
 from attncheck.diagnose.user_tensors import UserOutputs
 from attncheck.inputs.input_tensors import Descale, Inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.records.record import UNTRUSTED_STATUSES, Record
+from attncheck.records.failure_causes import gives_no_out
+from attncheck.records.record import DEFAULT_DTYPE, UNTRUSTED_STATUSES, Record
 from attncheck.reporting.check_document import worst_record
 from attncheck.reporting.diagnosis_text import explanation_facts, tile_picture
 from attncheck.subjects.capabilities.subject import Subject
@@ -118,7 +118,7 @@ def check(
         takes = subject_takes(subject, device)
         crossed = [one for each in _names(dtypes) for one in crossed_cases(each, (), takes)]
         cases += [(one.name, one.case) for one in crossed]
-    records = tuple(iter_records([subject], cases, device=device))
+    records = _answers(subject, cases, device)
     if hypothesis.currently_in_test_context():  # rejects Problems that are not taken
         hypothesis.assume(any(record.status != "unsupported" for record in records))
     diagnosed = _diagnosed_later(records, subject, device)
@@ -133,7 +133,10 @@ def check(
         raise wrong[0]
     if wrong:
         report = assemble_report([subject], records, device=device, command="")
-        raise WrongAnswers(wrong, replace(report, kernels={name: subject.summary}))
+        left = len(cases) - len(records)
+        not_asked = f"{left} more were not asked" if left else ""
+        report = replace(report, kernels={name: subject.summary}, incomplete=not_asked)
+        raise WrongAnswers(wrong, report)
     # A kernel that refuses everything must not pass.
     if problem is None and all(record.status == "unsupported" for record in records):
         raise AssertionError(
@@ -141,6 +144,18 @@ def check(
             f"{records[0].reason}"
         )
     return records
+
+
+def _answers(
+    subject: Subject, cases: Sequence[tuple[str, Case]], device: str
+) -> tuple[Record, ...]:
+    """Return a Record for each Case, or the first ones if these settle that there is no out."""
+    records: list[Record] = []
+    for record in iter_records([subject], cases, device=device):
+        records.append(record)
+        if gives_no_out(records):
+            break
+    return tuple(records)
 
 
 def _diagnosed_later(

@@ -29,8 +29,8 @@ from attncheck.oracles.recurrence_steps import Result
 from attncheck.records.survey_reports import (
     TRUTH,
     Agreement,
-    Certificate,
     Distance,
+    OracleOnCase,
     OracleRecord,
     OracleReport,
     Rows,
@@ -76,7 +76,7 @@ def check_problem_size(problem: Problem, rows: int, most: int, what: str) -> Non
         )
 
 
-def oracle_summaries(records: Iterable[OracleRecord | Certificate]) -> dict[str, str]:
+def oracle_summaries(records: Iterable[OracleOnCase]) -> dict[str, str]:
     """Return the oracles in the records with their descriptions."""
     measured = {record.oracle for record in records}
     return {name: summary for name, summary in ORACLES.items() if name in measured}

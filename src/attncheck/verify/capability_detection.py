@@ -24,6 +24,7 @@ from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.capability_table import ALIGNMENTS, EMPTY_ROWS, Capabilities
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import ConventionOptions
+from attncheck.subjects.conventions.declarations import NATIVE
 from attncheck.subjects.terms import Terms
 from attncheck.verify.executor import ENDS_CALLER, Executor, Failure, InProcess, Origin
 from attncheck.verify.isolated import IsolatedExecutor
@@ -508,14 +509,16 @@ class Detection:
     def unequal(self) -> None:
         """Try masks that it takes at unequal lengths, of which its table says one thing for all.
 
-        What the convention cannot express is left out, since a table does not declare it.
+        What the convention cannot express is left out, since a table does not declare it; a Subject
+        is called by none, and refuses for itself.
         """
         tried = {one.what for one in self.result().of("masks") if one.verdict != "refuses"}
         for trial in self._trials("unequal"):
             problem = self._problem(trial)
             if trial.changes["mask"].name in tried:
                 refusal = self._executor.refusal(self._subject, problem, self._device)
-                if refusal is None or refusal.kind != "refused":
+                expressed = refusal is None or refusal.kind != "refused"
+                if expressed or self._convention == NATIVE.name:
                     self.ask(trial)
 
     def empty_rows(self) -> None:

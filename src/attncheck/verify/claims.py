@@ -23,12 +23,12 @@ import msgspec
 from msgspec.structs import replace
 
 from attncheck.cases.check_cases import CheckCase, call_cases, check_cases, crossed_cases
-from attncheck.core.default_dtype import DEFAULT_DTYPE
 from attncheck.core.errors import UsageError
 from attncheck.core.files import write_texts
 from attncheck.core.judgement import Unclaimed
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failure_causes import without_place
+from attncheck.records.record import DEFAULT_DTYPE
 from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import Convention, ConventionOptions
@@ -231,11 +231,24 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         return lines
 
-    def unclaimed(self, names: Iterable[str] = ()) -> Iterator[CheckCase]:
+    def unclaimed(
+        self,
+        names: Iterable[str] = (),
+        *,
+        dtypes: Iterable[str] = (),
+        head_dims: Iterable[int] = (),
+    ) -> Iterator[CheckCase]:
         """Yield the trials that it got wrong, or died of, as questions; none if it is never right.
 
-        Trials in ``names`` are included whatever their result, to ask a mended kernel again.
+        Args:
+            names: Names of trials that are included whatever their result, to ask a mended kernel
+                again.
+            dtypes: Dtypes that the user requests by name: what is requested is claimed, and its
+                failure looked into like any other.
+            head_dims: Head dims that the user requests, and so claims.
         """
+        requested = {*(("dtypes", one) for one in dtypes)}
+        requested |= {("head_dims", str(dim)) for dim in head_dims}
         named = {name.removeprefix("decode-") for name in names}
         base = self._base()
         if base is None or not self.right:
@@ -253,7 +266,9 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                     name=name,
                     summary=f"{trial.aspect} {trial.what}, which it was not found to take",
                     case=Case(problem=trial.of(base), question=trial.question or COMPARE),
-                    unclaimed=Unclaimed(aspect=trial.aspect, what=trial.what),
+                    unclaimed=None
+                    if (trial.aspect, trial.what) in requested
+                    else Unclaimed(aspect=trial.aspect, what=trial.what),
                 )
                 yield question
                 if question.name == _ODD_TRIAL:
@@ -564,15 +579,8 @@ def claimed_questions(
             questions += crossed_cases(
                 dtype, head_dims, lambda problem: claims.within(problem) and takes(problem)
             )
-    requested = {*(("dtypes", one) for one in dtypes if dtypes_requested)}
-    requested |= {("head_dims", str(dim)) for dim in head_dims}
-    # What the user requests is claimed, and its failure looked into like any other.
-    beyond = [
-        dataclasses.replace(one, unclaimed=None)
-        if one.unclaimed and (one.unclaimed.aspect, one.unclaimed.what) in requested
-        else one
-        for one in claims.unclaimed(names)
-    ]
+    requested = dtypes if dtypes_requested else ()
+    beyond = [*claims.unclaimed(names, dtypes=requested, head_dims=head_dims)]
     # A question beyond its claims is asked once, under its own name.
     admitted = {one.case.id for one in beyond}
     questions = [one for one in questions if one.case.id not in admitted] + beyond

@@ -20,7 +20,6 @@ _USUAL_PROMISES = ("repeat", "hidden")
 _ELSEWHERE = ("lengths", "batch", "strides")  # Aspects without a field in the table.
 _LONGEST_REASON = 90  # Characters of a reason in a comment.
 _LISTS = ("dtypes", "head_dims", "masks", "scores")
-_CAUSAL_MASKS = ("causal", "causal_bottom_right")
 _UNEQUAL = ("causal", "unequal")  # Aspects of masks at unequal lengths.
 _FLAGS = ("gqa", "rectangular", "scale")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from attncheck.core.errors import UsageError, look_up
 from attncheck.core.paged_layout import Paging
-from attncheck.inputs.problem import Allowed, Case, Problem, Question
+from attncheck.inputs.problem import Case, Problem, Question
 from attncheck.probes import PROBES, Probe
 from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.subject import Subject
@@ -34,16 +34,6 @@ def question_named(name: str) -> Question | Probe:
 def question_problem(question: str, problem: Problem) -> Problem:
     """Return ``problem`` as the question changes it: a probe has its own inputs, and no mod."""
     return PROBES[question].problem(problem) if question in PROBES else problem
-
-
-def unfit_reason(question: str, problem: Problem) -> str | None:
-    """Return why the question does not apply to ``problem``, in one line; None if it does."""
-    return question_named(question).unfit(problem)
-
-
-def allowed_parameters(question: str, problem: Problem) -> Allowed:
-    """Return the parameters that the question may have, by name."""
-    return question_named(question).allowed(problem)
 
 
 def compares_launches(questions: Iterable[str]) -> bool:

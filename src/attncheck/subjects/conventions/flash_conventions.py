@@ -107,11 +107,13 @@ def _bind_band(
         for lengths, lead in zip(sequences, leads, strict=True)
         if min(lengths)
     }
+    # A function declared to be aligned top-left counts distance from that diagonal, too.
     # -slope·|i + diagonal - j| equals the mod's slope·(j - i - rows) for j up to i + diagonal if
     # its rows are the diagonal. With others out would be the same, but LSE would not.
     sloped = any(step.name in _SLOPES for step in steps)
     if sloped and not (edges[1] == 0 and diagonals <= {_later_rows(problem.score)}):
-        return "alibi_slopes add -slope·|i + kv - query - j|, which is another bias here"
+        diagonal = "i + kv - query" if bottom_right else "i"
+        return f"alibi_slopes add -slope·|{diagonal} - j|, which is another bias here"
     cap = next((step for step in steps if step.name == "softcap"), None)
     return {
         "dropout": pass_if_accepted(0.0),
