@@ -369,10 +369,10 @@ def dsink_not_summed(grad: ExactGradients) -> Iterator[Form]:
         yield replace(exact, dsink=of_sequences[number]), {"of": "sequences", "which": name}
     yield replace(exact, dsink=of_sequences.mean(0)), {"of": "sequences", "which": "their mean"}
     for size in call.row_tiles:
-        parts = [part.sum((0, 2)) for part in terms.split(size, 2)]
-        for name, number in {"the first": 0, "the last": -1}.items():
-            words = {"of": "rows", "which": name}
-            yield replace(exact, dsink=parts[number]), {**words, "tile": size}
+        last = (call.problem.query - 1) // size
+        for name, number in {"the first": 0, "the last": last}.items():
+            part = terms[..., number * size : (number + 1) * size].sum((0, 2))
+            yield replace(exact, dsink=part), {"of": "rows", "which": name, "tile": size}
 
 
 @_model(applies=lambda problem: problem.sink)

@@ -336,7 +336,8 @@ def rows_where_keys_begin(call: ExactAttention) -> Iterator[Form]:
             at = min(part.key, count - part.rows) if clamped else part.key
             inside = max(0, min(part.rows, count - at))
             memory[:, at : at + inside] = flat[:, part.row : part.row + inside]
-        return memory.unflatten(1, (problem.batch, problem.query)).transpose(0, 1)
+        shape = (len(memory), problem.batch, problem.query, *memory.shape[2:])
+        return memory.view(shape).transpose(0, 1)
 
     assert exact.lse is not None, "as it was made"
     for clamped in (False, True):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attncheck.core.tensor_names import TensorName
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.inputs.problem import Problem
 
@@ -179,6 +180,7 @@ def _with_maxima(
     # How few bits are left of weights near fp32's least depends on the last bit of an exponent.
     log_total = call.parts.lse - maxima_of.amax(-1)
     few_bits = (log_total > FP32_LOWEST) & (log_total < _FEW_BITS)
+    ties: dict[TensorName, Tensor]
     ties = {"out": 2 * few_bits[..., None] * call.v.abs().amax(), "lse": few_bits * -FP32_LOWEST}
     for outputs in call.recurrences(size, steps, maxima_of=maxima_of):
         yield Prediction(outputs=outputs, parameters={"tile": size, "of": of}, ties=ties)
