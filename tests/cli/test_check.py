@@ -134,7 +134,7 @@ def test_each_cause_is_shown_with_its_own_problem(check, tmp_path):
     run = check("faulty.py::two_faults", *names, "-q", cwd=tmp_path)
     lines = run.stdout.splitlines()
     assert lines[0] == "FAIL faulty.py::two_faults: 3 of 3 questions failed"
-    assert lines[2] == "1 cause explains 1 of 3 failures"
+    assert lines[2] == "1 cause explains 1 of 3 failures; the other 2 have no certain cause"
     # A fault that has a size, such as a factor, is described by its family without a name.
     (likely,) = (line for line in lines if line.startswith("  likely"))
     assert likely.split()[1:3] == ["a", "factor:"]

@@ -228,3 +228,17 @@ def test_softcap_of_other_function_is_distinguished_from_rounded_tanh(function, 
         assert [one.model for one in diagnosis.ranked] == ["softcap-of-another-function"]
     else:
         assert (diagnosis.level, diagnosis.family) == ("family", FAMILIES["precision"])
+
+
+@pytest.mark.parametrize(
+    ("change", "family"),
+    [(torch.sin, "precision"), (torch.ones_like, "lse")],
+    ids=["either sign", "one sign"],
+)
+def test_small_errors_of_lse_of_either_sign_are_lost_precision(change, family, monkeypatch):
+    def call(run, inputs):
+        outputs = run(inputs)
+        number = torch.arange(outputs.lse.numel()).view(outputs.lse.shape).float()
+        return Outputs(outputs.out, outputs.lse + 1e-3 * change(number))
+
+    assert observe(monkeypatch, call).family == FAMILIES[family]

@@ -55,6 +55,10 @@ PROBLEMS = (
     GRADIENTS | {"value_dim": 16},
     GRADIENTS | {"dtype": "fp32"},
     RAGGED | {"scale": 0.0},
+    GRADIENTS | {"sink": True, "batch": 2},
+    RAGGED | {"paging": Paging(size=16, seed=2), "batch": 2},
+    RAGGED | {"mask": OF("sliding_window", window=90)},
+    RAGGED | {"mask": OF("documents", query_lengths=[20, 0, 17], kv_lengths=[20, 30, 27])},
 )  # fmt: skip
 
 
@@ -71,8 +75,9 @@ FIRST = {
 }
 FIRST |= {"sentinel": 8, "softcap": 9, "head-order": 10, "kv-heads": 10, "score-mod": 7, "alibi": 7}
 FIRST |= {"bias": 7, "sink": 12, "descale": 16, "weights": 16, "products": 16, "maximum": 19}
-FIRST |= {"page": 20, "tanh": 21, "slope": 25, "group-last": 25}
-FIRST |= {"gradient-rounded": 28, "scale-of-zero-for": 29}
+FIRST |= {"page-i": 20, "page-t": 20, "page-b": 20, "tanh": 21, "slope": 25, "group-last": 25}
+FIRST |= {"gradient-rounded": 28, "scale-of-zero-for": 29, "dsink": 30, "page-0": 31}
+FIRST |= {"long-window": 32, "rows-behind": 33}
 
 
 def problems_showing(model):
@@ -151,6 +156,10 @@ SPECIALS = {
     "one-row-sees-all": (
         RAGGED | {"query": 1, "mask": OF("offset", OF("sliding_window", window=9), rows=76)},
         "window-one-wider",
+    ),
+    "positions-rounded": (
+        RAGGED | {"query": 20, "kv": 320, "mask": OF("offset", OF("causal"), rows=300)},
+        "mask-one-key-wider",
     ),
     "padding-as-prefix": (RAGGED | {"mask": PREFIX}, "padding-ignored"),
     "full-tile-beyond-the-end": (

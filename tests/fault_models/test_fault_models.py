@@ -151,8 +151,10 @@ FEATURES = (
     "ALiBi", "bias is", "key head", "heads", "page", "descale", "gradient", "backward", "delta",
     "dQ", "dK", "hidden", "chunk",
 )  # fmt: skip
-# Masks that the problem does not request, and masks of a tile's end or of its first maximum.
+# Masks that the problem does not request, and masks of a tile's end or of its first maximum; and a
+# maximum that may be wrong with any feature, and without.
 WITHOUT_FEATURE = {"causal-always", "mask-times-infinity", "scale-of-zero-after-mask"}
+WITHOUT_FEATURE |= {"maximum-of-some-scores"}
 WITHOUT_FEATURE |= {"tail-unmasked", "only-padding-counts"}
 
 

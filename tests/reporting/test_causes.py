@@ -273,7 +273,7 @@ def test_section_counts_explained_and_unexplained_failures():
     records = [explained(WIDER, seed=seed) for seed in range(3)] + [gates.wrong("mine")]
     groups = [(one, records[one.members[0]], "ask again") for one in group_by_cause(records)]
     section = causes_section(groups)
-    assert section.title == "1 cause explains 3 of 4 failures"
+    assert section.title == "1 cause explains 3 of 4 failures; the other has no certain cause"
     (facts,) = section.blocks
     assert [label for label, _ in facts.pairs] == ["3 failures", "", "", "1 failure", "", ""]
     assert facts.pairs[3][1] == "of unknown cause: errors beyond their bound"

@@ -23,12 +23,12 @@ _USUAL_LAYOUTS = ("ragged", "causal")
 ORDER = tuple(
     """
     padding window-edge decode-empty-rows uniform decode-causal-tall negative-causal causal-even
-    gqa long-sum window one-key negative window-far window-wide scale decode-one-query one-hot
-    ramp-ragged ones-ragged empty-rows many-rows decode-causal-wide one-query ones-causal
-    decode-window negative-ragged sink positive-causal plain causal-wide causal decode-padding
-    decode-causal-even decode-causal isolated-causal-2 causal-tall two_level-ragged mean-ragged
-    mean-causal decode-gqa ragged outliers large isolated-ragged ramp-causal-2 two_level-causal-2
-    positive-ragged decode-ragged
+    isolated-causal-2 gqa window-far long-sum window negative one-key window-wide scale
+    many-rows one-hot decode-one-query empty-rows ones-ragged decode-causal-wide one-query
+    ramp-ragged ones-causal decode-window sink large two_level-causal-2 positive-ragged
+    positive-causal plain causal-wide causal-tall decode-ragged ramp-causal-2 decode-padding
+    isolated-ragged decode-gqa causal mean-causal ragged negative-ragged decode-causal
+    decode-causal-even two_level-ragged mean-ragged outliers
     """.split()  # noqa: SIM905  # as a list it has a line for each of fifty
 )
 _PROBE_ROUNDS = 2  # Cases per probe: decode has one, ramp a fast and a slow one.

@@ -303,5 +303,10 @@ def _has_partial_fit(forms: Forms, response: Response) -> bool:
 
 
 def _has_finite_error(response: Response) -> bool:
-    """Return whether any wrong number is finite: many faults give NaN everywhere."""
-    return any(bool(response.error.got[name].isfinite().any()) for name in response.error.wrong)
+    """Return whether any wrong number is finite: many faults give NaN everywhere.
+
+    Where LSE alone is wrong, numbers of out count: they are right, which NaN everywhere is not.
+    """
+    error = response.error
+    names = ("out",) if set(error.wrong) == {"lse"} else error.wrong
+    return any(bool(error.got[name].isfinite().any()) for name in names)

@@ -25,7 +25,7 @@ from attncheck.diagnose.explanations import (
     pair_count,
 )
 from attncheck.diagnose.failing_kernel import FailingKernel, is_too_large, skip_unfit
-from attncheck.diagnose.observation import nan_everywhere, observe
+from attncheck.diagnose.observation import is_finite, nan_everywhere, observe
 from attncheck.diagnose.out_of_bounds_reads import (
     changes_between_calls,
     misread_strides,
@@ -331,6 +331,9 @@ class _Failure(FailingKernel):
         ]
         convincing = {one.name for one in ranking if one.share >= _TELLING}
         rest = [name for name in confirmation.unrefuted if name in convincing]
+        # Unused pages hold NaN: a wrong read of one gives NaN without any overflow.
+        if findings.response is not None and not is_finite(findings.response.call):
+            rest = [n for n in rest if FAULT_MODELS[n].family != "overflow"] or rest
         fixed = [name for name in rest if FAULT_MODELS[name].order < _FITTED]
         candidates, families = fixed or rest, {FAULT_MODELS[name].family for name in rest}
         ranking = [confirmation.with_common_size(one) for one in ranking if one.name in candidates]

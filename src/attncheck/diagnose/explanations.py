@@ -301,7 +301,7 @@ def _predictions(call: ExactAttention, models: list[FaultModel]) -> Iterator[Fau
                     parameter=one.parameter,
                     shown=one.shown,
                     free=one.free,
-                    ties={} if one.ties is None else {"out": one.ties},
+                    ties=one.ties,
                     rounds=model.family == "precision",
                 )
 

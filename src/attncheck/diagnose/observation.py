@@ -40,6 +40,7 @@ _LENGTHS = (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128, 129)
 _TILE = 16  # keys in the smallest tile that kernels use
 _WHOLE_TILES = 128  # a multiple of this many keys is whole tiles of every size
 _HALF = 0.5  # A key's count is certain where its doubt is smaller.
+_OF_ONE_SIGN = 0.5  # share of errors' mean in their mean magnitude that rounding does not have
 _MOST_CALLS = 4  # calls to measure the weights of all keys
 _ROUNDING = FORMATS["bf16"].unit_roundoff
 _LEAST_OF_FP16 = FORMATS["fp16"].subnormal_spacing
@@ -146,7 +147,7 @@ def _own_family(run: Response, *, counts: _KeyCounts | None) -> Family | None:
         # Where no row sees a key, a kernel that ignores the mask is wrong in the same rows.
         return "empty rows" if bool(alive.any()) else None
     if set(error.wrong) == {"lse"}:
-        return "lse"
+        return "precision" if _is_lse_rounded(run) else "lse"
     if _is_wrong_by_heads(run.call, rows):
         return "mapping"
     wrong = [error.got[name][off & _broadcast_rows(off, alive)] for name, off in beyond.items()]
@@ -154,8 +155,22 @@ def _own_family(run: Response, *, counts: _KeyCounts | None) -> Family | None:
     if not all(bool(x.isfinite().all()) for x in wrong):
         # An overflow, if all wrong numbers are NaN or infinite, and no input is that may be read.
         alone = all(not bool(x.isfinite().any()) for x in wrong)
-        return "overflow" if alone and _is_finite(run.call) else family
+        return "overflow" if alone and is_finite(run.call) else family
     return family or _row_factor_family(run)
+
+
+def _is_lse_rounded(run: Response) -> bool:
+    """Return whether errors of LSE are no larger than roundings to 16 bits, and of either sign.
+
+    Scores that were rounded show in LSE, where out rounds to 16 bits itself.
+    """
+    call, alive = run.call, run.call.parts.lse > -torch.inf
+    off = (run.error.got["lse"] - call.parts.lse)[alive]
+    largest = torch.where(call.seen, torch.maximum(call.s.abs(), call.x.abs()), 0.0).amax(-1)[alive]
+    small = bool((off.abs() <= _ROUNDING * (1.0 + largest)).all())
+    return (
+        small and len(off) >= _FEW_ROWS and bool(off.mean().abs() < _OF_ONE_SIGN * off.abs().mean())
+    )
 
 
 def _is_wrong_by_heads(call: ExactAttention, rows: Tensor) -> bool:
@@ -199,7 +214,7 @@ def _broadcast_rows(tensor: Tensor, rows: Tensor) -> Tensor:
     return rows[..., None] if tensor.dim() > rows.dim() else rows
 
 
-def _is_finite(call: ExactAttention) -> bool:
+def is_finite(call: ExactAttention) -> bool:
     """Return whether all numbers that the kernel may read are finite."""
     problem, inputs = call.problem, call.inputs.tensors().values()
     # Pages that belong to no sequence hold NaN.
@@ -277,7 +292,7 @@ def nan_everywhere(response: Response) -> str:
         return ""
     fact = f"every element of {', '.join(error.wrong)} is NaN"
     remedy = "look for memory never written, 0/0, or −∞ − −∞"
-    return f"{fact} on finite inputs: {remedy}" if _is_finite(response.call) else fact
+    return f"{fact} on finite inputs: {remedy}" if is_finite(response.call) else fact
 
 
 def _wrong_places(response: Response) -> str:

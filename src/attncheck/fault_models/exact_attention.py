@@ -353,7 +353,8 @@ class ExactAttention:
         """
         z, kv = self.z if z is None else z, self.problem.kv
         for size in self.key_tiles:
-            yield self.online(size, steps, z), {"tile": size}
+            for outputs in self.recurrences(size, steps, z):
+                yield outputs, {"tile": size}
         for count, size in product(_SPLITS, self.key_tiles):
             length = -(-kv // count)
             # A split of one tile would equal a larger tile.
@@ -366,8 +367,26 @@ class ExactAttention:
                 outs, lses = (torch.stack(each) for each in both)
                 yield merged(outs, lses), {"tile": size, "splits": count}
 
+    def recurrences(
+        self, size: int, steps: Steps, z: Tensor | None = None, *, maxima_of: Tensor | None = None
+    ) -> Iterator[Outputs]:
+        """Yield outputs of ``online``; with a sink both where it comes first, and last."""
+        yield self.online(size, steps, z, maxima_of=maxima_of)
+        if self.sink is not None:
+            keys = self.online(size, steps, z, maxima_of=maxima_of, sink_first=False)
+            assert keys.lse is not None, "as it was made"
+            outs = torch.stack([keys.out, torch.zeros_like(keys.out)])
+            yield merged(outs, torch.stack([keys.lse, self.sink.expand(keys.lse.shape)]))
+
     def online(
-        self, size: int, steps: Steps, z: Tensor | None = None, v: Tensor | None = None
+        self,
+        size: int,
+        steps: Steps,
+        z: Tensor | None = None,
+        v: Tensor | None = None,
+        *,
+        maxima_of: Tensor | None = None,
+        sink_first: bool = True,
     ) -> Outputs:
         """Return outputs of FlashAttention-2's recurrence over tiles of ``size`` keys.
 
@@ -376,12 +395,16 @@ class ExactAttention:
         Args:
             z: Scores, −∞ where hidden; the call's by default.
             v: Values of the keys; the call's by default.
+            maxima_of: Scores that the running maximum is of; ``z`` by default.
+            sink_first: Whether the sink, if there is one, begins the recurrence; else it is left
+                out.
         """
         z, v = self.z if z is None else z, self.v if v is None else v
+        tops = z if maxima_of is None else maxima_of
         shape = z.shape[:3]
         m = z.new_full(shape, steps.first_maximum)
         total, out = z.new_zeros(shape), z.new_zeros((*shape, self.v.shape[-1]))
-        if self.sink is not None:
+        if self.sink is not None and sink_first:
             m, total = self.sink.expand(shape), torch.ones_like(total)
         weights = steps.weights
         if steps.weights_scale is not None:
@@ -389,15 +412,15 @@ class ExactAttention:
         starts = range(0, z.shape[-1], size)
         for start in starts:
             part = z[..., start : start + size]
-            new = torch.maximum(m, part.amax(-1))
+            new = torch.maximum(m, tops[..., start : start + size].amax(-1))
             shift = torch.where(new == -math.inf, 0.0, new)
             if steps.zero_maximum_when_empty:
                 new = shift
             relative = steps.relative(last=start == starts[-1])
-            p = _fp32_exp(steps.exponent(part, shift[..., None]) if relative else part)
+            p = fp32_exp(steps.exponent(part, shift[..., None]) if relative else part)
             if start == 0 and steps.first_weight != 1.0:
                 p = torch.cat([p[..., :1] * steps.first_weight, p[..., 1:]], -1)
-            alpha = _fp32_exp((m - shift * steps.rescale_maximum) * steps.rescale_exponent)
+            alpha = fp32_exp((m - shift * steps.rescale_maximum) * steps.rescale_exponent)
             summed = p if steps.summed_weights is None else steps.summed_weights(p)
             rescaled = steps.of_sum(total, alpha if steps.rescales_sum else torch.ones_like(alpha))
             total = rescaled + steps.sign_of_sum * summed.sum(-1)
@@ -657,7 +680,8 @@ def sum_group(of_heads: Tensor, group: int) -> Tensor:
     return of_heads.view(batch, heads // group, group, *rest).sum(2)
 
 
-def _fp32_exp(exponent: Tensor) -> Tensor:
+def fp32_exp(exponent: Tensor) -> Tensor:
+    """Return exp, but 0 or infinite where it is so in fp32."""
     p = exponent.exp()
     p = torch.where(exponent < FP32_LOWEST, 0.0, p)
     return torch.where(exponent > _FP32_LARGEST, math.inf, p)

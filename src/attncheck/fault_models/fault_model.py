@@ -40,8 +40,8 @@ class Prediction:
     parameter: str = ""  # name of the number that readers see, which ``shown`` makes of the size
     shown: Callable[[float], float] = float
     free: Tensor | None = None  # rows ``(batch, heads, rows)`` without a prediction
-    # What out may be off by where a rounding that the fault makes may fall either way.
-    ties: Tensor | None = None
+    # What out, or LSE, may be off by where a rounding that the fault makes may fall either way.
+    ties: Mapping[TensorName, Tensor] = field(default_factory=dict)
 
 
 Form = Prediction | Outputs | Steps | tuple[Outputs | Steps, Parameters]

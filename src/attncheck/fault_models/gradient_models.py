@@ -330,6 +330,77 @@ def backward_loop_too_short(grad: ExactGradients) -> Iterator[Form]:
         yield of_keys(visited), {"of": "keys", **parameters}
     last = call.i[..., 0] == call.problem.query - 1
     yield grad.gradients(delta=torch.where(last, 0.0, grad.delta)), {"of": "delta"}
+    # A tile of keys begins with the first row that sees any of it, rounded up to a tile.
+    firsts: dict[int, Tensor] = {}
+    for rows, size in call.any_tiles:
+        if size not in firsts:
+            some = tile_visibility(call, 1, size)[0]
+            firsts[size] = torch.where(some, call.i, call.problem.query).amin(2, keepdim=True)
+        visited = call.i >= (firsts[size] + rows - 1) // rows * rows
+        parameters = {"tile": size, "rows": rows}
+        yield of_keys(visited), {"of": "rows", "begins with": "the next tile", **parameters}
+
+
+@_model()
+def last_row_again(grad: ExactGradients) -> Iterator[Form]:
+    """The last row counts again in dK and dV for each row of padding in its tile: places behind it
+    are clamped, and not masked.
+    """
+    call, exact = grad.call, grad.exact
+    last = call.i == call.problem.query - 1
+    for size in call.row_tiles:
+        times = torch.where(last, float(1 + -call.problem.query % size), 1.0)
+        again = grad.gradients(weights=grad.weights() * times)
+        parameters = {"rows": size}
+        yield replace(exact, dk=again.dk, dv=again.dv), parameters
+        yield replace(exact, dk=again.dk), parameters
+        yield replace(exact, dv=again.dv), parameters
+        yield again, parameters  # dQ is added to, too.
+
+
+@_model(applies=lambda problem: problem.sink)
+def dsink_not_summed(grad: ExactGradients) -> Iterator[Form]:
+    """The gradient of a sink is that of one sequence, or one tile of rows, not the sum."""
+    exact, call = grad.exact, grad.call
+    assert call.sink is not None, "asked of what has one"
+    of_sink = torch.exp(call.sink - call.parts.lse)
+    # (batch, heads, rows)
+    terms = torch.where(of_sink > 0, of_sink * -grad.off[..., 0], 0.0)
+    of_sequences = terms.sum(2)
+    last = call.problem.batch - 1
+    for name, number in {"the first": 0, "the last": last}.items():
+        yield replace(exact, dsink=of_sequences[number]), {"of": "sequences", "which": name}
+    yield replace(exact, dsink=of_sequences.mean(0)), {"of": "sequences", "which": "their mean"}
+    for size in call.row_tiles:
+        last = (call.problem.query - 1) // size
+        for name, number in {"the first": 0, "the last": last}.items():
+            part = terms[..., number * size : (number + 1) * size].sum((0, 2))
+            yield replace(exact, dsink=part), {"of": "rows", "which": name, "tile": size}
+
+
+@_model(applies=lambda problem: problem.sink)
+def backward_sink_ignored(grad: ExactGradients) -> Iterator[Form]:
+    """The backward's weights lack the sink: its LSE is that of the keys alone."""
+    call = grad.call
+    assert call.sink is not None, "asked of what has one"
+    lse = call.softmax(call.z, sink=None).lse
+    outputs = grad.gradients(weights=grad.weights(lse=lse))
+    yield outputs
+    # The sink's own weight may be of that LSE, too; where it is the only key, it is infinite.
+    of_sink = torch.where(lse == -math.inf, 0.0, (call.sink - lse).exp())
+    yield replace(outputs, dsink=(of_sink * -grad.off[..., 0]).sum((0, 2)))
+
+
+@_model(applies=has_score())
+def slope_of_another_score(grad: ExactGradients) -> Iterator[Form]:
+    """The score mod's derivative is taken at another score: at the modified one, or before the
+    scale.
+    """
+    call = grad.call
+    scores = {"the modified score": call.s, "the product without the scale": call.qk}
+    scores["the score in base 2"] = call.x * LOG2E
+    for at, x in scores.items():
+        yield grad.gradients(slopes=grad.slopes_at(x)), {"at": at}
 
 
 @_model(applies=lambda p: p.kv_heads > 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from itertools import permutations, product
+from itertools import accumulate, pairwise, permutations, product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from attncheck.fault_models.fault_model import (
     ModelTable,
     Parameters,
     Prediction,
+    has_mask,
     is_attention,
 )
 
@@ -276,6 +277,78 @@ def key_counts(problem: Problem) -> tuple[int, ...]:
     return lengths
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedSequence:
+    """A sequence, or document, of a packed call: where its rows and keys begin, and their numbers.
+
+    Rows and keys are counted through all sequences of the batch.
+    """
+
+    row: int
+    rows: int
+    key: int
+    keys: int
+
+
+def packed_sequences(problem: Problem) -> list[PackedSequence]:
+    """Return the sequences of a Problem in the order in which a packed call has them."""
+    names = {"document": ("lengths", "lengths"), "documents": ("query_lengths", "kv_lengths")}
+    every = [(problem.query, keys) for keys in key_counts(problem)]
+    for spec in problem.mask.walk():
+        if spec.name in names:
+            of_rows, of_keys = names[spec.name]
+            rows_of = _clipped(spec.values[of_rows], problem.query)
+            every = [*zip(rows_of, _clipped(spec.values[of_keys], problem.kv), strict=True)]
+            every *= problem.batch
+    parts, row, key = [], 0, 0
+    for rows, keys in every:
+        parts.append(PackedSequence(row, rows, key, keys))
+        row, key = row + rows, key + keys
+    return parts
+
+
+def _clipped(lengths: Any, last: int) -> list[int]:
+    """Return documents' lengths within the Problem, beyond which they may extend."""
+    ends = [0, *(min(end, last) for end in accumulate(lengths))]
+    return [end - start for start, end in pairwise(ends)]
+
+
+def _packs_several(problem: Problem) -> bool:
+    return problem.batch > 1 or has_mask("document", "documents")(problem)
+
+
+@_model(applies=lambda problem: is_attention(problem) and _packs_several(problem))
+def rows_where_keys_begin(call: ExactAttention) -> Iterator[Form]:
+    """A sequence's rows of out or LSE are written where its keys begin in packed memory, not its
+    rows.
+    """
+    problem, exact = call.problem, call.exact
+    parts = packed_sequences(problem)
+    count = problem.batch * problem.query
+    # Documents may leave rows out, which no packed call has.
+    if not call.whole or sum(part.rows for part in parts) != count:
+        return
+
+    def moved(tensor: Tensor, before: float, *, clamped: bool) -> Tensor:
+        flat = tensor.transpose(0, 1).flatten(1, 2)  # (heads, rows of all sequences[, value_dim])
+        memory = torch.full_like(flat, before)
+        for part in parts:
+            at = min(part.key, count - part.rows) if clamped else part.key
+            inside = max(0, min(part.rows, count - at))
+            memory[:, at : at + inside] = flat[:, part.row : part.row + inside]
+        shape = (len(memory), problem.batch, problem.query, *memory.shape[2:])
+        return memory.view(shape).transpose(0, 1)
+
+    assert exact.lse is not None, "as it was made"
+    for clamped in (False, True):
+        out = moved(exact.out, 0.0, clamped=clamped)
+        for before in (-math.inf, 0.0):
+            lse = moved(exact.lse, before, clamped=clamped)
+            yield Outputs(exact.out, lse), {"of": "LSE"}
+            yield Outputs(out, lse), {"of": "out and LSE"}
+        yield Outputs(out, exact.lse), {"of": "out"}
+
+
 _WHOSE = ("q", "k", "v", "kv", "qkv")
 _PARTS = (1, 2, 3, 4, 8)  # numbers of splits of the keys
 _ORDERS = ((0, 1, 2, 3), (0, 2, 1, 3))
@@ -293,7 +366,11 @@ def index_of_another_axis(call: ExactAttention) -> Iterator[Form]:
     of_heads["its place in its group"] = call.h % problem.group
     of_heads["its sequence by groups"] = call.b // problem.group
     others = {
-        0: {"the query head": call.h, "the key head": key_head},
+        0: {
+            "the query head": call.h,
+            "the key head": key_head,
+            "its sequence by groups": call.b // problem.group,
+        },
         1: of_heads,
         2: {"the query head": call.h, "the sequence": call.b},
     }
@@ -452,19 +529,28 @@ def attending(call: ExactAttention, read: dict[str, Tensor]) -> Outputs:
 
 @_model(applies=lambda problem: problem.heads > 1)
 def query_heads_swapped(call: ExactAttention) -> Iterator[Form]:
-    """The output of one head is that of another."""
-    heads, exact = call.problem.heads, call.exact
-    h = torch.arange(heads)
+    """The output of one head is that of another, or its LSE is."""
+    problem, exact = call.problem, call.exact
+    heads, h = problem.heads, torch.arange(problem.heads)
     for name, of in {
         "in reverse order": heads - 1 - h,
         "the next": (h + 1) % heads,
         "the first": 0 * h,
-        "by groups": h.view(call.problem.kv_heads, -1).T.flatten(),
+        "by groups": h.view(problem.kv_heads, -1).T.flatten(),
+        "by key heads": h.view(-1, problem.kv_heads).T.flatten(),
     }.items():
-        out = Outputs(exact.out[:, of], call.parts.lse[:, of])
-        yield out, {"head": name}
-        # Kernels compute the indices of LSE separately: it may be right.
-        yield Outputs(exact.out[:, of], exact.lse), {"head": name}
+        lse = call.parts.lse[:, of]
+        # Kernels compute the indices of out and LSE separately: one may be right.
+        for whose, outputs in {
+            "out and LSE": Outputs(exact.out[:, of], lse),
+            "out": Outputs(exact.out[:, of], exact.lse),
+            "LSE": Outputs(exact.out, lse),
+        }.items():
+            yield outputs, {"of": whose, "head": name}
+            # Where heads of a group stand for rows, as in decoding.
+            if name.startswith("by"):
+                single = outputs if problem.query == 1 else exact
+                yield single, {"of": whose, "head": name, "when": "one row"}
 
 
 @_model(applies=is_attention)
@@ -529,22 +615,24 @@ def columns_missing(call: ExactAttention) -> Iterator[Form]:
     not read.
     """
     problem, exact = call.problem, call.exact
-    # The kernel may be compiled for one dim, or for the power of two below.
-    dims = {min(problem.head_dim, problem.value_dim)}
-    dims |= {1 << (dim.bit_length() - 1) for dim in (problem.head_dim, problem.value_dim)}
-    # Or it may read one column too few.
-    dims |= {problem.head_dim - 1, problem.value_dim - 1}
-    for columns in sorted(dims):
-        if columns < problem.value_dim:
-            is_read = torch.arange(problem.value_dim) < columns
-            out = torch.where(is_read, exact.out, 0.0)
-            yield Outputs(out, exact.lse), {"columns": columns}
-        if columns < problem.head_dim:
-            x = call.q[..., :columns] @ call.k[..., :columns].mT * call.scale
-            yield call.attend(x=x), {"columns": columns}
-            # One bound may hold for both head dim and value dim.
-            values = call.v * (torch.arange(problem.value_dim) < columns)
-            yield call.attend(x=x, v=values), {"columns": columns}
+    dims = (problem.head_dim, problem.value_dim)
+    # The kernel may be compiled for one dim, or for the power of two below; or it may read one
+    # column too few, or whole blocks alone.
+    bounds = {"the smaller dim": {min(dims)}, "all but one": {dim - 1 for dim in dims}}
+    bounds["a power of two"] = {1 << (dim.bit_length() - 1) for dim in dims}
+    for block in _BLOCKS:
+        bounds[f"whole blocks of {block}"] = {dim // block * block for dim in dims}
+    for bound, columns in ((name, n) for name, some in bounds.items() for n in sorted(some - {0})):
+        is_read = torch.arange(problem.value_dim) < columns
+        x = call.q[..., :columns] @ call.k[..., :columns].mT * call.scale
+        # One bound may hold for both head dim and value dim.
+        for of, (outputs, most) in {
+            "values": (Outputs(torch.where(is_read, exact.out, 0.0), exact.lse), dims[1]),
+            "q and k": (call.attend(x=x), dims[0]),
+            "all": (call.attend(x=x, v=call.v * is_read), max(dims)),
+        }.items():
+            one = outputs if columns < most else exact
+            yield one, {"columns": columns, "of": of, "bound": bound}
 
 
 _FAR = 2**31

@@ -16,13 +16,14 @@ from attncheck.fault_models.fault_model import (
     has_score,
 )
 from attncheck.fault_models.layout_models import key_counts
-from attncheck.fault_models.steps import Steps, steps_with_masks
+from attncheck.fault_models.steps import Steps, round_to_format, steps_with_masks
 from attncheck.fault_models.tile_models import first_key, once_for_each, tile_visibility
 from attncheck.mods import masks
 from attncheck.mods.library import build_mask, is_additive
+from attncheck.mods.masks import shifted_dimensions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -152,11 +153,16 @@ def document_diagonals(call: ExactAttention) -> Iterator[Form]:
     own = row_of[:, None] == key_of
     for diagonal, rows_later in later.items():
         seen = (own & (key <= row[:, None] + rows_later)).expand(call.shape)
-        yield call.attend(seen=seen), {"diagonal": diagonal}
-        # Behind a row's own key flash-attn's ALiBi falls, where the library's rises.
-        if has_score("alibi", "alibi_by_sequence")(problem) and is_additive(problem.score):
-            falling = call.x - (call.s - call.x).abs()
-            yield call.attend(seen=seen, s=falling), {"diagonal": diagonal}
+        for s in _scores_behind_diagonal(call):
+            yield call.attend(seen=seen, s=s), {"diagonal": diagonal}
+
+
+def _scores_behind_diagonal(call: ExactAttention) -> Iterator[Tensor]:
+    """Yield the scores, and those that a kernel may compute of keys that a causal mask hides."""
+    yield call.s
+    # Behind a row's own key flash-attn's ALiBi falls, where the library's rises.
+    if has_score("alibi", "alibi_by_sequence")(call.problem) and is_additive(call.problem.score):
+        yield call.x - (call.s - call.x).abs()
 
 
 def _rectangular(problem: Problem) -> bool:
@@ -306,6 +312,42 @@ def query_offset_missing(call: ExactAttention) -> Iterator[Form]:
         yield call.attend(s=call.modified(call.x, i=-rows))
 
 
+@_model(applies=lambda p: has_mask()(p) or has_score()(p), order=1, family="precision")
+def positions_rounded(call: ExactAttention) -> Iterator[Form]:
+    """The numbers of rows and keys are rounded to too few bits before the mask, or the score mod,
+    compares them.
+    """
+    problem = call.problem
+    mask, score, dims = problem.mask, problem.score, problem.dimensions
+    part, see, modify, of_mask, of_score = mask, call.mask, call.score, 0, 0
+    # Within an offset a row has its number in the whole sequence.
+    if mask.name == "offset":
+        part, of_mask = mask.parts[0], _later_rows(mask)
+        see = build_mask(part, shifted_dimensions(mask.values, dims))
+    if score.name == "offset":
+        of_score = _later_rows(score)
+        modify = problem.replace(score=score.parts[0]).score_mod("cpu")
+
+    def at(rounded: Callable[[Tensor], Tensor], rows: int) -> tuple[Tensor, ...]:
+        i, j = (rounded(x.double()).long() for x in (call.i + rows, call.j))
+        return call.b, call.h, i.clamp(max=problem.query + rows - 1), j.clamp(max=problem.kv - 1)
+
+    for name in ("bf16", "fp16"):
+        rounded = round_to_format(name)
+        seen = torch.as_tensor(see(*at(rounded, of_mask))).expand(call.shape)
+        s = modify(call.x.clone(), *at(rounded, of_score)).double().expand(call.x.shape)
+        yield call.attend(seen=seen), {"format": name, "of": "the mask"}
+        yield call.attend(s=s), {"format": name, "of": "the score mod"}
+        yield call.attend(seen=seen, s=s), {"format": name, "of": "both"}
+        # The first key of a window may be computed from the rounded row, and rounded again.
+        if part.name == "sliding_window":
+            window: Any = part.values["window"]
+            _, _, i, j = at(rounded, of_mask)
+            seen = (rounded((i - (window - 1)).double()) <= j) & (j <= i)
+            outputs = call.attend(seen=seen.expand(call.shape))
+            yield outputs, {"format": name, "of": "the mask"}
+
+
 @_model(applies=has_mask("and", "or"), order=1)
 def one_part_ignored(call: ExactAttention) -> Iterator[Form]:
     """One part of the mask is ignored."""
@@ -350,6 +392,24 @@ def one_row_sees_all(call: ExactAttention) -> Iterator[Form]:
     yield mask_without("sliding_window") if call.problem.query == 1 else call.exact, {}
 
 
+@_model(applies=has_mask("sliding_window"))
+def long_window_sees_all(call: ExactAttention) -> Iterator[Form]:
+    """A window as long as the keys is left out, and the causal mask with it: rows see what comes
+    later.
+    """
+    windows: list[Any] = [
+        spec.values["window"] for spec in call.problem.mask.walk() if spec.name == "sliding_window"
+    ]
+    if min(windows) < call.problem.kv:
+        yield call.exact, {}
+        return
+    of_rest = mask_without("sliding_window").mask
+    mask = of_rest and of_rest(call.problem, "cpu")
+    assert mask is not None, "asked of what has a window"
+    for s in _scores_behind_diagonal(call):
+        yield call.attend(seen=call.visible(mask), s=s)
+
+
 @_model(
     applies=has_mask(),
     steps=Steps(mask=lambda problem, _: None if problem.mask == FULL else masks.full),
@@ -358,6 +418,8 @@ def mask_ignored(call: ExactAttention) -> Iterator[Form]:
     """The mask is ignored: every row sees every key."""
     if call.problem.mask == FULL:
         return
+    for s in _scores_behind_diagonal(call):
+        yield call.attend(seen=torch.ones_like(call.seen), s=s)
     # The end of the keys may be ignored, too, so that padding of the last tile counts.
     for _, size in call.tiles:
         count = -call.problem.kv % size

@@ -11,12 +11,20 @@ import torch
 from attncheck.fault_models.fault_model import (
     Form,
     ModelTable,
+    Parameters,
     Prediction,
     has_mask,
     is_attention,
     is_scaled,
 )
-from attncheck.fault_models.layout_models import key_counts, read_at, total, wider, with_keys
+from attncheck.fault_models.layout_models import (
+    key_counts,
+    packed_sequences,
+    read_at,
+    total,
+    wider,
+    with_keys,
+)
 from attncheck.fault_models.steps import LOG2E
 from attncheck.fault_models.tile_models import (
     any_in_block,
@@ -79,7 +87,10 @@ def page_index_wrong(call: ExactAttention) -> Iterator[Form]:
     flat, most = table.table.flatten().long(), table.table.shape[1]
     b, h, t = call.b, call.h, torch.arange(problem.kv).view(1, 1, -1, 1)
     head, page, slot = h // problem.group, t // size, t % size
-    entries = {"": b * most + page, "without place": b * most, "without sequence": page}
+    # The table may be taken to be as wide as the longest sequence needs.
+    width = -(-max(key_counts(problem)) // size)
+    entries = {"": b * most + page, "pages of the longest sequence for the width": b * width + page}
+    entries |= {"without place": b * most, "without sequence": page}
     entries |= {"sequence not times the width": b + page, "key for place": b * most + t}
     entries |= {"slot for place": b * most + slot, "of the second": most + page}
     slots = {"missing": 0 * t, "the second": 0 * t + 1, "the page's number": page, "the key": t}
@@ -90,14 +101,28 @@ def page_index_wrong(call: ExactAttention) -> Iterator[Form]:
     pages |= {"page 0": (0 * own, slot, head), "page 1": (0 * own + 1, slot, head)}
     pages |= {f"slot: {name}": (own, at, head) for name, at in slots.items()}
     pages |= {f"head: {name}": (own, slot, at) for name, at in heads.items()}
-    strides = pools[0].stride()[:3]
+    # Of a load of several pages only the first may be looked up.
+    for keys in call.key_tiles:
+        if keys > size:
+            first = t // keys * keys // size
+            at = _table_entries(flat, b * most + first) + page - first
+            pages[f"the first of {keys} keys, and those behind it"] = (at, slot, head)
     for name, indices in pages.items():
-        at = total(i * step for i, step in zip(indices, strides, strict=True))
-        yield from _at_offsets(call, pools, at, name)
+        yield from _at_places(call, pools, indices, (0, 1, 2), name)
     for axis, other in permutations(range(3), 2):
-        wrong = (*strides[:axis], strides[other], *strides[axis + 1 :])
-        at = total(i * step for i, step in zip((own, slot, head), wrong, strict=True))
-        yield from _at_offsets(call, pools, at, f"stride {axis} for {other}")
+        axes = tuple(other if n == axis else n for n in range(3))
+        name = f"stride {axis} for {other}"
+        yield from _at_places(call, pools, (own, slot, head), axes, name)
+
+
+@_model(applies=lambda problem: problem.paging is not None, family="mapping")
+def page_0_not_read(call: ExactAttention) -> Iterator[Form]:
+    """Page 0 is taken for no page: its keys do not count."""
+    problem = call.problem
+    assert problem.paging is not None, "asked of what has pages"
+    table = draw_page_table(problem.paging, problem.batch, problem.kv, key_counts(problem))
+    of_keys = table.table[:, torch.arange(problem.kv) // problem.paging.size][:, None, None]
+    yield call.attend(seen=call.seen & (of_keys != 0))
 
 
 def _table_entries(flat: Tensor, at: Tensor) -> Tensor:
@@ -105,16 +130,27 @@ def _table_entries(flat: Tensor, at: Tensor) -> Tensor:
     return torch.where(at < len(flat), flat[at.clamp(max=len(flat) - 1)], 1 << 40)
 
 
-def _at_offsets(call: ExactAttention, pools: list[Tensor], at: Tensor, name: str) -> Iterator[Form]:
-    """Yield outputs with keys and values read at offsets ``at`` of their pools."""
+def _at_places(
+    call: ExactAttention,
+    pools: list[Tensor],
+    indices: tuple[Tensor, ...],
+    axes: tuple[int, ...],
+    name: str,
+) -> Iterator[Form]:
+    """Yield outputs with keys and values read elsewhere in their pools.
+
+    Args:
+        indices: Of page, slot and head.
+        axes: Whose strides multiply them.
+    """
     read, inside = [], True
     for pool in pools:
-        values, in_memory = read_at(pool, at + torch.arange(pool.shape[3]))
+        steps = (i * pool.stride(axis) for i, axis in zip(indices, axes, strict=True))
+        values, in_memory = read_at(pool, total(steps) + torch.arange(pool.shape[3]))
         shape = (*call.shape[:2], call.problem.kv, pool.shape[3])
         read.append(values.double().expand(shape))
         inside = inside and bool(in_memory.all())
-    # The memory behind all pages is unknown.
-    if inside and pools[0].shape == pools[1].shape:
+    if inside:  # The memory behind all pages is unknown.
         yield from with_keys(call, *read, which=name)
 
 
@@ -188,6 +224,48 @@ def rows_unwritten(call: ExactAttention) -> Iterator[Form]:
                 yield Prediction(outputs=exact, parameters={"rows": rows}, free=unwritten)
                 yield call.with_out(unwritten, 0.0), {"rows": rows}
                 yield call.with_out(unwritten, 0.0, lse=0.0), {"rows": rows}
+        # Blocks are launched in whole groups, or each program does only its first one.
+        blocks = -(-query // rows)
+        launched = {f"behind whole groups of {n}": blocks // n * n for n in _GROUPS}
+        for which, most in {**launched, "behind the first": 1}.items():
+            behind = (number >= (most or blocks)).expand(dead.shape)
+            yield from _never_written(call, behind, {"rows": rows, "blocks": which})
+
+
+_GROUPS = (2, 4, 8, 16)  # blocks of rows that kernels launch together
+
+
+def _never_written(
+    call: ExactAttention, unwritten: Tensor, parameters: Parameters
+) -> Iterator[Form]:
+    """Yield outputs without some rows: what memory held, zeros, or those of a row without keys."""
+    if bool(unwritten.all()):  # It would fit any rows.
+        return
+    if not bool(unwritten.any()):
+        yield call.exact, parameters
+        return
+    yield Prediction(outputs=call.exact, parameters=parameters, free=unwritten)
+    for lse in (0.0, -math.inf):
+        yield call.with_out(unwritten, 0.0, lse=lse), parameters
+
+
+@_model(applies=has_mask("document", "documents", "padding"))
+def rows_behind_an_empty_sequence(call: ExactAttention) -> Iterator[Form]:
+    """Sequences behind one without rows, or without keys, are never written: the loop over them
+    ends there.
+    """
+    parts, problem = packed_sequences(call.problem), call.problem
+    for of, empty in {
+        "rows": [not part.rows for part in parts],
+        "keys": [not part.keys for part in parts],
+        "rows or keys": [not part.rows or not part.keys for part in parts],
+    }.items():
+        first = empty.index(True) if True in empty else len(parts)
+        # Not the one without keys itself: it may be written as empty.
+        start = parts[first].row if first < len(parts) else problem.batch * problem.query
+        number = call.b * problem.query + call.i
+        lost = (number >= start).expand(*call.shape[:3], 1)[..., 0]
+        yield from _never_written(call, lost, {"without": of})
 
 
 def _visited_places(call: ExactAttention, size: int) -> Iterator[Tensor]:

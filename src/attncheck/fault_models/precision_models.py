@@ -13,16 +13,22 @@ import torch
 
 from attncheck.core.formats import FORMATS
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.exact_attention import weighted_sum
+from attncheck.fault_models.exact_attention import FP32_LOWEST, fp32_exp, weighted_sum
 from attncheck.fault_models.fault_model import (
     Form,
     ModelTable,
     Prediction,
+    has_mask,
     is_attention,
     is_scaled,
 )
 from attncheck.fault_models.softmax_models import SENTINELS
-from attncheck.fault_models.steps import LOG2E, Steps, round_to_format
+from attncheck.fault_models.steps import (
+    LOG2E,
+    Steps,
+    round_to_format,
+    rounded_log2e,
+)
 from attncheck.fault_models.tile_models import padded_keys, tile_visibility
 
 if TYPE_CHECKING:
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attncheck.core.tensor_names import TensorName
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.inputs.problem import Problem
 
@@ -37,6 +44,7 @@ RECURRENCE = ModelTable("rescaling")  # faults in the recurrence of the online s
 FP8 = ModelTable("factor")  # faults in descales, and in the rounding of P to fp8
 MODELS = ModelTable("precision")  # faults of rounding to too few bits
 _SUMS = ("out", "sum")
+_FEW_BITS = -120 * math.log(2.0)  # logarithm of a row sum that may be of subnormal weights
 _LEAST_FACTOR = 2.0**-10  # least factor of an output that counts as a bias; less is missing
 
 RECURRENCE.add(
@@ -70,14 +78,25 @@ RECURRENCE.add(
     "and new: not of their difference",
     steps=(Steps(rescale_maximum=0.0), Steps(rescale_maximum=-1.0)),
 )
-RECURRENCE.add(
-    "weights-of-another-base",
-    "weights are powers of another base than what rescales them, and than LSE takes them for",
-    steps=tuple(
-        Steps(weights=one, summed_weights=one)
-        for one in (lambda p: p ** (1.0 / LOG2E), lambda p: p**LOG2E)
-    ),
-)
+
+
+def _to_the_power(power: float) -> Steps:
+    """Return Steps whose weights, not what rescales them, are raised to a power."""
+
+    def raised(p: Tensor) -> Tensor:
+        return p**power
+
+    return Steps(weights=raised, summed_weights=raised)
+
+
+@RECURRENCE.model(steps=(_to_the_power(1.0 / LOG2E), _to_the_power(LOG2E)))
+def weights_of_another_base(_call: ExactAttention) -> Iterator[Form]:
+    """Weights are powers of another base than what rescales them, and than LSE takes them for."""
+    # The factor for exp2 may be rounded.
+    for name, factor in rounded_log2e().items():
+        yield _to_the_power(factor), {"log2 e": name}
+
+
 RECURRENCE.add(
     "last-tile-without-maximum",
     "the weights of the last tile are not relative to the maximum",
@@ -103,10 +122,68 @@ def maximum_from_zero(call: ExactAttention) -> Iterator[Form]:
     lowest = float(call.parts.maximum.min())
     for first in SENTINELS:
         if first < lowest:  # Every row's maximum rises above it.
-            yield call.exact, {"first": str(first)}
-        elif first < 0:
+            yield call.exact, {"first": f"{first:g}"}
+        else:
             for outputs, parameters in call.predict(Steps(first_maximum=first)):
-                yield outputs, {**parameters, "first": str(first)}
+                yield outputs, {**parameters, "first": f"{first:g}"}
+
+
+@RECURRENCE.model(applies=has_mask())
+def maximum_of_hidden_keys(call: ExactAttention) -> Iterator[Form]:
+    """The maximum is that of hidden keys, too: weights far below it are 0."""
+    for size in call.key_tiles:
+        tops = {"all": [call.s]}
+        tops["those of visited tiles"] = [
+            torch.where(tile_visibility(call, rows, size)[0], call.s, -math.inf)
+            for rows, keys in call.tiles
+            if keys == size
+        ]
+        for of, each in tops.items():
+            for maxima_of in each:
+                yield from _with_maxima(call, size, maxima_of, of)
+
+
+@RECURRENCE.model()
+def maximum_of_some_scores(call: ExactAttention) -> Iterator[Form]:
+    """The maximum is not that of all that counts, keys or a sink: weights far above it are
+    infinite.
+    """
+    for size in call.key_tiles:
+        place, half = call.j % size, size // 2
+        for of, some in {
+            "even keys": place % 2 == 0,
+            "odd keys": place % 2 == 1,
+            "the first half of each tile": place < half,
+            "the last half of each tile": place >= half,
+        }.items():
+            yield from _with_maxima(call, size, torch.where(some, call.z, -math.inf), of)
+    outputs = call.exact
+    if call.sink is not None:
+        keys = call.softmax(call.z, sink=None)
+        base = torch.where(keys.maximum == -math.inf, call.sink, keys.maximum)
+        base = torch.where(base == -math.inf, 0.0, base)
+        total = keys.total + fp32_exp(call.sink - base)
+        outputs = dataclasses.replace(keys, maximum=base, total=total).outputs
+    yield outputs, {"of": "keys alone"}
+
+
+def _with_maxima(
+    call: ExactAttention, size: int, maxima_of: Tensor, of: str
+) -> Iterator[Prediction]:
+    """Yield outputs whose running maximum is of other scores, in tiles of ``size`` keys."""
+    # Weights far below 1 lose bits before they are 0, and those of fp16 overflow at e¹¹.
+    formats = call.problem.formats
+    steps = Steps(
+        weights=None if formats.scaled else round_to_format(formats.weights.name),
+        summed_weights=round_to_format("fp32"),
+    )
+    # How few bits are left of weights near fp32's least depends on the last bit of an exponent.
+    log_total = call.parts.lse - maxima_of.amax(-1)
+    few_bits = (log_total > FP32_LOWEST) & (log_total < _FEW_BITS)
+    ties: dict[TensorName, Tensor]
+    ties = {"out": 2 * few_bits[..., None] * call.v.abs().amax(), "lse": few_bits * -FP32_LOWEST}
+    for outputs in call.recurrences(size, steps, maxima_of=maxima_of):
+        yield Prediction(outputs=outputs, parameters={"tile": size, "of": of}, ties=ties)
 
 
 @RECURRENCE.model()
@@ -356,9 +433,10 @@ def operands_rounded(call: ExactAttention) -> Iterator[Form]:
         x = q @ k.mT * call.scale
         yield call.attend(x=x, v=v), {"format": name}
         yield call.attend(x=x), {"format": name}
-        # q may be multiplied by the scale first, and rounded with it.
-        scaled = rounded(call.q * call.scale) @ call.k.mT
-        yield call.attend(x=scaled), {"format": name}
+        # q may be multiplied by the scale first, or by what exp2 needs, and rounded with it.
+        for unit in (1.0, LOG2E):
+            scaled = rounded(call.q * (call.scale * unit)) @ call.k.mT / unit
+            yield call.attend(x=scaled), {"format": name, "of": "q · scale"}
 
 
 def _rounded_products(
@@ -379,14 +457,14 @@ def _rounded_products(
             yield Prediction(
                 outputs=call.online(size, Steps(weights=rounded), z, v),
                 parameters={"tile": size},
-                ties=call.online(size, Steps(weights=ties), z, v.abs()).out,
+                ties={"out": call.online(size, Steps(weights=ties), z, v.abs()).out},
             )
         if divided:
             parts = call.softmax(z, sink=call.sink)
             p = parts.weights / torch.where(parts.dead, 1.0, parts.total)[..., None]
             yield Prediction(
                 outputs=Outputs(weighted_sum(rounded(p), v), parts.lse),
-                ties=weighted_sum(ties(p), v.abs()),
+                ties={"out": weighted_sum(ties(p), v.abs())},
             )
 
 

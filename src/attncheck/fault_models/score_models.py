@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attncheck.core.outputs import Outputs
 from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_score, is_attention
-from attncheck.fault_models.steps import LOG2E, Steps, steps_with_scores
+from attncheck.fault_models.steps import (
+    LOG2E,
+    Steps,
+    round_to_format,
+    rounded_log2e,
+    steps_with_scores,
+)
 from attncheck.inputs.problem import USUAL_SCALE
 from attncheck.mods import scores
 from attncheck.mods.library import is_additive
@@ -36,7 +43,7 @@ def fixed_scale(constant: float) -> Steps:
     )
 
 
-def _with_factor(call: ExactAttention, factor: float, **parameters: float) -> Iterator[Form]:
+def _with_factor(call: ExactAttention, factor: float, **parameters: float | str) -> Iterator[Form]:
     """Yield outputs with scores times ``factor``, also without it in the maximum that LSE adds."""
     yield call.attend(x=call.x * factor), parameters
     # After the score mod the factor also scales what the mod has added.
@@ -71,10 +78,12 @@ def scale_of_dim(call: ExactAttention) -> Iterator[Form]:
 
 @_model(family="factor")
 def scale_log2e(call: ExactAttention) -> Iterator[Form]:
-    """Log2 e is missing or there twice: weights are powers of another base than e."""
+    """Log2 e is missing, there twice or rounded: weights are powers of another base than e."""
     # exp for exp2 or the reverse: the factor is missing, or exp includes it already.
     for factor in (1.0 / LOG2E, LOG2E, 1.0 / LOG2E**2):
         yield from _with_factor(call, factor)
+    for name, factor in rounded_log2e().items():
+        yield from _with_factor(call, factor, **{"log2 e": name})
 
 
 @_model(
@@ -114,6 +123,11 @@ def scale_default(call: ExactAttention) -> Iterator[Form]:
         return
     for factor in (1.0, 1.0 / dim, dim, math.sqrt(dim), 1.0 / dim**2, dim**-0.25):
         yield from _with_factor(call, factor / call.scale)
+    # Or head_dim is that of a padded tile: the next power of two, or multiple of a block.
+    padded = {"a power of two": 1 << (dim - 1).bit_length()}
+    padded |= {f"a multiple of {block}": -(-dim // block) * block for block in (16, 32, 64)}
+    for name, columns in padded.items():
+        yield from _with_factor(call, columns**-0.5 / call.scale, padded=name)
 
 
 def _usual_for_zero(problem: Problem) -> float | None:
@@ -178,6 +192,32 @@ def _softcap(capped: Callable[[Tensor, float], Tensor]) -> Steps:
 
 def _without(part: str) -> Steps:
     return steps_with_scores({part: lambda _v, _d, _: scores.none})
+
+
+@_model(applies=has_score(), order=1, family="precision")
+def score_mod_rounded(call: ExactAttention) -> Iterator[Form]:
+    """What the score mod adds, or a result on its way, is rounded to too few bits."""
+    for name in ("bf16", "fp16"):
+        rounded = round_to_format(name)
+        if is_additive(call.problem.score):
+            # In natural units, or in those of exp2.
+            for unit in (1.0, LOG2E):
+                s = call.x + rounded((call.s - call.x) * unit) / unit
+                yield call.attend(s=s), {"format": name, "of": "what it adds"}
+        of_cap = {
+            "score / cap": partial(_softcap_rounded, rounded, lambda x: x),
+            "tanh": partial(_softcap_rounded, lambda x: x, rounded),
+            "both": partial(_softcap_rounded, rounded, rounded),
+        }
+        for of, capped in of_cap.items():
+            for outputs, _ in call.predict(_softcap(capped)):
+                yield outputs, {"format": name, "of": of}
+
+
+def _softcap_rounded(
+    quotient: Callable[[Tensor], Tensor], tanh: Callable[[Tensor], Tensor], s: Tensor, cap: float
+) -> Tensor:
+    return cap * tanh(torch.tanh(quotient(s / cap)))
 
 
 def _softcap_in_units(into: float, out: float) -> Steps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,7 @@ from attncheck.fault_models.fault_model import (
     ModelTable,
     Prediction,
     has_mask,
+    has_score,
     is_attention,
 )
 from attncheck.fault_models.steps import LOG2E, Steps
@@ -251,6 +252,18 @@ def lse_mixed_units(call: ExactAttention) -> Iterator[Form]:
     ):
         lse = parts.maximum * of_maximum + parts.total.log() * of_log
         yield call.with_lse(torch.where(parts.dead, -math.inf, lse))
+
+
+@_model(applies=has_score("softcap"), family="lse")
+def lse_in_units_of_cap(call: ExactAttention) -> Iterator[Form]:
+    """The maximum in LSE is multiplied or divided by the cap, or by cap · scale."""
+    parts = call.parts
+    for spec in call.problem.score.walk():
+        if spec.name == "softcap":
+            cap: Any = spec.values["cap"]
+            for unit in (cap, cap * call.scale, 1.0 / cap, 1.0 / (cap * call.scale)):
+                lse = parts.maximum * unit + parts.total.log()
+                yield call.with_lse(torch.where(parts.dead, -math.inf, lse))
 
 
 def _has_sink(problem: Problem) -> bool:

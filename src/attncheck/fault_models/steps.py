@@ -191,3 +191,9 @@ def round_to_format(name: str, *, nearest: bool = False) -> Callable[[Tensor], T
         return x.float().to(fmt.torch_dtype).to(x.dtype)
 
     return rounded
+
+
+def rounded_log2e() -> dict[str, float]:
+    """Return log2 e rounded to 16-bit formats, by their names, as a multiple of log2 e."""
+    exact = torch.tensor(LOG2E, dtype=torch.float64)
+    return {name: float(round_to_format(name)(exact)) / LOG2E for name in ("bf16", "fp16")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +19,10 @@ from attncheck.fault_models.fault_model import (
     has_mask,
     is_attention,
 )
-from attncheck.fault_models.steps import LOG2E
+from attncheck.fault_models.steps import LOG2E, round_to_format
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -334,24 +334,36 @@ def _edge_tiles(call: ExactAttention, rows: int, size: int, *, last: bool) -> Te
 
 @_model(applies=is_attention, family="memory")
 def values_stale(call: ExactAttention) -> Iterator[Form]:
-    """The values of the tile before are used again."""
-    for size, place in _keys_one_tile_before(call):
-        yield call.attend(v=call.v[:, :, place]), {"tile": size}
+    """The values of an earlier tile are used again."""
+    for parameters, place in _earlier_keys(call):
+        yield call.attend(v=call.v[:, :, place]), parameters
 
 
 @_model(applies=is_attention, family="memory")
 def keys_stale(call: ExactAttention) -> Iterator[Form]:
-    """The keys of the tile before are used again."""
-    for size, place in _keys_one_tile_before(call):
-        yield call.attend(x=call.x[..., place]), {"tile": size}
+    """The keys of an earlier tile are used again."""
+    for parameters, place in _earlier_keys(call):
+        yield call.attend(x=call.x[..., place]), parameters
 
 
-def _keys_one_tile_before(call: ExactAttention) -> Iterator[tuple[int, Tensor]]:
-    """Yield tile sizes, and for each key its counterpart in the previous tile (the first stays)."""
-    keys = torch.arange(call.problem.kv)
+def _earlier_keys(call: ExactAttention) -> Iterator[tuple[Parameters, Tensor]]:
+    """Yield parameters, and for each key its counterpart in an earlier tile, or itself.
+
+    That is the tile before, or as many before as a ring of buffers has.
+    """
+    keys, kv = torch.arange(call.problem.kv), call.problem.kv
     for size in call.key_tiles:
-        if size < len(keys):
-            yield size, torch.where(keys >= size, keys - size, keys)
+        if size < kv:
+            yield {"tile": size}, torch.where(keys >= size, keys - size, keys)
+    for size, stages in product(call.key_tiles, (2, 3, 4)):
+        back = stages * size
+        # All tiles that do not fit into the ring, or the last one alone.
+        for which, some in {
+            "all": keys >= back,
+            "the last": keys // size == (kv - 1) // size,
+        }.items():
+            place = torch.where(some & (keys >= back), keys - back, keys)
+            yield {"tile": size, "stages": stages, "which": which}, place
 
 
 @_model(applies=has_mask(), order=1, family="mask")
@@ -490,11 +502,8 @@ def _score_behind(call: ExactAttention, count: int) -> Tensor:
         return call.modified(torch.zeros_like(call.x))[..., -1:]
 
 
-def _splits(call: ExactAttention) -> Iterator[tuple[dict[str, int], Tensor, Tensor]]:
-    """Yield parameters, out and LSE of splits, ``(parts, batch, heads, rows[, value_dim])``.
-
-    If there is a sink, it is the last part.
-    """
+def _cuts(call: ExactAttention) -> dict[tuple[int, ...], tuple[int, int]]:
+    """Return where splits of the keys begin and end: edges → number of splits, and their tile."""
     kv = call.problem.kv
     cuts: dict[tuple[int, ...], tuple[int, int]] = {}
     for size in call.key_tiles:
@@ -504,9 +513,22 @@ def _splits(call: ExactAttention) -> Iterator[tuple[dict[str, int], Tensor, Tens
             if 1 < count <= blocks:
                 edges = tuple(min(kv, blocks * n // count * size) for n in range(count + 1))
                 cuts.setdefault(edges, (count, size))
+                # Or all but the last have the same number of tiles, and may be fewer.
+                edges = (*range(0, kv, -(-blocks // count) * size), kv)
+                cuts.setdefault(edges, (len(edges) - 1, size))
         if blocks > 1:  # the first tile, and all others
             cuts.setdefault((0, size, kv), (2, size))
-    for edges, (count, size) in cuts.items():
+    return cuts
+
+
+def _splits(
+    call: ExactAttention, cuts: Mapping[tuple[int, ...], tuple[int, int]] | None = None
+) -> Iterator[tuple[dict[str, int], Tensor, Tensor]]:
+    """Yield parameters, out and LSE of splits, ``(parts, batch, heads, rows[, value_dim])``.
+
+    If there is a sink, it is the last part. For ``cuts`` see ``_cuts``.
+    """
+    for edges, (count, size) in (_cuts(call) if cuts is None else cuts).items():
         outs, lses = [], []
         for start, stop in pairwise(edges):
             part = call.softmax(call.z[..., start:stop], call.v[:, :, start:stop], sink=None)
@@ -645,6 +667,32 @@ def split_dropped(call: ExactAttention) -> Iterator[Form]:
         for dropped in range(parameters["splits"]):
             others = [n for n in range(len(outs)) if n != dropped]
             yield merged(outs[others], lses[others]), parameters | {"number": dropped}
+
+
+@SPLITS.model(applies=_several_keys, order=1, family="precision")
+def split_results_rounded(call: ExactAttention) -> Iterator[Form]:
+    """What splits of the keys leave to be merged, their output or LSE, is rounded to too few
+    bits.
+    """
+    cuts = _cuts(call)
+    # Few keys fill one split alone, whose results are stored and merged all the same.
+    if call.key_tiles[-1] >= call.problem.kv:
+        cuts[(0, call.problem.kv)] = (1, call.key_tiles[-1])
+    for edges, (parameters, outs, lses) in zip(cuts, _splits(call, cuts), strict=True):
+        tops = [call.z[..., start:stop].amax(-1) for start, stop in pairwise(edges)]
+        tops += [] if call.sink is None else [lses[-1]]
+        # Outputs may be stored before they are divided by the split's sum.
+        totals = (lses - torch.stack(tops)).exp().nan_to_num(nan=1.0)[..., None]
+        for name in ("bf16", "fp16"):
+            rounded = round_to_format(name)
+            before = rounded(outs * totals) / totals
+            for of, one in {
+                "LSE": merged(outs, rounded(lses)),
+                "output": merged(rounded(outs), lses),
+                "output before its sum divides it": merged(before, lses),
+                "output and LSE": merged(rounded(outs), rounded(lses)),
+            }.items():
+                yield one, {**parameters, "format": name, "of": of}
 
 
 @SPLITS.model(applies=is_attention, family="overflow")

@@ -244,7 +244,12 @@ def causes_title(groups: Sequence[CauseGroup]) -> str:
     if not known:
         return f"no cause is certain of {failures}"
     verb = "explains" if len(known) == 1 else "explain"
-    return f"{plural(len(known), 'cause')} {verb} {sum(known):,} of {failures}"
+    title = f"{plural(len(known), 'cause')} {verb} {sum(known):,} of {failures}"
+    others = sum(len(group.members) for group in groups) - sum(known)
+    if not others:
+        return title
+    rest = f"the other {others:,} have" if others > 1 else "the other has"
+    return f"{title}; {rest} no certain cause"
 
 
 def tile_picture(diagnosis: Diagnosis) -> Iterator[str]:
