@@ -59,11 +59,13 @@ PROBLEMS = (
     RAGGED | {"paging": Paging(size=16, seed=2), "batch": 2},
     RAGGED | {"mask": OF("sliding_window", window=90)},
     RAGGED | {"mask": OF("documents", query_lengths=[20, 0, 17], kv_lengths=[20, 30, 27])},
+    RAGGED | {"mask": OF("causal"), "scale": 20.0},
 )  # fmt: skip
 
 
 # Part of a model's id → number of a problem that shows such a fault: to try all is slow.
 FIRST = {
+    "maximum-of-hidden": 34,
     "weights-rounded": 18,
     "backward-tail": 26,
     "window": 3,
