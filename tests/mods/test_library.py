@@ -121,8 +121,10 @@ MASK_ERRORS = [
     ),
     (
         of("documents_bottom_right", CAUSAL, query_lengths=[5], kv_lengths=[3, 4]),
-        "documents_bottom_right has 1 query_lengths and 2 kv_lengths: each document has one of "
-        "each.",
+        (
+            "documents_bottom_right has 1 query_lengths and 2 kv_lengths: each document has one "
+            "of each."
+        ),
     ),
     (of("and", of("alibi")), f"mask 'alibi' is not known: choose from {ALL_MASKS}."),
 ]

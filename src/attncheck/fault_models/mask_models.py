@@ -215,7 +215,8 @@ def sequence_diagonals(call: ExactAttention) -> Iterator[Form]:
         # Where all sequences have all keys, too.
         later = -problem.kv % problem.paging.size
         if not has_mask("bottom_right")(problem):
-            yield _with_later_rows(call, later)[0], {"diagonal": "of whole pages"}
+            seen = call.visible(call.mask, i=later)
+            yield call.attend(seen=seen), {"diagonal": "of whole pages"}
             return
     for name, later_keys in others.items():
         yield _with_diagonals(later_keys), {"diagonal": name}

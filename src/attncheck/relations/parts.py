@@ -203,7 +203,7 @@ def _alone(inputs: Inputs, document: Spec) -> Inputs:
 
 def _unless_documents(problem: Problem) -> str | None:
     if _document_mask(problem.mask) is None:
-        return "its mask defines no documents, nor is it an and with such a part"
+        return "its mask is neither document nor documents, nor an and with either, aligned or not"
     inside = _within_documents(problem)
     if not all(can_excerpt(inside, each) for each in _documents(problem)):
         return "the rest of its mask, or its score mod, cannot be said of one document alone"
