@@ -49,7 +49,10 @@ def later_alibi() -> SearchStrategy[Spec]:
 
 
 @asks(
-    "compare", families=("full", "causal_bottom_right", "padding", "offset"), shapes=FEW, where=few
+    "compare",
+    families=("full", "causal_bottom_right", "padding", "offset", "bottom_right"),
+    shapes=FEW,
+    where=few,
 )
 def test_attention_is_exact(kernel: UnderTest, case: Case) -> None:
     """Every element, and LSE, of one to four rows is exact up to rounding."""

@@ -31,7 +31,11 @@ def shares(problem: Problem) -> bool:
     return problem.batch > 1 and paging is not None and paging.size * paging.shared <= problem.kv
 
 
-@asks("compare", families=("full", "causal_bottom_right", "padding"), pagings=pagings())
+@asks(
+    "compare",
+    families=("full", "causal_bottom_right", "padding", "bottom_right"),
+    pagings=pagings(),
+)
 def test_attention_is_exact(kernel: UnderTest, case: Case) -> None:
     """Every element, and LSE, is exact up to rounding, in pages of any size and order."""
     kernel.must_hold(case)

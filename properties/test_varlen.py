@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Case, Problem
     from attncheck.suite import UnderTest
 
-RAGGED = ("document", "documents", "padding")
+RAGGED = ("document", "documents", "padding", "documents_bottom_right", "bottom_right")
 
 
 def lengths(problem: Problem) -> list[tuple[int, int]]:
@@ -23,7 +23,8 @@ def lengths(problem: Problem) -> list[tuple[int, int]]:
 
 def ragged(problem: Problem) -> bool:
     """Return whether documents differ in length, or some keys are padding."""
-    whole = {(problem.query, problem.kv)} if problem.mask.name == "padding" else set()
+    by_length = problem.mask.name in {"padding", "bottom_right"}
+    whole = {(problem.query, problem.kv)} if by_length else set()
     return len({*lengths(problem), *whole}) > 1
 
 

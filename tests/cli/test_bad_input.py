@@ -233,7 +233,7 @@ BAD_INPUT = [
     (f"{MODS} mods.py --format xml", FORMAT),
     (f"{MODS} mods.py --device cuda", "device 'cuda' is not here"),
     ("mods", "FILE.py"),
-    ("blocks casual", "mask 'casual' is not known: did you mean 'causal'? Choose from and, causal"),
+    ("blocks casual", "mask 'casual' is not known: did you mean 'causal'? Choose from and, "),
     ("blocks prefix_lm", 'needs numbers or parts: write it as JSON, {"name": "prefix_lm", …}'),
     ("blocks and", "needs numbers or parts"),
     ("blocks sliding_window", "needs numbers or parts"),

@@ -59,7 +59,7 @@ def test_correct_kernel_passes_and_writes_reports(run_fresh, tmp_path):
     assert not any(" pass " in line for line in lines)
     assert sorted(p.name for p in (tmp_path / "reports").iterdir()) == ["check.json", "check.md"]
     report = load_report((tmp_path / "reports" / "check.json").read_text(), Report)
-    assert [record.variant for record in report.records] == ["decode-causal", "causal-tall"]
+    assert [record.variant for record in report.records] == ["causal-tall", "decode-causal"]
     assert str(EXAMPLE.parent) not in (tmp_path / "reports" / "check.md").read_text()
 
 

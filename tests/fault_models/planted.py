@@ -138,6 +138,9 @@ DOCUMENTS = OF("documents", query_lengths=[0, 20, 0, 17], kv_lengths=[20, 20, 20
 # The first document has 40 keys more than rows, the second as many.
 CACHED = OF("documents", query_lengths=[20, 17], kv_lengths=[60, 17])
 
+LENGTHS = [52, 70, 41]
+BY_LENGTH = OF("bottom_right", OF("causal"), lengths=LENGTHS)
+
 SPECIALS = {
     "mask-times-infinity": (
         RAGGED | {"query": 77, "kv": 40, "mask": OF("causal_bottom_right")},
@@ -154,6 +157,11 @@ SPECIALS = {
     "empty-documents-not-counted": (RAGGED | {"mask": DOCUMENTS}, "document-ignored"),
     "document-diagonals": (
         RAGGED | {"mask": OF("and", CACHED, OF("causal_bottom_right"))}, "document-ignored",
+    ),
+    "sequence-diagonals": (RAGGED | {"mask": BY_LENGTH, "batch": 3}, "padding-one-narrower"),
+    "window-of-another-end": (
+        RAGGED | {"mask": OF("bottom_right", OF("sliding_window", window=9), lengths=LENGTHS),
+        "batch": 3}, "window-one-narrower",
     ),
     "one-row-sees-all": (
         RAGGED | {"query": 1, "mask": OF("offset", OF("sliding_window", window=9), rows=76)},

@@ -202,6 +202,15 @@ EVERY_KIND = {
             OF("causal_bottom_right"),
         )
     },
+    "causal of each sequence": {"mask": OF("bottom_right", OF("causal"), lengths=[33, 9])},
+    "a window of each document": {
+        "mask": OF(
+            "documents_bottom_right",
+            OF("sliding_window", window=5),
+            query_lengths=[20, 0, 13],
+            kv_lengths=[4, 9, 20],
+        )
+    },
     "prefix": {"mask": OF("prefix_lm", prefix=4)},
     "documents": {"mask": OF("document", lengths=[10, 0, 3, 20])},
     "both": {"mask": OF("and", OF("causal"), OF("padding", lengths=[9, 20]))},

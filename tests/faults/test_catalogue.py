@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("shared_evidence")
 ENTRIES = dict(
     zip(
         CATEGORIES,
-        (8, 4, 6, 6, 5, 6, 10, 7, 6, 3, 4, 3, 2, 6, 5, 6, 3, 3, 5, 3, 5, 4, 1),
+        (9, 5, 6, 6, 5, 6, 10, 7, 6, 3, 4, 3, 2, 6, 5, 6, 3, 3, 6, 3, 5, 4, 1),
         strict=True,
     )
 )
@@ -99,8 +99,8 @@ ONE_OF_EACH = [
     ("tf32-for-fp32", "ideal", "contract", "compare"),
     ("fp8-descale-scalar-not-per-head", "ideal", "contract", "compare"),
     ("empty-split-nan", "triton", "contract", "compare"),
-    ("last-page-counted-full", "triton", "probes", "decode"),
-    ("blockmask-partial-as-full", "ideal", "probes", "decode"),
+    ("last-page-counted-full", "triton", "probes", "negative"),
+    ("blockmask-partial-as-full", "ideal", "probes", "negative"),
     ("one-key-row-slice-nan", "ideal", "contract", "compare"),
     ("split-count-depends-on-batch", "ideal", "determinism", "neighbours"),
     ("delta-missing", "triton", "contract", "compare"),
@@ -133,6 +133,9 @@ def test_one_of_each_covers_all_but_three_categories():
 PREFIX_AND_PADDING = Spec.of(
     "and", Spec.of("prefix_lm", prefix=4), Spec.of("padding", lengths=[15])
 )
+OWN_DIAGONALS = Spec.of(
+    "documents_bottom_right", Spec.of("causal"), query_lengths=[4, 5], kv_lengths=[6, 14]
+)
 DOCUMENTS = Spec.of("documents", query_lengths=[0, 1, 1], kv_lengths=[5, 7, 8])
 
 
@@ -147,6 +150,7 @@ DOCUMENTS = Spec.of("documents", query_lengths=[0, 1, 1], kv_lengths=[5, 7, 8])
         ),
         ("pad-tokens-treated-as-prefix", {"query": 9, "kv": 20, "mask": PREFIX_AND_PADDING}),
         ("varlen-max-seqlen-one", {"query": 2, "kv": 20, "mask": DOCUMENTS}),
+        ("varlen-diagonal-of-longest", {"query": 9, "kv": 20, "mask": OWN_DIAGONALS}),
     ],
 )
 @pytest.mark.parametrize("host", HOSTS)

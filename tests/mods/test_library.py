@@ -16,8 +16,9 @@ from attncheck.mods.scores import SCORES
 DIMENSIONS = Dimensions(batch=2, heads=4, query=5, kv=7)
 CAUSAL = Spec.of("causal")
 ALL_MASKS = (
-    "and, causal, causal_bottom_right, document, documents, expression, full, neighborhood, "
-    "neighborhood_morton, neighborhood_tiled, not, offset, or, padding, prefix_lm, sliding_window"
+    "and, bottom_right, causal, causal_bottom_right, document, documents, documents_bottom_right, "
+    "expression, full, neighborhood, neighborhood_morton, neighborhood_tiled, not, offset, or, "
+    "padding, prefix_lm, sliding_window"
 )
 ALL_SCORES = (
     "alibi, alibi_by_sequence, bias, chain, expression, none, offset, relative_bias, softcap, "
@@ -105,6 +106,25 @@ MASK_ERRORS = [
     (
         of("or", CAUSAL, of("not", of("sliding_window"))),
         "sliding_window needs its argument 'window'.",
+    ),
+    (
+        of("bottom_right", of("full"), lengths=[3, 7]),
+        "bottom_right is of causal or sliding_window, and not of 'full'.",
+    ),
+    (
+        of("bottom_right", CAUSAL, CAUSAL, lengths=[3, 7]),
+        "bottom_right has 2 parts: it takes exactly one part.",
+    ),
+    (
+        of("bottom_right", CAUSAL, lengths=[3, 8]),
+        "bottom_right.lengths has a length 8: none may exceed kv=7.",
+    ),
+    (
+        of("documents_bottom_right", CAUSAL, query_lengths=[5], kv_lengths=[3, 4]),
+        (
+            "documents_bottom_right has 1 query_lengths and 2 kv_lengths: each document has one "
+            "of each."
+        ),
     ),
     (of("and", of("alibi")), f"mask 'alibi' is not known: choose from {ALL_MASKS}."),
 ]

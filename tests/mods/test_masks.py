@@ -96,6 +96,10 @@ EVEN_3_BY_3 = """
 ....11.11
 """
 TWO_DOCUMENTS_AND_EMPTY_ONES = "1...... 1...... ...1111 ...1111 ...1111"
+SHORTER_THAN_ROWS = "....... ....... 1...... 11..... 111...."
+WINDOW_3_OF_6 = "11..... 111.... .111... ..111.. ...111."
+CAUSAL_OF_4_AND_2 = "111.... 1111... ....... .....1. .....11"
+WINDOW_2_OF_3_AND_4 = "11..... .11.... ...11.. ....11. .....11"
 LATER_BOTTOM_RIGHT = "11111.. 111111. 1111111"
 LATER_WINDOW_3 = ".111... ..111.. ...111. ....111 .....11"
 LATER_DOCUMENTS = "..11... ..11... ....111 ....111 ....111"
@@ -161,6 +165,33 @@ TABLES = [
         WIDE,
         of("or", of("sliding_window", window=1), of("padding", lengths=[1, 0])),
         ["1......\n11.....\n1.1....\n1..1...\n1...1..", WINDOW_1],
+    ),
+    # The last row of each sequence, or document, has the last of its own keys.
+    (WIDE, of("bottom_right", of("causal"), lengths=[7, 3]), [BOTTOM_RIGHT, SHORTER_THAN_ROWS]),
+    (
+        WIDE,
+        of("bottom_right", of("sliding_window", window=3), lengths=[0, 6]),
+        [PADDING_0, WINDOW_3_OF_6],
+    ),
+    (
+        WIDE,
+        of("documents_bottom_right", of("causal"), query_lengths=[2, 0, 3], kv_lengths=[4, 1, 2]),
+        [CAUSAL_OF_4_AND_2] * 2,
+    ),
+    (
+        WIDE,
+        of(
+            "documents_bottom_right",
+            of("sliding_window", window=2),
+            query_lengths=[2, 9],
+            kv_lengths=[3, 9],
+        ),
+        [WINDOW_2_OF_3_AND_4] * 2,
+    ),
+    (
+        LAST,
+        of("offset", of("bottom_right", of("causal"), lengths=[7]), rows=2),
+        [LATER_BOTTOM_RIGHT],
     ),
     (WIDE, of("not", of("causal")), [".111111\n..11111\n...1111\n....111\n.....11"] * 2),
     (WIDE, of("and", of("full"), of("causal"), of("full")), [CAUSAL] * 2),

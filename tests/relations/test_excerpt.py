@@ -97,6 +97,30 @@ def test_shifted_mask_keeps_library_name(mask, excerpt, name, small):
     assert Excerpt.of(whole, **excerpt).problem(whole).mask.name == name
 
 
+@pytest.mark.parametrize(
+    "part", ["whole", "last rows", "later keys", "one sequence", "middle rows"]
+)
+@pytest.mark.parametrize("inner", ["causal", "window", "huge window"])
+def test_mask_of_each_sequence_keeps_its_name(inner, part, small):
+    mask = Spec.of("bottom_right", MASKS[inner], lengths=[3, 9, 0])
+    whole = small(mask, batch=3, heads=2, query=7, kv=9)
+    ranges = PARTS | {
+        "one sequence": (range(1, 2), range(7), range(9)),
+        "middle rows": (range(3), range(2, 5), range(9)),
+    }
+    excerpt = Excerpt(**dict(zip(("sequences", "rows", "keys"), ranges[part], strict=True)))
+    shifted = excerpt.problem(whole)
+    assert shifted.mask.name == "bottom_right"
+    own = indices_of(*(range(len(each)) for each in ranges[part]))
+    seen = shifted.mask_mod()(*own).expand(own[0].shape)
+    assert torch.equal(seen, whole.mask_mod()(*indices_of(*ranges[part])).expand(own[0].shape))
+
+
+def test_mask_of_each_sequence_cannot_be_shifted_to_its_first_keys(small):
+    whole = small(Spec.of("bottom_right", MASKS["causal"], lengths=[3, 9, 0]), batch=3, kv=9)
+    assert not can_excerpt(whole, Excerpt.of(whole, keys=range(4)))
+
+
 def test_expression_without_room_for_offset_cannot_be_shifted(small):
     # The text has its maximum length already.
     whole = small(Spec.of("expression", text=f"kv_idx >={'0':>191}"))

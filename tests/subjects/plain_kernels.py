@@ -39,10 +39,13 @@ def banded(query, kv, left, right, at):
     return seen & ((distance <= right) if right >= 0 else True)
 
 
-def flash(q, k, v, scale, causal, window, softcap, slopes, fault="", sinks=None):
-    """One batch of ``(batch, length, heads, dim)`` as flash-attn computes it."""
+def flash(q, k, v, scale, causal, window, softcap, slopes, fault="", sinks=None, longest=None):
+    """One batch of ``(batch, length, heads, dim)`` as flash-attn computes it.
+
+    With the fault ``longest`` its diagonal is that of the longest sequence.
+    """
     query, kv = q.shape[1], k.shape[1]
-    at = 0 if fault == "top_left" else kv - query
+    at = 0 if fault == "top_left" else kv - query if longest is None else longest
     left, right = window
     right = 0 if causal else right
     left += (fault == "window") * (left >= 0)
@@ -114,7 +117,8 @@ def varlen_with(fault=""):
             assert k1 - k0 <= max_seqlen_k or fault
             one = (q[None, q0:q1], k[None, k0:k1], v[None, k0:k1])
             rest = (softmax_scale, causal, window_size, softcap, alibi_slopes, fault)
-            out, lse = flash(*one, *rest)
+            longest = max_seqlen_k - max_seqlen_q if fault == "longest" else None
+            out, lse = flash(*one, *rest, longest=longest)
             outs.append(out[0])
             lses.append(lse[0])
         out, lse = torch.cat(outs), torch.cat(lses, 1)
@@ -175,7 +179,8 @@ def with_kvcache(fault=""):
                 gather(cache, table[b], length, fault)[None].float() for cache in (k_cache, v_cache)
             )
             rest = (softmax_scale, causal, window_size, softcap, alibi_slopes, fault)
-            out, lse = flash(q[b : b + 1].float(), keys, values, *rest, s_aux)
+            longest = max(lengths) - q.shape[1] if fault == "longest" else None
+            out, lse = flash(q[b : b + 1].float(), keys, values, *rest, s_aux, longest)
             outs.append(out)
             lses.append(lse)
         out, lse = torch.cat(outs), torch.cat(lses)

@@ -82,6 +82,8 @@ def test_lead_shifts_the_band(bottom_right):
         Spec.of("offset", Spec.of("causal"), rows=2),
         Spec.of("offset", Spec.of("offset", Spec.of("causal_bottom_right"), rows=1), rows=2),
         Spec.of("offset", Spec.of("sliding_window", window=3), rows=2),
+        Spec.of("bottom_right", Spec.of("causal"), lengths=[3]),
+        Spec.of("bottom_right", Spec.of("sliding_window", window=2), lengths=[4]),
     ],
     ids=str,
 )

@@ -27,6 +27,12 @@ PADDING = Spec.of("padding", lengths=[30, 7])
 UNLIKE = Spec.of("documents", query_lengths=[0, 4, 0, 9, 7], kv_lengths=[3, 9, 2, 9, 7])
 # Only the first document has unlike lengths: bottom-right in each is bottom-right in the whole.
 SHIFTED = Spec.of("documents", query_lengths=[4, 9, 7], kv_lengths=[9, 9, 7])
+# Each document has a diagonal of its own; one has more rows than keys, and one has no rows.
+OWN_LENGTHS = {"query_lengths": [4, 9, 0, 7], "kv_lengths": [9, 6, 5, 11]}
+EACH_CAUSAL, EACH_WINDOW = (
+    Spec.of("documents_bottom_right", part, **OWN_LENGTHS) for part in (CAUSAL, WINDOW)
+)
+BY_LENGTH = Spec.of("bottom_right", WINDOW, lengths=[30, 23])
 UNSHIFTED = Spec.of("documents", query_lengths=[4, 9, 0, 7], kv_lengths=[4, 9, 0, 7])
 
 
@@ -82,6 +88,10 @@ PACKED = [
     {"mask": Spec.of("documents", query_lengths=[20, 0], kv_lengths=[0, 6]), "kv": 6},
     {"mask": both(SHIFTED, BOTTOM_RIGHT), "kv": 25, "query": 20},
     {"mask": both(UNSHIFTED, CAUSAL, WINDOW), "score": ALIBI},
+    {"mask": EACH_CAUSAL, "kv": 31, "kv_heads": 2},
+    {"mask": EACH_WINDOW, "kv": 31, "score": SOFTCAP, "dtype": "bf16"},
+    {"mask": Spec.of("bottom_right", CAUSAL, lengths=[9, 30]), "kv": 30},
+    {"mask": BY_LENGTH, "kv": 31, "heads": 2},
     {
         "mask": both(SHIFTED, BOTTOM_RIGHT),
         "kv": 25,
@@ -119,6 +129,10 @@ def test_correct_kernel_passes(convention, changes, options):
         ("varlen", "top_left", {"mask": BOTTOM_RIGHT, "kv": 31}, {}),
         ("varlen", "top_left", {"mask": both(SHIFTED, BOTTOM_RIGHT), "kv": 25}, {}),
         ("varlen", "ignores_starts", {"mask": UNLIKE, "kv": 30}, {}),
+        ("varlen", "top_left", {"mask": EACH_CAUSAL, "kv": 31}, {}),
+        ("varlen", "longest", {"mask": EACH_CAUSAL, "kv": 31}, {}),
+        ("varlen", "longest", {"mask": BY_LENGTH, "kv": 31}, {}),
+        ("varlen", "window", {"mask": EACH_WINDOW, "kv": 31}, {}),
         ("varlen", "window", {"mask": both(DOCUMENTS, WINDOW)}, {}),
     ],
     ids=label,
@@ -180,6 +194,12 @@ def test_packed_lse_with_other_axes_passes(fault):
         ("varlen", {"mask": both(CAUSAL, PADDING), "kv": 30}, "neither causal nor window_size"),
         ("varlen", {"mask": both(CAUSAL, DOCUMENTS), "kv": 16}, "neither causal nor window_size"),
         ("varlen", {"mask": both(CAUSAL, UNLIKE), "kv": 30}, "neither causal nor window_size"),
+        ("varlen", {"mask": both(CAUSAL, EACH_CAUSAL), "kv": 31}, "is not the same window of keys"),
+        ("varlen", {"mask": both(PADDING, BY_LENGTH), "kv": 31}, "is not the same window of keys"),
+        ("flash_attn", {"mask": BY_LENGTH, "kv": 31}, "neither causal nor window_size"),
+        # Each document's slopes would count from its own diagonal.
+        ("varlen", {"mask": EACH_CAUSAL, "kv": 31, "score": ALIBI}, "which is another bias here"),
+        ("varlen", {"mask": BY_LENGTH, "kv": 31, "score": ALIBI}, "which is another bias here"),
         (
             "varlen",
             {"mask": both(BOTTOM_RIGHT, SHIFTED), "kv": 25, "score": ALIBI},

@@ -18,6 +18,7 @@ from attncheck.verify.run_case import run_case
 PAGING = Paging(size=8, seed=1)
 BOTTOM_RIGHT, WINDOW = Spec.of("causal_bottom_right"), Spec.of("sliding_window", window=7)
 PADDING = Spec.of("padding", lengths=[30, 13])
+BY_LENGTH = Spec.of("bottom_right", Spec.of("causal"), lengths=[30, 13])
 LATER_ALIBI = Spec.of("offset", Spec.of("alibi"), rows=25)  # of the last 5 rows of 30
 
 
@@ -58,6 +59,18 @@ SUPPORTED = {
             Spec.of("padding", lengths=[20, 20]), Spec.of("offset", Spec.of("causal"), rows=15)
         ),
     },
+    "causal of each sequence": {"mask": BY_LENGTH},
+    "a window of each sequence": {"mask": Spec.of("bottom_right", WINDOW, lengths=[30, 13])},
+    "a window in decoding": {
+        "mask": Spec.of("bottom_right", WINDOW, lengths=[30, 13]),
+        "query": 1,
+        "dtype": "bf16",
+    },
+    "fewer keys than rows": {"mask": Spec.of("bottom_right", Spec.of("causal"), lengths=[0, 3])},
+    "alibi at one length": {
+        "mask": Spec.of("bottom_right", Spec.of("causal"), lengths=[20, 20]),
+        "score": Spec.of("offset", Spec.of("alibi"), rows=15),
+    },
     "softcap": {"score": Spec.of("softcap", cap=2)},
     "alibi": {"score": Spec.of("alibi"), "mask": Spec.of("causal"), "query": 30},
     "alibi in a cache": {
@@ -88,7 +101,29 @@ FAULTS = {
     "tail": "padding",
     "beyond": "padding",
     "top_left": "bottom right",
+    "longest": "causal of each sequence",
+    "window": "a window of each sequence",
 }
+# A kernel may be aligned wrongly for several rows, or for one row with a window.
+ALIGNED = ("causal of each sequence", "a window of each sequence", "a window in decoding")
+
+
+@pytest.mark.parametrize("name", ALIGNED)
+def test_diagonal_of_the_longest_sequence_fails(name):
+    record = judge(wrap_kernel(with_kvcache("longest")), small(**SUPPORTED[name]))
+    assert record.status == "fail", record.reason
+
+
+def test_causal_flag_and_window_of_each_sequence_are_passed():
+    received = []
+
+    def kernel(q, k, v, cache_seqlens, block_table, causal=False, window_size=(-1, -1)):
+        received.append((causal, window_size, cache_seqlens.tolist()))
+        return q
+
+    for name in ALIGNED[:2]:
+        wrap_kernel(kernel).run(draw_inputs(small(**SUPPORTED[name])))
+    assert received == [(True, (-1, -1), [30, 13]), (True, (6, 0), [30, 13])]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -113,6 +148,10 @@ REFUSED = {
     "lengths differ": (
         {"mask": both(PADDING, BOTTOM_RIGHT)},
         "causal and window_size begin at each sequence's own last key: no such thing is",
+    ),
+    "slopes of each sequence": (
+        {"mask": BY_LENGTH, "score": LATER_ALIBI},
+        "alibi_slopes add -slope·|i + kv - query - j|",
     ),
     "top left": (
         {"mask": Spec.of("causal")},

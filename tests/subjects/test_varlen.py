@@ -25,6 +25,14 @@ LAST = {
     "query": 12,
     "kv": 16,
 }
+# Each document has a diagonal of its own.
+EACH = {
+    "mask": Spec.of(
+        "documents_bottom_right", CAUSAL, query_lengths=[0, 3, 2, 7], kv_lengths=[2, 9, 1, 8]
+    ),
+    "query": 12,
+    "kv": 20,
+}
 
 
 def both(*parts):
@@ -57,6 +65,9 @@ SUPPORTED = [
     LAST | {"mask": both(CAUSAL, LAST["mask"]), "score": Spec.of("softcap", cap=2.0)},
     LAST | {"mask": both(CAUSAL, LAST["mask"]), "sink": True},
     {"mask": Spec.of("document", lengths=[1] * 12), "batch": 1},
+    EACH,
+    EACH | {"mask": both(EACH["mask"], Spec.of("prefix_lm", prefix=8)), "sink": True},
+    {"mask": Spec.of("bottom_right", Spec.of("sliding_window", window=3), lengths=[12, 5])},
 ]
 
 
@@ -80,6 +91,8 @@ GRADIENTS = {"backward": True, "dlse": True}
         {"mask": both(Spec.of("prefix_lm", prefix=8), DOCUMENT), "query": 21, "batch": 1},
         FIRST | {"mask": both(BOTTOM_RIGHT, FIRST["mask"]), "score": Spec.of("alibi")},
         LAST | {"mask": both(CAUSAL, LAST["mask"]), "score": Spec.of("softcap", cap=2.0)},
+        EACH | {"sink": True},
+        {"mask": Spec.of("bottom_right", CAUSAL, lengths=[12, 5])},
     ],
     ids=lambda c: str(c.get("mask", "full")),
 )
@@ -118,6 +131,8 @@ def test_forward_alone_has_the_same_bits_and_no_gradients():
         ({"mask": BOTTOM_RIGHT, "kv": 17}, "bottom_right", False),
         (FIRST | {"mask": both(BOTTOM_RIGHT, FIRST["mask"])}, "bottom_right", False),
         (LAST | {"mask": both(CAUSAL, LAST["mask"])}, "top_left", False),
+        (EACH, "bottom_right", False),
+        ({"mask": Spec.of("bottom_right", CAUSAL, lengths=[12, 5])}, "bottom_right", False),
         (FIRST | {"mask": both(CAUSAL, FIRST["mask"])}, "", True),
         ({"mask": both(DOCUMENT, Spec.of("not", CAUSAL))}, "", True),
         ({"mask": Spec.of("sliding_window", window=3)}, "", True),

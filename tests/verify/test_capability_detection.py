@@ -350,9 +350,14 @@ CHANGED = {
     "slopes": {"batch", "mask", "score"},
     "empty_row": {"batch", "query", "kv", "mask"},
 }
-# Values that cannot be asked by themselves: these are the causal mask at equal lengths, and a mask
+# Values that cannot be asked by themselves: these are the causal mask at equal lengths, and masks
 # of the lengths of several sequences.
-ALSO_CHANGED = {"causal_bottom_right": {"kv"}, "padding": {"batch"}}
+ALSO_CHANGED = {
+    "causal_bottom_right": {"kv"},
+    "documents_bottom_right": {"kv"},
+    "padding": {"batch"},
+    "bottom_right": {"batch", "kv"},
+}
 
 
 def values_of(base):

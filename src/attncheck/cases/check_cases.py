@@ -22,13 +22,14 @@ _USUAL_LAYOUTS = ("ragged", "causal")
 # `benchmarks/question_order.py`. Questions that are not listed come last.
 ORDER = tuple(
     """
-    padding window-edge decode-empty-rows uniform decode-causal-tall negative-causal causal-even
-    isolated-causal-2 gqa window-far long-sum window negative one-key window-wide scale
-    many-rows one-hot decode-one-query empty-rows ones-ragged decode-causal-wide one-query
-    ramp-ragged ones-causal decode-window sink large two_level-causal-2 positive-ragged
-    positive-causal plain causal-wide causal-tall decode-ragged ramp-causal-2 decode-padding
-    isolated-ragged decode-gqa causal mean-causal ragged negative-ragged decode-causal
-    decode-causal-even two_level-ragged mean-ragged outliers
+    causal-documents decode-empty-rows window-edge uniform causal-tall window-lengths
+    negative-ragged decode-causal-even gqa large one-key long-sum window-wide decode-one-query
+    decode-window window-far padding scale one-hot ramp-ragged ones-ragged empty-rows negative
+    many-rows decode-causal-wide one-query ones-causal sink causal-lengths positive-causal plain
+    causal-wide decode-causal-tall window two_level-causal-2 decode-padding ragged isolated-ragged
+    positive-ragged decode-ragged decode-causal-lengths causal-even causal isolated-causal-2
+    ramp-causal-2 two_level-ragged mean-ragged mean-causal negative-causal decode-causal decode-gqa
+    outliers
     """.split()  # noqa: SIM905  # as a list it has a line for each of fifty
 )
 _PROBE_ROUNDS = 2  # Cases per probe: decode has one, ramp a fast and a slow one.

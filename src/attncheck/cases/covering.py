@@ -122,17 +122,29 @@ def _documents(sizes: Shape, extent: str) -> Spec:
     )
 
 
-def _causal_documents(sizes: Shape) -> Spec:
-    # The first document has the keys of a cache besides its rows' own, the second has none: the
-    # diagonals of both lie on one of the whole problem, so that this is a mask of the library.
-    rows = sizes.query // 2
-    keys = min(sizes.kv, max(0, sizes.kv - sizes.query) + rows)
-    documents = Spec.of(
-        "documents",
+def _row_mask(sizes: Shape, extent: str) -> Spec:
+    """Return a causal mask, or a window for a number of keys."""
+    return _window(sizes, extent, sizes.kv) if extent else _CAUSAL
+
+
+def _bottom_right(sizes: Shape, extent: str) -> Spec:
+    # Each row has a key of its own, and no sequence ends at the last one.
+    least = min(sizes.query, sizes.kv)
+    cut = (sizes.kv - 3 * turn * sizes.kv // 8 for turn in range(1, sizes.batch + 1))
+    lengths = [max(least, length) for length in cut]
+    return Spec.of("bottom_right", _row_mask(sizes, extent), lengths=lengths)
+
+
+def _documents_bottom_right(sizes: Shape, extent: str) -> Spec:
+    # Both have the keys of a cache besides their rows' own, the second document more of them.
+    rows, further = sizes.query // 2, sizes.kv - sizes.query
+    keys = rows + further // 4
+    return Spec.of(
+        "documents_bottom_right",
+        _row_mask(sizes, extent),
         query_lengths=[rows, sizes.query - rows],
         kv_lengths=[keys, sizes.kv - keys],
     )
-    return Spec.of("and", documents, _BOTTOM_RIGHT)
 
 
 MASKS: dict[str, Callable[[Shape, str], Spec]] = {
@@ -151,11 +163,15 @@ MASKS: dict[str, Callable[[Shape, str], Spec]] = {
     "window_bottom_right": lambda sizes, extent: Spec.of(
         "offset", _window(sizes, extent, sizes.kv), rows=max(0, sizes.kv - sizes.query)
     ),
-    # Each document is aligned at its own end, not at that of the longest or of the whole.
-    "varlen causal": lambda sizes, _extent: _causal_documents(sizes),
+    # Each sequence or document is aligned at its own end, not at that of the longest or of all.
+    "bottom_right": _bottom_right,
+    "documents_bottom_right": _documents_bottom_right,
 }
 """Name → function of (sizes, extent) that returns the mask; names are those of variants."""
-_MASKS_WITH_EXTENT = ("varlen", "window_bottom_right", "sliding_window", "padding", "prefix_lm")
+_MASKS_WITH_EXTENT = (
+    *("varlen", "window_bottom_right", "sliding_window", "padding", "prefix_lm"),
+    *("bottom_right", "documents_bottom_right"),
+)
 
 SCORES: dict[str, Callable[[Shape], Spec]] = {
     "none": lambda _: NONE,
@@ -281,12 +297,22 @@ TOGETHER: tuple[Fields, ...] = (
     {"mask": "window_bottom_right", "shape": "one row"},
     # Slopes by sequence differ from those of the first only beside another sequence.
     {"mask": "causal", "score": "alibi by sequence", "shape": "even", "heads": "two sequences"},
+    # A window of each sequence, in decoding, and of each document: from its own last key.
+    {"mask": "bottom_right", "extent": "half", "shape": "one row"},
+    {"mask": "documents_bottom_right", "extent": "half"},
 )
 """Combinations that find faults that no single value of theirs finds: in rows of their own."""
 
 
 def _is_paged(row: Mapping[str, Any]) -> bool:
     return "paging" in STORED[row["stored"]]
+
+
+def _has_more_keys(shape: str | tuple[int, int]) -> bool:
+    """Return whether a shape has more keys than rows: a name, or a kernel's own sizes."""
+    if isinstance(shape, str):
+        return shape not in {"tall", "even", "one key"}
+    return shape[1] > shape[0]
 
 
 Exclusion = tuple[tuple[str, ...], "Callable[[Mapping[str, Any]], bool]"]
@@ -302,13 +328,18 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         ("mask", "shape"),
         lambda row: row["mask"] == "window_bottom_right" and row["shape"] in {"tall", "one key"},
     ),
-    # Aligned elsewhere than documents of one length, and with rows in each.
+    # With no more keys than rows, all sequences would have all keys, and documents as many as rows.
     (
         ("mask", "shape"),
         lambda row: (
-            row["mask"] == "varlen causal"
-            and row["shape"] in {"tall", "even", "one row", "one key"}
+            row["mask"] in {"bottom_right", "documents_bottom_right"}
+            and not _has_more_keys(row["shape"])
         ),
+    ),
+    # The first document has no row.
+    (
+        ("mask", "shape"),
+        lambda row: row["mask"] == "documents_bottom_right" and row["shape"] == "one row",
     ),
     (("mask", "extent"), lambda row: bool(row["extent"]) and row["mask"] not in _MASKS_WITH_EXTENT),
     (

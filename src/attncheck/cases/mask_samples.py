@@ -50,15 +50,19 @@ def sample_problems(family: str, dtype: str, kind: ProblemKind = PLAIN_KIND) -> 
     # There are no gradients in fp8.
     if kind.backward and DTYPES[dtype].scaled:
         return ()
+    # Sequences of one length have one diagonal, that of another mask, which more kernels take.
+    several = family == "bottom_right"
     return tuple(
-        Problem(query=query, kv=kv, dtype=dtype, mask=mask, **kind.fields)
+        Problem(batch=1 + several, query=query, kv=kv, dtype=dtype, mask=mask, **kind.fields)
         for query, kv in _LENGTHS
+        if kv > several
         for mask in [_sample_mask(family, query, kv)]
     )
 
 
 def _sample_mask(family: str, query: int, kv: int) -> Spec:
     longest, padding = max(query, kv), Spec.of("padding", lengths=[-(-3 * kv // 4)])
+    causal = Spec.of("causal")
     documents = {"query_lengths": [query // 2, query - query // 2]}
     documents["kv_lengths"] = [kv // 2, kv - kv // 2]
     masks = {
@@ -68,10 +72,12 @@ def _sample_mask(family: str, query: int, kv: int) -> Spec:
         "document": Spec.of("document", lengths=[longest // 2, longest - longest // 2]),
         "documents": Spec.of("documents", **documents),
         "packed": Spec.of("documents", **documents),
+        "bottom_right": Spec.of("bottom_right", causal, lengths=[kv, -(-3 * kv // 4)]),
+        "documents_bottom_right": Spec.of("documents_bottom_right", causal, **documents),
         # 64 cells, as many as the first sample has rows and keys.
         "neighborhood": Spec.of("neighborhood", canvas=[8, 8], kernel=[3, 3]),
-        "offset": Spec.of("offset", Spec.of("causal"), rows=3),
-        "composition": Spec.of("and", Spec.of("causal"), padding),
+        "offset": Spec.of("offset", causal, rows=3),
+        "composition": Spec.of("and", causal, padding),
         "expression": Spec.of("expression", text="q_idx >= kv_idx + 3"),
     }
     # Masks without arguments have the name of their family.

@@ -76,8 +76,13 @@ def _padding(lengths: list[int]) -> Spec:
     return Spec.of("padding", lengths=lengths)
 
 
+def _lengths(part: Spec, lengths: list[int]) -> Spec:
+    return Spec.of("bottom_right", part, lengths=lengths)
+
+
 _CAUSAL = Spec.of("causal")
 _BOTTOM_RIGHT = Spec.of("causal_bottom_right")
+_DOCUMENTS = Spec.of("documents_bottom_right", _CAUSAL, query_lengths=[25, 15], kv_lengths=[30, 40])
 
 # Most lengths are no multiples of any tile; some are multiples of small tiles only (48 of 16, 96 of
 # 32, 320 of 64), to find a kernel that uses another tile's size to decide whether to mask its last
@@ -106,6 +111,10 @@ _TABLE: tuple[NamedProblem, ...] = (
     _row("many-rows", "H1 Q1200 K16", CHECK, instead="Q576 K576"),
     _row("padding", "B2 Q35 K60 D80", PROBED, mask=_padding([60, 7])),
     _row("empty-rows", "B2 Q20 K30", PROBED, mask=_padding([0, 30])),
+    # Sequences of several lengths, none of which is kv: each has a diagonal of its own.
+    _row("causal-lengths", "B3 Q9 K90", PROBED, mask=_lengths(_CAUSAL, [52, 70, 31])),
+    _row("window-lengths", "B3 Q9 K90", CHECK, mask=_lengths(_window(17), [52, 70, 31])),
+    _row("causal-documents", "Q40 K70", CHECK, mask=_DOCUMENTS),
     # ------------------------------------------------------------ a quick check: values
     _row("scale", "Q65 D80", CHECK, scale=0.3),
     _row("large", "Q64 K129 D96", CHECK, distribution="large_logits"),
@@ -230,6 +239,9 @@ SUMMARIES = {
     "many-rows": "many blocks of rows, as long prompts have",
     "padding": "another number of keys in each sequence",
     "empty-rows": "rows that see no key: out is exactly 0",
+    "causal-lengths": "the diagonal ends at each sequence's own last key",
+    "window-lengths": "a window ends at each sequence's own last key",
+    "causal-documents": "packed sequences of other numbers of keys: each has its own diagonal",
     "scale": "a scale other than 1/√head_dim",
     "large": "logits beyond fp32's exp",
     "negative": "every logit near −128",

@@ -115,8 +115,10 @@ class Entry(Generic[Mod]):
     summary: str  # One-line description.
     # (arguments by name, dimensions, device) → callable; None for a composition.
     build: Callable[[Values, Dimensions, str], Mod] | None = None
-    # (callables of the parts, arguments as keywords) → callable; None unless it is a composition.
+    # (callables of the parts, ``keywords``) → callable; None unless it is a composition.
     compose: Callable[..., Mod] | None = None
+    # Compositions only: (arguments by name, dimensions, device) → the keywords of ``compose``.
+    keywords: Callable[[Values, Dimensions, str], Values] = lambda values, _dims, _device: values
     # Names of its numbers or text, each with a check.
     arguments: Mapping[str, Check] = field(default_factory=dict)
     # (name, arguments by name, dimensions) → None: raises ProblemError if arguments that are valid
@@ -126,6 +128,9 @@ class Entry(Generic[Mod]):
     # called with.
     within: Callable[[Values, Dimensions], Dimensions] = lambda _values, dims: dims
     most_parts: float = math.inf  # Largest number of parts of a composition (at least one).
+    # Compositions only: names that its parts may have; empty: any. With these it is a mod of its
+    # own to a capability table, and no ``composition``.
+    takes: tuple[str, ...] = ()
     # Score mods only: the change does not depend on the score. A composition is additive if its
     # parts are (``is_additive``).
     additive: bool = True
@@ -164,14 +169,23 @@ def check_spec(
             raise ProblemError(f"{spec.name} needs its argument {name!r}.")
         check(f"{spec.name}.{name}", values[name], dims)
     entry.together(spec.name, values, dims)
+    _check_parts(entry, spec)
+    # Parts are checked last, since their dimensions follow from checked arguments.
+    for part in spec.parts:
+        check_spec(kind, entries, part, entry.within(values, dims))
+
+
+def _check_parts(entry: Entry[Mod], spec: Spec) -> None:
+    """Raise ProblemError unless ``spec`` has as many parts as its entry takes, and of its names."""
     if entry.compose is None and spec.parts:
         raise ProblemError(f"{spec.name} takes no parts: only a composition does.")
     if entry.compose is not None and not 1 <= len(spec.parts) <= entry.most_parts:
         parts_text = "exactly one part" if entry.most_parts == 1 else "at least one part"
         raise ProblemError(f"{spec.name} has {len(spec.parts)} parts: it takes {parts_text}.")
-    # Parts are checked last, since their dimensions follow from checked arguments.
     for part in spec.parts:
-        check_spec(kind, entries, part, entry.within(values, dims))
+        if entry.takes and part.name not in entry.takes:
+            allowed = " or ".join(entry.takes)
+            raise ProblemError(f"{spec.name} is of {allowed}, and not of {str(part)!r}.")
 
 
 def build_entry(
@@ -182,7 +196,7 @@ def build_entry(
     if entry.compose is not None:
         inside = entry.within(spec.values, dims)
         parts = (build_entry(entries, part, inside, device) for part in spec.parts)
-        return entry.compose(*parts, **spec.values)
+        return entry.compose(*parts, **entry.keywords(spec.values, dims, device))
     assert entry.build is not None
     return entry.build(spec.values, dims, device)
 

@@ -268,10 +268,10 @@ def stride_of_another_axis(call: ExactAttention) -> Iterator[Form]:
 
 
 def key_counts(problem: Problem) -> tuple[int, ...]:
-    """Return the number of keys of each sequence by a padding mask; all without one."""
+    """Return the number of keys of each sequence by a mask of lengths; all without one."""
     lengths: tuple[int, ...] = (problem.kv,) * problem.batch
     for spec in problem.mask.walk():
-        if spec.name == "padding":
+        if spec.name in {"padding", "bottom_right"}:
             padding_lengths: Any = spec.values["lengths"]
             lengths = tuple(map(min, lengths, padding_lengths))
     return lengths

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -16,7 +18,7 @@ from attncheck.fault_models.fault_model import (
     has_score,
 )
 from attncheck.fault_models.layout_models import key_counts
-from attncheck.fault_models.steps import Steps, round_to_format, steps_with_masks
+from attncheck.fault_models.steps import Builder, Steps, round_to_format, steps_with_masks
 from attncheck.fault_models.tile_models import first_key, once_for_each, tile_visibility
 from attncheck.mods import masks
 from attncheck.mods.library import build_mask, is_additive
@@ -72,15 +74,20 @@ def _with_later_rows(call: ExactAttention, rows: int) -> Form:
 def _with_empty_last(whose: str) -> Steps:
     """Return Steps that move empty documents to the end, so that the others' numbers shift."""
 
-    def build(values: Values, dims: Dimensions, device: str) -> MaskMod:
-        moved = sorted(values[whose], key=lambda length: length == 0)
-        spec = type(FULL).of("documents", **{**values, whose: moved})
+    def moved(name: str, values: Values, dims: Dimensions, device: str) -> MaskMod:
+        lengths = {side: values[side] for side in ("query_lengths", "kv_lengths")}
+        lengths[whose] = sorted(values[whose], key=lambda length: length == 0)
+        spec = type(FULL).of(name, *values.get("of", ()), **lengths)
         return build_mask(spec, dims, device)
 
-    return steps_with_masks({"documents": build})
+    names = ("documents", "documents_bottom_right")
+    return steps_with_masks({name: partial(moved, name) for name in names})
 
 
-@_model(applies=has_mask("documents"), steps=_with_empty_last("query_lengths"))
+@_model(
+    applies=has_mask("documents", "documents_bottom_right"),
+    steps=_with_empty_last("query_lengths"),
+)
 def empty_documents_not_counted(_call: ExactAttention) -> Iterator[Form]:
     """Documents without rows, or keys, are not counted: rows behind one see another document's
     keys.
@@ -125,6 +132,125 @@ def mask_one_key_narrower(call: ExactAttention) -> Iterator[Form]:
     yield _with_later_rows(call, -1)
 
 
+def _aligned_part(values: Values, dims: Dimensions, device: str) -> MaskMod:
+    """Return the causal mask or window that each sequence or document has."""
+    return build_mask(values["of"][0], dims, device)
+
+
+Diagonals = Callable[[tuple[int, ...], Dimensions], list[int]]
+"""(lengths of the sequences, dimensions) → the key on the diagonal in row 0 of each sequence."""
+
+
+def _by_length(
+    longer: int = 0,
+    *,
+    later: Diagonals | None = None,
+    edge: Literal["both", "left"] = "both",
+    ends: bool = True,
+) -> Builder[MaskMod]:
+    """Return a builder of ``bottom_right`` masks with another diagonal in each sequence.
+
+    Args:
+        longer: Keys that each sequence is taken to have besides its own.
+        later: The diagonals; None: those of a right kernel.
+        edge: Whether only the left edge of a window lies there.
+        ends: Whether keys behind a sequence's last stay hidden.
+    """
+
+    def build(values: Values, dims: Dimensions, device: str) -> MaskMod:
+        part = _aligned_part(values, dims, device)
+        own = [length + longer for length in values["lengths"]]
+        right = [length - dims.query for length in own]
+        end = torch.tensor(own if ends else [dims.kv] * dims.batch, device=device)
+        at = torch.tensor(right if later is None else later(tuple(own), dims), device=device)
+        # A window's right edge stays where the causal mask has it.
+        causal = torch.tensor(right, device=device) if edge == "left" else None
+
+        def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            if causal is None:
+                return part(b, h, i + at[b], j) & (j < end[b])
+            # Beyond its right edge the window goes on to the row's own key.
+            inside = part(b, h, i + at[b], j) | (j > i + at[b])
+            return inside & (j <= i + causal[b]) & (j < end[b])
+
+        return mask
+
+    return build
+
+
+def _with_diagonals(
+    later: Diagonals, *, edge: Literal["both", "left"] = "both", ends: bool = True
+) -> Steps:
+    """Return Steps with the masks of ``_by_length``."""
+    return steps_with_masks({"bottom_right": _by_length(later=later, edge=edge, ends=ends)})
+
+
+_OTHER_DIAGONALS: dict[str, Diagonals] = {
+    "of all keys": lambda own, dims: [dims.kv - dims.query] * len(own),
+    "of the longest": lambda own, dims: [max(own) - dims.query] * len(own),
+    "of the shortest": lambda own, dims: [min(own) - dims.query] * len(own),
+    "of the first": lambda own, dims: [own[0] - dims.query] * len(own),
+    "of the last": lambda own, dims: [own[-1] - dims.query] * len(own),
+    "of the next": lambda own, dims: [n - dims.query for n in (*own[1:], own[0])],
+}
+"""Diagonals that a kernel may take for a sequence's own; the first one is planted."""
+
+
+def _of_whole_pages(size: int) -> Diagonals:
+    return lambda own, dims: [-(-n // size) * size - dims.query for n in own]
+
+
+@_model(
+    applies=lambda p: (
+        has_mask("bottom_right")(p) or (p.paging is not None and has_mask(*_CAUSAL)(p))
+    ),
+    steps=_with_diagonals(_OTHER_DIAGONALS["of all keys"]),
+)
+def sequence_diagonals(call: ExactAttention) -> Iterator[Form]:
+    """The causal mask of a sequence does not end at the sequence's own last key, but at that of
+    another, or of all.
+    """
+    problem, others = call.problem, dict(_OTHER_DIAGONALS)
+    if problem.paging is not None:
+        others["of whole pages"] = _of_whole_pages(problem.paging.size)
+        # Where all sequences have all keys, too.
+        later = -problem.kv % problem.paging.size
+        if not has_mask("bottom_right")(problem):
+            seen = call.visible(call.mask, i=later)
+            yield call.attend(seen=seen), {"diagonal": "of whole pages"}
+            return
+    for name, later_keys in others.items():
+        yield _with_diagonals(later_keys), {"diagonal": name}
+        # A kernel may rely on the causal mask to hide what lies behind a sequence's end.
+        yield _with_diagonals(later_keys, ends=False), {"diagonal": name, "ends": "not masked"}
+
+
+@_model(
+    applies=has_mask("sliding_window"),
+    steps=steps_with_masks(
+        {"sliding_window": lambda v, _d, _: lambda _b, _h, i, j: (j < v["window"]) & (j <= i)}
+    ),
+)
+def window_of_another_end(call: ExactAttention) -> Iterator[Form]:
+    """The left edge of the window is not counted from the row's own key: the first keys are left,
+    or the edge lies where another sequence or other rows have it.
+    """
+    problem = call.problem
+    parts = {part.name: part for part in problem.mask.walk()}
+    if "bottom_right" in parts:
+        others = {**_OTHER_DIAGONALS, "of the rows": lambda own, _dims: [0] * len(own)}
+        if problem.paging is not None:
+            others["of whole pages"] = _of_whole_pages(problem.paging.size)
+        for name, later in others.items():
+            yield _with_diagonals(later, edge="left"), {"edge": name}
+    elif "offset" in parts:
+        causal = mask_without("sliding_window", instead=masks.causal).mask
+        assert causal is not None
+        seen, window = causal(problem, "cpu"), int(parts["sliding_window"].values["window"])
+        shown = call.visible(seen or masks.full) & (call.i - call.j < window)
+        yield call.attend(seen=shown), {"edge": "of the rows"}
+
+
 def _numbers_and_places(lengths: list[int], count: int) -> tuple[Tensor, Tensor]:
     """Return the number of each position's document, and its place there, int64 ``(count,)``."""
     numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[:count]
@@ -132,27 +258,57 @@ def _numbers_and_places(lengths: list[int], count: int) -> tuple[Tensor, Tensor]
     return numbers, places
 
 
-@_model(applies=lambda p: has_mask("documents")(p) and has_mask("causal_bottom_right")(p))
+def _with_document_diagonal(diagonal: str) -> Steps:
+    """Return Steps with one diagonal for all documents: a name of ``_document_diagonals``."""
+
+    def build(values: Values, dims: Dimensions, device: str) -> MaskMod:
+        part, later = _aligned_part(values, dims, device), _document_diagonals(values, dims)
+        (row_of, row), (key_of, key) = (
+            [tensor.to(device) for tensor in _numbers_and_places(values[lengths], count)]
+            for lengths, count in (("query_lengths", dims.query), ("kv_lengths", dims.kv))
+        )
+        return lambda b, h, i, j: (
+            (row_of[i] == key_of[j]) & part(b, h, row[i] + later[diagonal], key[j])
+        )
+
+    return steps_with_masks({"documents_bottom_right": build})
+
+
+def _document_diagonals(values: Values, dims: Dimensions) -> dict[str, int]:
+    """Return keys that a kernel may take for the one on the diagonal in a document's row 0."""
+    rows, keys = values["query_lengths"], values["kv_lengths"]
+    return {
+        "of the longest": max(keys) - max(rows),
+        "of all together": dims.kv - dims.query,
+        "of the first": keys[0] - rows[0],
+        "of the last": keys[-1] - rows[-1],
+        "top left": 0,
+    }
+
+
+@_model(
+    applies=lambda p: (
+        has_mask("documents_bottom_right")(p)
+        or (has_mask("documents")(p) and has_mask("causal_bottom_right")(p))
+    ),
+    steps=_with_document_diagonal("of the longest"),
+)
 def document_diagonals(call: ExactAttention) -> Iterator[Form]:
     """The causal mask of a document does not end at the document's own last key."""
     problem = call.problem
-    spec = next(part for part in problem.mask.walk() if part.name == "documents")
+    named = {part.name: part for part in problem.mask.walk()}
+    spec = named.get("documents_bottom_right") or named["documents"]
+    part = build_mask(spec.parts[0], problem.dimensions) if spec.parts else masks.causal
     rows, keys = (spec.values[f"{side}_lengths"] for side in ("query", "kv"))
     (row_of, row), (key_of, key) = (
         _numbers_and_places(rows, problem.query),
         _numbers_and_places(keys, problem.kv),
     )
-    later = {
-        "of the longest": max(keys) - max(rows),
-        "of all together": problem.kv - problem.query,
-        "of the first": keys[0] - rows[0],
-        "of the last": keys[-1] - rows[-1],
-        "top left": 0,
-    }
+    later = _document_diagonals(spec.values, problem.dimensions)
     row_of, row = row_of[call.rows], row[call.rows]
     own = row_of[:, None] == key_of
     for diagonal, rows_later in later.items():
-        seen = (own & (key <= row[:, None] + rows_later)).expand(call.shape)
+        seen = (own & part(call.b, call.h, row[:, None] + rows_later, key)).expand(call.shape)
         for s in _scores_behind_diagonal(call):
             yield call.attend(seen=seen, s=s), {"diagonal": diagonal}
 
@@ -169,19 +325,33 @@ def _rectangular(problem: Problem) -> bool:
     return problem.query != problem.kv
 
 
+_OF_EACH = ("bottom_right", "documents_bottom_right")  # aligned in each sequence or document
+
+
 @_model(
-    applies=lambda p: _rectangular(p) and has_mask("causal_bottom_right")(p),
-    steps=mask_without("causal_bottom_right", instead=masks.causal),
+    applies=lambda p: _rectangular(p) and has_mask("causal_bottom_right", *_OF_EACH)(p),
+    steps=(
+        mask_without("causal_bottom_right", instead=masks.causal),
+        _with_diagonals(lambda own, _dims: [0] * len(own)),
+        _with_document_diagonal("top left"),
+    ),
 )
 def mask_top_left(call: ExactAttention) -> Iterator[Form]:
     """Its causal mask is aligned at the top left, where query 0 sees key 0 alone: expected at the
     bottom right, where the last query sees the last key. If its causal flag means that, causal =
     "top_left" in the configuration declares it.
     """
-    yield _with_later_rows(call, call.problem.query - call.problem.kv)
+    if has_mask("causal_bottom_right")(call.problem):
+        yield _with_later_rows(call, call.problem.query - call.problem.kv)
 
 
-@_model(applies=lambda p: _rectangular(p) and has_mask("causal", "sliding_window", "prefix_lm")(p))
+@_model(
+    applies=lambda p: (
+        _rectangular(p)
+        and has_mask("causal", "sliding_window", "prefix_lm")(p)
+        and not has_mask(*_OF_EACH)(p)
+    )
+)
 def mask_bottom_right(call: ExactAttention) -> Iterator[Form]:
     """Its causal mask is aligned at the bottom right, where the last query sees the last key:
     expected at the top left, where query 0 sees key 0 alone. If its causal flag means that, causal
@@ -222,7 +392,13 @@ def _padding(more: int) -> Steps:
     def build(values: Values, _dims: Dimensions, device: str) -> MaskMod:
         return masks.padding(torch.tensor(values["lengths"], device=device) + more)
 
-    return steps_with_masks({"padding": build})
+    return steps_with_masks({"padding": build, "bottom_right": _by_length(more)})
+
+
+def _whole(values: Values, dims: Dimensions, device: str) -> MaskMod:
+    """Return the part of a mask of each sequence, aligned at the end of all keys."""
+    part, later = _aligned_part(values, dims, device), dims.kv - dims.query
+    return lambda b, h, i, j: part(b, h, i + later, j)
 
 
 @_model(
@@ -246,20 +422,22 @@ for _names, _sentence, _steps in (
 MODELS.add(
     "document-ignored",
     "documents are ignored: rows see keys of other documents",
-    applies=has_mask(*_DOCUMENTS),
-    steps=mask_without(*_DOCUMENTS),
+    applies=has_mask(*_DOCUMENTS, "documents_bottom_right"),
+    steps=steps_with_masks(
+        dict.fromkeys(_DOCUMENTS, lambda _v, _d, _: masks.full) | {"documents_bottom_right": _whole}
+    ),
 )
 
 for _names, _sentence, _steps in (
     (
         "padding-ignored",
         "the lengths of the sequences are ignored: rows see padding",
-        mask_without("padding"),
+        steps_with_masks({"padding": lambda _v, _d, _: masks.full, "bottom_right": _whole}),
     ),
     ("padding-one-wider", "a sequence is taken for one key longer than it is", _padding(1)),
     ("padding-one-narrower", "a sequence is taken for one key shorter than it is", _padding(-1)),
 ):
-    MODELS.add(_names, _sentence, applies=has_mask("padding"), steps=_steps)
+    MODELS.add(_names, _sentence, applies=has_mask("padding", "bottom_right"), steps=_steps)
 
 for _names, _sentence, _steps in (
     ("prefix-one-wider", "the prefix is one key too long", _prefix(1)),

@@ -154,9 +154,9 @@ def _replace_parts(
     instead: Mapping[str, Builder[Mod]],
 ) -> Mod | None:
     """Return the mod with some parts replaced; None where it has none of them."""
-    # If a part is replaced as a whole, its own parts are not.
+    # If a part is replaced as a whole, its own parts are not: the builder gets them as ``of``.
     if build := instead.get(spec.name):
-        return build(spec.values, dims, device)
+        return build(spec.values | ({"of": spec.parts} if spec.parts else {}), dims, device)
     entry = entries[spec.name]
     if entry.compose is None:
         return None
@@ -168,7 +168,7 @@ def _replace_parts(
         build_entry(entries, one, inside, device) if part is None else part
         for one, part in zip(spec.parts, parts, strict=True)
     ]
-    return entry.compose(*built, **spec.values)
+    return entry.compose(*built, **entry.keywords(spec.values, dims, device))
 
 
 def round_to_format(name: str, *, nearest: bool = False) -> Callable[[Tensor], Tensor]:

@@ -210,9 +210,11 @@ def once_for_each(outputs: Callable[[Tensor], Outputs]) -> Callable[[Tensor], Ou
 
 
 def first_key(problem: Problem) -> int | None:
-    """Return the key on the diagonal in row 0; None for a mask without a diagonal."""
+    """Return the key on the diagonal in row 0; None for a mask without one diagonal."""
     parts = {spec.name: spec for spec in problem.mask.walk()}
     if not {*parts} & {"causal", "causal_bottom_right", "sliding_window"}:
+        return None
+    if {*parts} & {"bottom_right", "documents_bottom_right"}:  # several
         return None
     own = problem.kv - problem.query if "causal_bottom_right" in parts else 0
     offset: Any = parts["offset"].values["rows"] if "offset" in parts else 0

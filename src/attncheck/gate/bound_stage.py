@@ -47,7 +47,6 @@ _CORE = {"extent": 1, "score": 4, "scale": 1, "stored": 3, "backward": 2}
 # Mask families by which support of a mask is determined, if their names differ from the mask's.
 _FAMILIES = {
     "varlen": "documents",
-    "varlen causal": "documents",
     "window_bottom_right": "offset",
 }
 _KINDS = {"plain": ProblemKind(), "sink": ProblemKind(sink=True), "paged": ProblemKind(paged=True)}

@@ -141,7 +141,7 @@ def _shorter_lengths(problem: Problem, names: tuple[str, ...]) -> Iterator[dict[
 def _fitting_mask(problem: Problem, changes: dict[str, int]) -> dict[str, Any]:
     """Return the change of a mask's list of lengths that shorter lengths require."""
     spec = problem.mask.to_json()
-    if problem.mask.name == "padding" and "kv" in changes:
+    if problem.mask.name in {"padding", "bottom_right"} and "kv" in changes:
         lengths = [min(n, changes["kv"]) for n in spec["lengths"]]
     elif problem.mask.name == "document":
         # Documents must cover the longer length; two of them preserve a border.

@@ -45,6 +45,10 @@ _DECLARED_MASKS = {
     "prefix_lm": Spec.of("prefix_lm", prefix=3),
     "padding": Spec.of("padding", lengths=[9]),
     "document": Spec.of("document", lengths=[9, 7]),
+    "bottom_right": Spec.of("bottom_right", Spec.of("causal"), lengths=[9]),
+    "documents_bottom_right": Spec.of(
+        "documents_bottom_right", Spec.of("causal"), query_lengths=[9, 7], kv_lengths=[7, 9]
+    ),
 }
 
 

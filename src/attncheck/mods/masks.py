@@ -203,6 +203,36 @@ def offset_mask(part: MaskMod, *, rows: int) -> MaskMod:
     return lambda b, h, q_idx, kv_idx: part(b, h, q_idx + rows, kv_idx)
 
 
+def bottom_right(part: MaskMod, *, lengths: Tensor, query: int) -> MaskMod:
+    """Row i of sequence b sees what row i + lengths[b] − query sees in ``part``.
+
+    Its last row is the sequence's last position: FlashAttention's alignment in a cache.
+
+    Args:
+        part: A mask that shows no key after a row's own.
+        lengths: Keys of each sequence, integers (batch,).
+        query: Rows.
+    """
+    return lambda b, h, q_idx, kv_idx: part(b, h, q_idx + (lengths[b] - query), kv_idx)
+
+
+def documents_bottom_right(
+    part: MaskMod, *, query_of: Tensor, kv_of: Tensor, later: Tensor
+) -> MaskMod:
+    """Rows see keys of their own document alone, and of these what ``part`` shows its last rows.
+
+    Args:
+        part: A mask of the distance between row and key.
+        query_of: The document of each row, integers (query,).
+        kv_of: The document of each key, integers (kv,).
+        later: The end of each row's document among the keys less its end among the rows, integers
+            (query,).
+    """
+    return lambda b, h, q_idx, kv_idx: (
+        (query_of[q_idx] == kv_of[kv_idx]) & part(b, h, q_idx + later[q_idx], kv_idx)
+    )
+
+
 def shifted_dimensions(values: Values, dimensions: Dimensions) -> Dimensions:
     """Return the dimensions of an offset's part: the longer problem that ends with these rows."""
     return replace(dimensions, query=dimensions.query + values["rows"])
@@ -230,6 +260,29 @@ def _build_documents(values: Values, dims: Dimensions, device: str) -> MaskMod:
         _document_of(values["query_lengths"], dims.query, device),
         _document_of(values["kv_lengths"], dims.kv, device),
     )
+
+
+def _keywords_of_documents(values: Values, dims: Dimensions, device: str) -> Values:
+    """Return the keywords of ``documents_bottom_right``."""
+    import torch
+
+    rows, keys = (torch.tensor(values[f"{side}_lengths"]).cumsum(0) for side in ("query", "kv"))
+    query_of = _document_of(values["query_lengths"], dims.query, device)
+    # Documents may end beyond the Problem's own lengths, where they are cut off.
+    later = keys.clamp(max=dims.kv) - rows.clamp(max=dims.query)
+    return {
+        "query_of": query_of,
+        "kv_of": _document_of(values["kv_lengths"], dims.kv, device),
+        "later": later.to(device, torch.int32)[query_of.long()],
+    }
+
+
+def _keywords_of_lengths(values: Values, dims: Dimensions, device: str) -> Values:
+    """Return the keywords of ``bottom_right``."""
+    import torch
+
+    lengths = torch.tensor(values["lengths"], dtype=torch.int32, device=device)
+    return {"lengths": lengths, "query": dims.query}
 
 
 def _build_padding(values: Values, _dims: Dimensions, device: str) -> MaskMod:
@@ -267,7 +320,13 @@ def later_rows(label: str, value: Argument, dimensions: Dimensions) -> None:
     check.whole_number(0, check.INT32_LARGEST - dimensions.query)(label, value, dimensions)
 
 
+# Masks that show no key after a row's own: within a sequence's keys, whatever its length.
+_CAUSAL = ("causal", "sliding_window")
 _ANY_LENGTH = check.whole_number(0, check.INT32_LARGEST)
+_DOCUMENT_LENGTHS = {
+    "query_lengths": check.lengths_covering("query", lambda d: d.query),
+    "kv_lengths": check.lengths_covering("kv", lambda d: d.kv),
+}
 _CANVAS = {"canvas": check.rows_and_columns, "kernel": check.rows_and_columns}
 
 MASKS: dict[str, Entry[MaskMod]] = {
@@ -299,10 +358,7 @@ MASKS: dict[str, Entry[MaskMod]] = {
     ),
     "documents": Entry(
         summary="rows of document n see its keys; `query_lengths` and `kv_lengths` of each",
-        arguments={
-            "query_lengths": check.lengths_covering("query", lambda d: d.query),
-            "kv_lengths": check.lengths_covering("kv", lambda d: d.kv),
-        },
+        arguments=_DOCUMENT_LENGTHS,
         together=_check_equal_counts,
         build=_build_documents,
     ),
@@ -344,6 +400,23 @@ MASKS: dict[str, Entry[MaskMod]] = {
         within=shifted_dimensions,
         most_parts=1,
     ),
+    "bottom_right": Entry(
+        summary="causal or a window that ends at each sequence's own last key, of its `lengths[b]`",
+        compose=bottom_right,
+        keywords=_keywords_of_lengths,
+        arguments={"lengths": check.padding_lengths},
+        most_parts=1,
+        takes=_CAUSAL,
+    ),
+    "documents_bottom_right": Entry(
+        summary="the same in each of `documents`: at the last of its own keys",
+        compose=documents_bottom_right,
+        keywords=_keywords_of_documents,
+        arguments=_DOCUMENT_LENGTHS,
+        together=_check_equal_counts,
+        most_parts=1,
+        takes=_CAUSAL,
+    ),
 }
 
 
@@ -384,6 +457,10 @@ def band_of(mask: Spec, dims: Dimensions) -> Band | None:
     if mask.name == "and":
         bands = [band for part in mask.parts if (band := band_of(part, dims)) is not None]
         return reduce(and_, bands) if len(bands) == len(mask.parts) else None
+    if mask.name == "bottom_right":
+        part, lengths = band_of(mask.parts[0], dims), {*mask.values["lengths"]}
+        # Sequences of one length have one diagonal, and no row sees a key behind it.
+        return part and part.shifted(lengths.pop() - dims.query) if len(lengths) == 1 else None
     if mask.name == "sliding_window":
         return Band(1 - mask.values["window"], 0)
     most = {"full": None, "causal": 0, "causal_bottom_right": dims.kv - dims.query}

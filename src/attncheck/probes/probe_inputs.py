@@ -43,10 +43,13 @@ def boundary_keys(problem: Problem) -> list[int]:
 def _mask_edges(mask: Spec, problem: Problem) -> Iterator[int]:
     for part in mask.walk():
         numbers = part.values
-        if part.name in {"document", "padding"}:
+        if part.name in {"document", "padding", "bottom_right"}:
             lengths = cast("tuple[int, ...]", numbers["lengths"])
             ends = [sum(lengths[: n + 1]) for n in range(len(lengths))]
             yield from ends if part.name == "document" else lengths
+            # The diagonal of the first row, aligned at the end of each sequence.
+            if part.name == "bottom_right":
+                yield from (length - problem.query + 1 for length in lengths)
         elif part.name == "prefix_lm":
             yield cast("int", numbers["prefix"])
         elif part.name == "sliding_window":

@@ -230,6 +230,9 @@ def _own_edges(problem: Problem) -> list[int]:
             offsets += [-window, 1 - window]
         if part.name == "causal_bottom_right":
             offsets += [problem.kv - problem.query + 1, problem.kv - problem.query]
+        if part.name == "bottom_right":
+            lengths = cast("tuple[int, ...]", part.values["lengths"])
+            offsets += [n - problem.query + place for n in lengths for place in (1, 0)]
     return list(dict.fromkeys(offsets))
 
 

@@ -156,6 +156,8 @@ def _shift_mask(mask: Spec, whole: Problem, at: Excerpt) -> Spec:
         return Spec.of(mask.name, *(_shift_mask(part, whole, at) for part in mask.parts))
     if mask.name in _SHIFTS:
         return _SHIFTS[mask.name](mask, at)
+    if mask.name == "bottom_right":
+        return _shift_bottom_right(mask, whole, at)
     if mask.name in {"causal", "causal_bottom_right"}:
         return _diagonal(at.offset + (whole.kv - whole.query) * (mask.name != "causal"), at)
     if mask == FULL or (at.from_the_start and not _depends_on_length(mask)):
@@ -173,7 +175,7 @@ def _unshift(whole: Problem, at: Excerpt, rows: int) -> tuple[Problem, Excerpt]:
 
 def _depends_on_length(mask: Spec) -> bool:
     """Return whether the mask reads lengths, so that an ``offset`` of it changes with them."""
-    return any(part.name in {"causal_bottom_right", "padding"} for part in mask.walk())
+    return any(part.name == "padding" or "bottom_right" in part.name for part in mask.walk())
 
 
 def _diagonal(offset: int, at: Excerpt) -> Spec:
@@ -211,6 +213,17 @@ def _shift_padding(mask: Spec, at: Excerpt) -> Spec:
     lengths = mask.values["lengths"][at.sequences.start : at.sequences.stop]
     own = [max(0, min(length - at.keys.start, len(at.keys))) for length in lengths]
     return Spec.of("padding", lengths=own)
+
+
+def _shift_bottom_right(mask: Spec, whole: Problem, at: Excerpt) -> Spec:
+    """Return the mask of the keys up to which the excerpt's last row sees them."""
+    before = at.keys.start + whole.query - at.rows.stop
+    lengths = mask.values["lengths"][at.sequences.start : at.sequences.stop]
+    # Without keys before the last row's own, no row sees any.
+    own = [max(0, length - before) for length in lengths]
+    if max(own) > len(at.keys):
+        raise ProblemError(f"{mask} cannot be shifted: the excerpt ends before its last keys.")
+    return Spec.of("bottom_right", *mask.parts, lengths=own)
 
 
 def _shift_document(mask: Spec, at: Excerpt) -> Spec:

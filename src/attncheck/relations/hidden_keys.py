@@ -73,8 +73,8 @@ def first_hidden(problem: Problem, row: int) -> int:
 def _first_hidden(mask: Spec, problem: Problem, row: int) -> int:
     if mask.name in {"causal", "sliding_window"}:
         return row + 1
-    if mask.name == "causal_bottom_right":
-        return row + 1 + problem.kv - problem.query
+    if mask.name in {"causal_bottom_right", "bottom_right"}:
+        return int(row + 1 + max(mask.values.get("lengths", [problem.kv])) - problem.query)
     if mask.name == "prefix_lm":
         return int(max(mask.values["prefix"], row + 1))
     if mask.name == "padding":

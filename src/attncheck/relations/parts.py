@@ -154,7 +154,10 @@ attention merge parts so. Rows may see no key of a part. ``merge_error`` has the
 # ------------------------------------------------------------------ documents
 
 # Masks that define documents → their arguments with the number of rows and keys of each document.
-_SIDES = {"document": ("lengths", "lengths"), "documents": ("query_lengths", "kv_lengths")}
+_SIDES = {
+    "document": ("lengths", "lengths"),
+    **dict.fromkeys(("documents", "documents_bottom_right"), ("query_lengths", "kv_lengths")),
+}
 
 
 def _document_mask(mask: Spec) -> Spec | None:
@@ -165,7 +168,7 @@ def _document_mask(mask: Spec) -> Spec | None:
 
 def _within_documents(problem: Problem) -> Problem:
     """Return the Problem with the rest of its mask, which hides keys within a document."""
-    rest = list(problem.mask.parts)
+    rest = list(problem.mask.parts) if problem.mask.name == "and" else []
     if rest:
         rest.remove(cast("Spec", _document_mask(problem.mask)))
     mask = Spec.of("and", *rest) if len(rest) > 1 else rest[0] if rest else FULL
@@ -188,9 +191,19 @@ def _ranges(lengths: Sequence[int], end: int) -> list[range]:
     return [range(min(at - n, end), min(at, end)) for n, at in zip(lengths, ends, strict=True)]
 
 
+def _alone(inputs: Inputs, document: Spec) -> Inputs:
+    """Return a document's inputs with the mask that an aligned ``document`` has within it."""
+    problem = inputs.problem
+    if document.name != "documents_bottom_right":
+        return inputs
+    own = Spec.of("bottom_right", *document.parts, lengths=[problem.kv] * problem.batch)
+    mask = own if problem.mask == FULL else Spec.of("and", own, problem.mask)
+    return inputs.replace(problem=problem.replace(mask=mask))
+
+
 def _unless_documents(problem: Problem) -> str | None:
     if _document_mask(problem.mask) is None:
-        return "its mask is neither document nor documents, nor an and with such a part"
+        return "its mask is neither document nor documents, nor an and with either, aligned or not"
     inside = _within_documents(problem)
     if not all(can_excerpt(inside, each) for each in _documents(problem)):
         return "the rest of its mask, or its score mod, cannot be said of one document alone"
@@ -199,7 +212,9 @@ def _unless_documents(problem: Problem) -> str | None:
 
 def _unpack(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
     inside = inputs.replace(problem=_within_documents(inputs.problem))
-    return (*(each.inputs(inside) for each in _documents(inputs.problem)), inputs)
+    document = cast("Spec", _document_mask(inputs.problem.mask))
+    alone = (_alone(each.inputs(inside), document) for each in _documents(inputs.problem))
+    return (*alone, inputs)
 
 
 def _compare_packed(results: Results) -> Finding | None:

@@ -129,6 +129,7 @@ its out. Gradients of keys that several heads share are not compared."""
 def _unless_sequences_are_alike(problem: Problem) -> str | None:
     if problem.batch == 1:
         return "it has one sequence"
+    # Lengths go with their sequences: ``_reorder_lengths``.
     parts = [part for part in problem.mask.walk() if part.name != "padding" and not part.parts]
     for name, mods in (("mask", parts), ("score mod", [problem.score])):
         if any("b" in indices_read(mod) for mod in mods):
@@ -137,10 +138,10 @@ def _unless_sequences_are_alike(problem: Problem) -> str | None:
 
 
 def _reorder_lengths(mask: Spec, order: Order) -> Spec:
-    """Return the mask with its padded lengths in the order of the sequences."""
-    if mask.name == "padding":
+    """Return the mask with its lengths of sequences in the order of the sequences."""
+    if mask.name in {"padding", "bottom_right"}:
         lengths = mask.values["lengths"]
-        return Spec.of("padding", lengths=[lengths[b] for b in order])
+        return Spec.of(mask.name, *mask.parts, lengths=[lengths[b] for b in order])
     parts = tuple(_reorder_lengths(part, order) for part in mask.parts)
     return Spec(mask.name, mask.arguments, parts)
 

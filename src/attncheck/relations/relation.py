@@ -167,7 +167,9 @@ _INDICES_READ = {
     **dict.fromkeys(("causal", "causal_bottom_right", "sliding_window", "prefix_lm"), _POSITIONS),
     **dict.fromkeys(("document", "documents"), _POSITIONS),
     **dict.fromkeys(("neighborhood", "neighborhood_tiled", "neighborhood_morton"), _POSITIONS),
+    "documents_bottom_right": _POSITIONS,
     "padding": frozenset({"b", "kv_idx"}),
+    "bottom_right": _POSITIONS | {"b"},
     "alibi": _POSITIONS | {"h"},
     **dict.fromkeys(("and", "or", "not", "offset", "chain"), frozenset[str]()),  # only their parts
 }

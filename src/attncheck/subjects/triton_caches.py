@@ -209,14 +209,19 @@ def _mods(problem: Problem, device: str) -> dict[str, Any]:
 
 def _causal(problem: Problem, packed: PackedProblem) -> Causal:
     """Return the causal flag's alignment if it equals the mask within documents, else ""."""
-    band = band_of(packed.rest, problem.dimensions)
-    lengths, leads = packed.lengths(), packed.leads()
+    band = band_of(packed.aligned or packed.rest, problem.dimensions)
     if band is None:
         return ""
-    if band_window(band, lengths, bottom_right=True, leads=leads) == _CAUSAL:
+    window = partial(
+        band_window,
+        band,
+        packed.lengths(),
+        leads=packed.leads(),
+        aligned=packed.aligned is not None,
+    )
+    if window(bottom_right=True) == _CAUSAL:
         return "bottom_right"
-    top_left = band_window(band, lengths, bottom_right=False, leads=leads) == _CAUSAL
-    return "top_left" if top_left else ""
+    return "top_left" if window(bottom_right=False) == _CAUSAL else ""
 
 
 class Paged(Flash2):

@@ -206,6 +206,21 @@ def _values(n: int, device: str) -> dict[str, dict[str, dict[str, Any]]]:
             # At equal lengths it would be the causal mask.
             "causal_bottom_right": {"kv": 2 * n, "mask": bottom_right},
             "padding": {"batch": 2, "mask": Spec.of("padding", lengths=[n, n // 3])},
+            # Of a single length each, it would be the causal mask of one of the corners.
+            "bottom_right": {
+                "batch": 2,
+                "kv": 2 * n,
+                "mask": Spec.of("bottom_right", _CAUSAL, lengths=[n + n // 3, 2 * n]),
+            },
+            "documents_bottom_right": {
+                "kv": 2 * n,
+                "mask": Spec.of(
+                    "documents_bottom_right",
+                    _CAUSAL,
+                    query_lengths=[n // 2, n - n // 2],
+                    kv_lengths=[n // 2, 2 * n - n // 2],
+                ),
+            },
         },
         "scores": {name: {"score": score} for name, score in scores.items()},
         "gqa": {

@@ -19,6 +19,10 @@ SIMPLEST = {
     "document": Spec.of("document", lengths=[1]),
     "documents": Spec.of("documents", query_lengths=[1], kv_lengths=[1]),
     "packed": Spec.of("documents", query_lengths=[1], kv_lengths=[1]),
+    "bottom_right": Spec.of("bottom_right", Spec.of("causal"), lengths=[1]),
+    "documents_bottom_right": Spec.of(
+        "documents_bottom_right", Spec.of("causal"), query_lengths=[1], kv_lengths=[1]
+    ),
     "neighborhood": Spec.of("neighborhood", canvas=[1, 1], kernel=[1, 1]),
     "offset": Spec.of("offset", Spec.of("full"), rows=0),
     "composition": Spec.of("and", Spec.of("full"), Spec.of("full")),

@@ -59,6 +59,8 @@ MASK_FAMILIES: dict[str, MaskFamily] = {
     **{name: partial(masks, names=(name,)) for name in PLAIN_MASKS},
     "documents": partial(masks, names=("documents",)),
     "packed": packings,
+    "bottom_right": partial(masks, names=("bottom_right",)),
+    "documents_bottom_right": partial(masks, names=("documents_bottom_right",)),
     "neighborhood": partial(masks, names=NEIGHBORHOODS),
     "offset": offsets,
     "composition": compositions,

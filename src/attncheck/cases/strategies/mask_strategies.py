@@ -155,6 +155,29 @@ def _paddings(dimensions: Dimensions) -> SearchStrategy[Spec]:
     return padding.map(lambda hidden: Spec.of("padding", lengths=[kv - n for n in hidden]))
 
 
+def _row_masks(dimensions: Dimensions) -> SearchStrategy[Spec]:
+    """Causal masks and windows, of which each sequence or document may have its own."""
+    return st.just(Spec.of("causal")) | _sliding_windows(dimensions)
+
+
+def _bottom_right(dimensions: Dimensions) -> SearchStrategy[Spec]:
+    """Causal masks and windows of sequences that end anywhere; shrinks to causal of all keys."""
+    return st.builds(
+        lambda part, padding: Spec.of("bottom_right", part, lengths=padding.values["lengths"]),
+        _row_masks(dimensions),
+        _paddings(dimensions),
+    )
+
+
+def _documents_bottom_right(dimensions: Dimensions) -> SearchStrategy[Spec]:
+    """Causal masks and windows of each of several documents; shrinks to causal of one."""
+    return st.builds(
+        lambda part, documents: Spec.of("documents_bottom_right", part, **documents.values),
+        _row_masks(dimensions),
+        _pairs_of_documents(dimensions),
+    )
+
+
 NEIGHBORHOODS = ("neighborhood", "neighborhood_tiled", "neighborhood_morton")
 """The orders of a canvas's cells, simplest first."""
 
@@ -167,10 +190,13 @@ _MASKS: dict[str, Callable[[Dimensions], SearchStrategy[Spec]]] = {
     "padding": _paddings,
     "document": _documents,
     "documents": _pairs_of_documents,
+    "bottom_right": _bottom_right,
+    "documents_bottom_right": _documents_bottom_right,
     **{name: partial(_neighborhood_masks, name=name) for name in NEIGHBORHOODS},
 }
 
-PLAIN_MASKS = tuple(name for name in _MASKS if name not in {"documents", *NEIGHBORHOODS})
+_OF_THEIR_OWN = {"documents", "bottom_right", "documents_bottom_right", *NEIGHBORHOODS}
+PLAIN_MASKS = tuple(name for name in _MASKS if name not in _OF_THEIR_OWN)
 """Simplest first, because failures shrink to the first."""
 
 

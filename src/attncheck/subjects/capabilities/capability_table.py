@@ -48,8 +48,13 @@ last row and the last key."""
 _LARGEST_HEAD_DIM = 256
 
 
+# Compositions that a table names like any mask, as their parts are few.
+_ALIGNED = tuple(name for name, one in MASKS.items() if one.takes)
+
+
 def _mod_names(entries: Mapping[str, Any]) -> tuple[str, ...]:
-    return (*(name for name, one in entries.items() if one.compose is None), COMPOSITION, ANY)
+    plain = (name for name, one in entries.items() if one.compose is None)
+    return (*plain, *(_ALIGNED if entries is MASKS else ()), COMPOSITION, ANY)
 
 
 _VALID: dict[str, tuple[str, ...]] = {
@@ -291,7 +296,7 @@ class Capabilities(Limits, frozen=True, kw_only=True):
 
 def family(spec: Spec) -> str:
     """Return a table's name for a mod: its own, ``composition``, or ``any`` for a file's mod."""
-    if spec.parts:
+    if spec.parts and spec.name not in _ALIGNED:
         return COMPOSITION
     return ANY if "::" in spec.name else spec.name
 

@@ -190,13 +190,13 @@ def inputs_page_table(inputs: Inputs) -> PageTable:
 
 
 def sequence_lengths(problem: Problem) -> tuple[int, ...]:
-    """Return the number of keys of each sequence: the shortest of its padding masks, else kv.
+    """Return the number of keys of each sequence: the shortest by its masks of lengths, else kv.
 
-    Padding masks may be parts of an ``and``. No row sees later keys.
+    These are ``padding`` and ``bottom_right``, perhaps parts of an ``and``. No row sees later keys.
     """
     lengths = [problem.kv] * problem.batch
     for part in conjuncts(problem.mask):
-        if part.name == "padding":
+        if part.name in {"padding", "bottom_right"}:
             padded = cast("tuple[int, ...]", part.values["lengths"])
             lengths = [min(pair) for pair in zip(lengths, padded, strict=True)]
     return tuple(lengths)

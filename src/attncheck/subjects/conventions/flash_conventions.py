@@ -85,17 +85,21 @@ def _bind_band(
     band: Band | None,
     sequences: list[Lengths],
     leads: list[int] | None = None,
+    *,
+    aligned: bool = False,
 ) -> Arguments | str:
     """Return arguments for a mask that is a band in each of ``sequences``, or why there are none.
 
-    ``leads`` are those of ``band_window``.
+    ``leads`` and ``aligned`` are those of ``band_window``.
     """
     problem = request.problem
     leads = leads or [0] * len(sequences)
     bottom_right = request.bottom_right
     edges = None
     if band is not None:
-        edges = window_masks.band_window(band, sequences, bottom_right=bottom_right, leads=leads)
+        edges = window_masks.band_window(
+            band, sequences, bottom_right=bottom_right, leads=leads, aligned=aligned
+        )
     if edges is None:
         return f"neither causal nor window_size makes the mask {problem.mask} at these lengths"
     steps = [part for part in problem.score.walk() if part.name not in _COMPOSITIONS]
@@ -240,10 +244,12 @@ def _bind_varlen(request: Request) -> Arguments | str:
     """Return arguments for a mask that is a band in each part, or why there are none."""
     problem = request.problem
     packed = layouts.pack(problem)
-    band = band_of(packed.rest, problem.dimensions) if packed else None
+    band = band_of(packed.aligned or packed.rest, problem.dimensions) if packed else None
     if packed is None or band is None:
         return f"the mask {problem.mask} is not the same window of keys in each sequence"
-    arguments = _bind_band(request, band, packed.lengths(), packed.leads())
+    arguments = _bind_band(
+        request, band, packed.lengths(), packed.leads(), aligned=packed.aligned is not None
+    )
     if isinstance(arguments, str):
         return arguments
     places: Arguments = {}
@@ -322,16 +328,20 @@ def _bind_paged(request: Request) -> Arguments | str:
     paging, lengths = problem.paging, sequence_lengths(problem)
     assert paging is not None, "the convention has refused what has no pages"
     sequences = [(problem.query, length) for length in lengths]
-    band = band_of(layouts.without_padding(problem.mask), problem.dimensions)
+    aligned = problem.mask.name == "bottom_right"
+    mask = problem.mask.parts[0] if aligned else layouts.without_padding(problem.mask)
+    band = band_of(mask, problem.dimensions)
     # Checked first because its reason is better: the sequences' lengths are the obstacle.
-    aligned = band and window_masks.band_window(band, sequences, bottom_right=request.bottom_right)
-    if band is not None and aligned is None and lengths != (problem.kv,) * problem.batch:
+    edges = band and window_masks.band_window(
+        band, sequences, bottom_right=request.bottom_right, aligned=aligned
+    )
+    if band is not None and edges is None and lengths != (problem.kv,) * problem.batch:
         corner = "last" if request.bottom_right else "first"
         return (
             f"causal and window_size begin at each sequence's own {corner} key: no such thing is "
             f"{problem.mask}, of lengths {list(lengths)}"
         )
-    arguments = _bind_band(request, band, sequences)
+    arguments = _bind_band(request, band, sequences, aligned=aligned)
     if isinstance(arguments, str):
         return arguments
     table = ComputedArgument(

@@ -90,6 +90,9 @@ class PackedProblem:
     segments: list[list[Lengths]]
     rest: Spec  # the mask within the parts, in the Problem's own indices
     cut: bool  # whether the mask defines the parts; else they are whole sequences
+    # The same mask, if its rows are counted so that each part's last row is that of its last key;
+    # None if ``rest`` has no such form.
+    aligned: Spec | None = None
 
     def lengths(self) -> list[Lengths]:
         """Return the numbers of query rows and keys of all parts, in packing order."""
@@ -117,15 +120,20 @@ class PackedProblem:
 def pack(problem: Problem) -> PackedProblem | None:
     """Return a Problem's parts; None if its mask defines parts more than once."""
     masks = list(conjuncts(problem.mask))
-    cuts = [mask for mask in masks if mask.name in ("padding", "document", "documents")]
-    rest = [mask for mask in masks if mask not in cuts and mask != FULL]
+    aligned = [mask for mask in masks if mask.name in ("bottom_right", "documents_bottom_right")]
+    cuts = [mask for mask in masks if mask.name in ("padding", "document", "documents")] + aligned
+    rest = [mask for mask in masks if (mask not in cuts or mask in aligned) and mask != FULL]
     # Two cuts end in different places, but a packed call has one list of ends.
     if len(cuts) > 1:
         return None
-    segments = _segments(problem, cuts[0] if cuts else FULL)
-    first = rest[0] if rest else FULL
     # A single mask is not wrapped in an ``and``, because kernels know it by name.
-    return PackedProblem(segments, first if len(rest) < 2 else Spec.of("and", *rest), bool(cuts))
+    whole = FULL if not rest else rest[0] if len(rest) == 1 else Spec.of("and", *rest)
+    return PackedProblem(
+        _segments(problem, cuts[0] if cuts else FULL),
+        whole,
+        cut=bool(cuts),
+        aligned=aligned[0].parts[0] if aligned and len(rest) == 1 else None,
+    )
 
 
 def conjuncts(mask: Spec) -> Iterator[Spec]:
@@ -149,7 +157,7 @@ def without_padding(mask: Spec) -> Spec:
 def _segments(problem: Problem, cut: Spec) -> list[list[Lengths]]:
     """Return the numbers of query rows and keys of each part, for each sequence."""
     # With padding each sequence is one part: all of its rows, and the keys before the padding.
-    if cut.name == "padding":
+    if cut.name in {"padding", "bottom_right"}:
         return [[(problem.query, length)] for length in _numbers(cut, "lengths")]
     if cut == FULL:
         return [[(problem.query, problem.kv)]] * problem.batch

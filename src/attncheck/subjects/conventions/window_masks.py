@@ -40,6 +40,7 @@ def band_window(
     *,
     bottom_right: bool,
     leads: Iterable[int] | None = None,
+    aligned: bool = False,
 ) -> tuple[int, int] | None:
     """Return ``(left, right)`` of the kernel's window that equals ``band`` in every sequence.
 
@@ -49,7 +50,12 @@ def band_window(
     Args:
         bottom_right: Whether the window is aligned bottom-right.
         leads: The index of each sequence's first key minus that of its first row; None: 0.
+        aligned: Whether the band counts from the key of each sequence's row, if the last row has
+            the last key, and not from the row's index; ``leads`` are then of no account.
     """
+    sequences = list(sequences)
+    if aligned:  # as if the sequence's first key came so much before its first row
+        leads = [query - kv for query, kv in sequences]
     nonempty = [
         (query - lead, kv + lead, diagonal_offset((query, kv), bottom_right=bottom_right) + lead)
         for (query, kv), lead in zip(
