@@ -25,7 +25,7 @@ from attncheck.mods.library import build_mask, is_additive
 from attncheck.mods.masks import shifted_dimensions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
 

@@ -214,10 +214,10 @@ def _split(
             _split_with_care(
                 q_ptr, k_ptr, v_ptr, out_ptr, m_ptr, total_ptr, q_batch, q_head, q_row, q_col,
                 k_batch, k_row, k_col, v_batch, v_row, v_col, rows_of_all, kv_heads, group, query,
-                kv, splits, program * together, end_split, program, b, kv_head, tl.program_id(2),
-                head_dim, value_dim, factor, value_factor, table, mask_captured, score_captured,
-                MASK, SCORE, IDENTITY, PAGE, WEIGHTS_SCALE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V,
-                PRECISION, IMPRECISE, ADDED,
+                kv, blocks, splits, program * together, end_split, program, b, kv_head,
+                tl.program_id(2), head_dim, value_dim, factor, value_factor, table, mask_captured,
+                score_captured, MASK, SCORE, IDENTITY, PAGE, WEIGHTS_SCALE, BLOCK_Q, BLOCK_K,
+                BLOCK_D, BLOCK_V, PRECISION, IMPRECISE, ADDED,
             )
             return
     _store_part(
@@ -230,8 +230,8 @@ def _split(
 @triton.jit(noinline=True)
 def _split_with_care(
     q_ptr, k_ptr, v_ptr, out_ptr, m_ptr, total_ptr, q_batch, q_head, q_row, q_col, k_page, k_row,
-    k_col, v_page, v_row, v_col, rows_of_all, kv_heads, group, query, kv, splits, split, end_split,
-    program, b, kv_head, block_of_rows, head_dim, value_dim, factor, value_factor, table,
+    k_col, v_page, v_row, v_col, rows_of_all, kv_heads, group, query, kv, blocks, splits, split,
+    end_split, program, b, kv_head, block_of_rows, head_dim, value_dim, factor, value_factor, table,
     mask_captured, score_captured, MASK: tl.constexpr, SCORE: tl.constexpr, IDENTITY: tl.constexpr,
     PAGE: tl.constexpr, WEIGHTS_SCALE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
@@ -242,7 +242,6 @@ def _split_with_care(
         q_ptr, q_batch, q_head, q_row, q_col, b, kv_head, block_of_rows, group, query, head_dim,
         BLOCK_Q, BLOCK_D,
     )
-    blocks = tl.cdiv(kv, BLOCK_K)
     part_m, part_total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
     part = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
     for careful_split in range(split, end_split):
