@@ -23,13 +23,13 @@ _USUAL_LAYOUTS = ("ragged", "causal")
 ORDER = tuple(
     """
     causal-documents decode-empty-rows window-edge uniform causal-tall window-lengths
-    negative-ragged decode-causal-even gqa large one-key long-sum window-wide decode-one-query
-    decode-window window-far padding scale one-hot ramp-ragged ones-ragged empty-rows negative
-    many-rows decode-causal-wide one-query ones-causal sink causal-lengths positive-causal plain
-    causal-wide decode-causal-tall window two_level-causal-2 decode-padding ragged isolated-ragged
-    positive-ragged decode-ragged decode-causal-lengths causal-even causal isolated-causal-2
-    ramp-causal-2 two_level-ragged mean-ragged mean-causal negative-causal decode-causal decode-gqa
-    outliers
+    negative-causal decode-causal-even gqa isolated-causal-2 one-key long-sum window-far
+    negative padding window window-wide scale many-rows one-hot decode-one-query ones-ragged
+    empty-rows decode-causal-wide one-query decode-causal-lengths ramp-ragged sink large
+    ones-causal two_level-causal-2 negative-ragged positive-causal decode-window plain
+    causal-lengths causal-wide decode-causal-tall causal-even ragged isolated-ragged
+    positive-ragged mean-ragged decode-padding two_level-ragged ramp-causal-2 decode-gqa
+    decode-ragged outliers causal mean-causal decode-causal
     """.split()  # noqa: SIM905  # as a list it has a line for each of fifty
 )
 _PROBE_ROUNDS = 2  # Cases per probe: decode has one, ramp a fast and a slow one.
