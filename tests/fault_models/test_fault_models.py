@@ -266,9 +266,8 @@ def with_unwritten_rows(problem, rows):
 
 def test_rounded_gradients_of_slices_are_named():
     """torch's autograd adds up the gradients of slices in their dtype, the last slice first."""
-    problem = Problem(
-        heads=1, query=239, kv=1, head_dim=16, dtype="fp16", distribution="small_terms", backward=True
-    )
+    sizes = {"heads": 1, "query": 239, "kv": 1, "head_dim": 16}
+    problem = Problem(**sizes, dtype="fp16", distribution="small_terms", backward=True)
     evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     exact = ExactGradients(ExactAttention(evidence.inputs)).exact
     dv = torch.zeros(1, 1, 1, 16, dtype=torch.float16)
