@@ -233,8 +233,8 @@ def rows_unwritten(call: ExactAttention) -> Iterator[Form]:
         # Each program does only its first one. Zeros in all others are ``values-missing``.
         later = (number > 0).expand(dead.shape)
         free = later if bool(later.any()) else None
-        parameters = {"rows": rows, "blocks": "behind the first"}
-        yield Prediction(outputs=exact, parameters=parameters, free=free)
+        of_first: Parameters = {"rows": rows, "blocks": "behind the first"}
+        yield Prediction(outputs=exact, parameters=of_first, free=free)
 
 
 _GROUPS = (2, 4, 8, 16)  # blocks of rows that kernels launch together
