@@ -8,6 +8,7 @@ from tests.planted_kernels.other_steps import SMALL
 from tests.planted_kernels.outputs_given import spoiled
 
 from attncheck.core.mod_spec import Spec
+from attncheck.core.outputs import Outputs
 from attncheck.core.paged_layout import Paging
 from attncheck.fault_models import FAULT_MODELS, ExactAttention
 from attncheck.inputs.problem import Case, Problem
@@ -109,6 +110,19 @@ FORMS = [
 def test_form_is_named_by_its_model(name, problem, words):
     diagnosis = diagnose(predicted(name, words), problem)
     assert (diagnosis.level, diagnosis.ranked[0].model) == ("named", name)
+
+
+@pytest.mark.parametrize("rows", [SMALL.block_query, 64])
+def test_zeros_in_later_blocks_of_a_kernel_without_lse_have_one_name(rows):
+    """They are the same again: what memory held, which fits any rows, is no rival."""
+
+    def change(_, right):
+        right.out[:, :, rows:] = 0
+        return Outputs(right.out)
+
+    tiling = replace(SMALL, block_query=rows)
+    diagnosis = diagnose(spoiled(change, tiling), PLAIN.replace(query=77, kv=93))
+    assert (diagnosis.level, diagnosis.ranked[0].model) == ("named", "values-missing")
 
 
 def test_long_window_that_sees_all_is_named_where_shorter_windows_passed():

@@ -296,6 +296,16 @@ def test_single_row_without_its_window_does_not_see_padding():
     assert torch.equal(prediction.outputs.out, padded.parts.out)
 
 
+def test_positions_of_an_offset_bias_are_rounded_within_its_table():
+    bias = OF("offset", OF("bias", seed=0, per_batch=0, per_head=0), rows=300)
+    call = ExactAttention(draw_inputs(Problem(query=20, kv=320, score=bias)))
+    for prediction in FAULT_MODELS["positions-rounded"].predictions(call):
+        is_alike = torch.allclose(prediction.outputs.out, call.parts.out)
+        # From 256 on bf16 skips numbers; fp16 has all below 2048.
+        rounds = prediction.parameters["format"] == "bf16"
+        assert is_alike == (not rounds or prediction.parameters["of"] == "the mask")
+
+
 def test_unwritten_half_of_rows_is_named():
     result, evidence = with_unwritten_rows(Problem(**RAGGED), slice(0, RAGGED["query"] // 2))
     assert best_models(result, evidence) == ["half-unwritten"]

@@ -51,6 +51,13 @@ def test_error_and_unsupported_have_separate_notes(make):
     assert "¹ error: x" in page
 
 
+def test_page_without_rows_has_no_empty_section(make):
+    report = make.report(make.refused("a", "unsupported", "no mask"))
+    for page in (render(report, "table"), render(report, "md")):
+        assert "a does not support full: no mask" in page
+        assert "\n\n\n" not in page
+
+
 def test_line_of_unsupported_cells_names_heads_and_counts_other_shapes(make):
     refused = make.refused("a", "unsupported", "no GQA", heads="GQA")
     page = render(make.report(refused, make.record("a", heads="MHA")), "table")

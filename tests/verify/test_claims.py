@@ -49,6 +49,15 @@ def whole_tiles(q, k, v):
 def first_tile_alone(q, k, v):
     return sdpa(q, k[:, :, :64], v[:, :, :64])
 
+def slopes_of_the_first(q, k, v, causal=False, alibi_slopes=None):
+    distance = torch.arange(k.shape[1]) - torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None]
+    slopes = torch.zeros(q.shape[2]) if alibi_slopes is None else alibi_slopes
+    bias = -slopes.view(-1, q.shape[2])[:1, :, None, None] * distance.abs()
+    if causal:
+        bias = bias.masked_fill(distance > 0, float("-inf"))
+    out = sdpa(*(x.transpose(1, 2).float() for x in (q, k, v)), attn_mask=bias)
+    return out.to(q.dtype).transpose(1, 2)
+
 def halved(q, k, v):
     return sdpa(q, k, v) / 2
 
@@ -366,6 +375,12 @@ def test_fault_of_every_second_tile_is_no_limit_to_multiples_or_equal_lengths(fi
     for query, kv in ((77, 77), (64, 128)):
         problem = Problem(query=query, kv=kv, heads=2, head_dim=64, dtype="bf16")
         assert run_case(limited, Case(problem=problem), device="cpu").status == "fail"
+
+
+def test_wrong_slopes_of_each_sequence_are_said_to_be_untested(find):
+    _, claims = find("slopes_of_the_first")
+    assert ("slopes", "wrong") in {(one.aspect, one.verdict) for one in claims.tried}
+    assert any(line.startswith("slopes of each sequence,") for line in claims.lines())
 
 
 def test_kernel_that_is_always_wrong_has_no_limits(find):

@@ -153,7 +153,11 @@ class Confirmation:
 
 
 def confirm(
-    models: Collection[str], kernel: FailingKernel, *, seconds: float = _SECONDS
+    models: Collection[str],
+    kernel: FailingKernel,
+    *,
+    seconds: float = _SECONDS,
+    varies: bool = False,
 ) -> Confirmation:
     """Return those of ``models`` that predict the kernel's results on independent cases.
 
@@ -162,6 +166,8 @@ def confirm(
     Args:
         models: Names of models that explain the failure.
         seconds: Time after which no further case is tried, except for the first few.
+        varies: Whether the failure changes with the contents of free memory: only then may
+            predictions leave rows free.
     """
     # Each model's forms that fit so far, each with the tiles that fit at each head_dim: kernels
     # choose tiles by the head_dim.
@@ -182,6 +188,8 @@ def confirm(
             responses[number] = response
             for name, before in list(rest.items()):
                 fitting = fitting_predictions(response, FAULT_MODELS[name])
+                if fitting is not None and not varies:
+                    fitting = [one for one in fitting if one.free is None]
                 now = None if fitting is None else forms_of(fitting, other.problem)
                 if fitting is not None and now is not None:
                     predictions[name][number] = fitting

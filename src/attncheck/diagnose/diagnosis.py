@@ -323,7 +323,7 @@ class _Failure(FailingKernel):
             if models and findings.response is not None:
                 refuted = contradicted_models(models, passed, findings.response, self.device)
             models = [name for name in models if name not in refuted]
-        confirmation = confirm(models, self)
+        confirmation = confirm(models, self, varies=findings.varies)
         # A model that brings the result within the bound but never explains much is not the cause.
         ranking = [
             dataclasses.replace(one, share=max(one.share, confirmation.shares.get(one.name, 0.0)))

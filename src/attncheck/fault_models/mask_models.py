@@ -21,7 +21,7 @@ from attncheck.fault_models.layout_models import key_counts
 from attncheck.fault_models.steps import Builder, Steps, round_to_format, steps_with_masks
 from attncheck.fault_models.tile_models import first_key, once_for_each, tile_visibility
 from attncheck.mods import masks
-from attncheck.mods.library import build_mask, is_additive
+from attncheck.mods.library import build_mask, build_score, is_additive
 from attncheck.mods.masks import shifted_dimensions
 
 if TYPE_CHECKING:
@@ -504,11 +504,13 @@ def positions_rounded(call: ExactAttention) -> Iterator[Form]:
         see = build_mask(part, shifted_dimensions(mask.values, dims))
     if score.name == "offset":
         of_score = _later_rows(score)
-        modify = problem.replace(score=score.parts[0]).score_mod("cpu")
+        modify = build_score(score.parts[0], shifted_dimensions(score.values, dims))
 
     def at(rounded: Callable[[Tensor], Tensor], rows: int) -> tuple[Tensor, ...]:
-        i, j = (rounded(x.double()).long() for x in (call.i + rows, call.j))
-        return call.b, call.h, i.clamp(max=problem.query + rows - 1), j.clamp(max=problem.kv - 1)
+        ends = (call.i + rows, problem.query + rows), (call.j, problem.kv)
+        # Clamped first, since the largest numbers are infinite in fp16.
+        i, j = (rounded(x.double()).clamp(max=end - 1).long() for x, end in ends)
+        return call.b, call.h, i, j
 
     for name in ("bf16", "fp16"):
         rounded = round_to_format(name)

@@ -224,12 +224,17 @@ def rows_unwritten(call: ExactAttention) -> Iterator[Form]:
                 yield Prediction(outputs=exact, parameters={"rows": rows}, free=unwritten)
                 yield call.with_out(unwritten, 0.0), {"rows": rows}
                 yield call.with_out(unwritten, 0.0, lse=0.0), {"rows": rows}
-        # Blocks are launched in whole groups, or each program does only its first one.
+        # Blocks are launched in whole groups.
         blocks = -(-query // rows)
-        launched = {f"behind whole groups of {n}": blocks // n * n for n in _GROUPS}
-        for which, most in {**launched, "behind the first": 1}.items():
-            behind = (number >= (most or blocks)).expand(dead.shape)
+        for group in _GROUPS:
+            behind = (number >= (blocks // group * group or blocks)).expand(dead.shape)
+            which = f"behind whole groups of {group}"
             yield from _never_written(call, behind, {"rows": rows, "blocks": which})
+        # Each program does only its first one. Zeros in all others are ``values-missing``.
+        later = (number > 0).expand(dead.shape)
+        free = later if bool(later.any()) else None
+        of_first: Parameters = {"rows": rows, "blocks": "behind the first"}
+        yield Prediction(outputs=exact, parameters=of_first, free=free)
 
 
 _GROUPS = (2, 4, 8, 16)  # blocks of rows that kernels launch together
@@ -261,7 +266,7 @@ def rows_behind_an_empty_sequence(call: ExactAttention) -> Iterator[Form]:
         "rows or keys": [not part.rows or not part.keys for part in parts],
     }.items():
         first = empty.index(True) if True in empty else len(parts)
-        # Not the one without keys itself: it may be written as empty.
+        # The one without keys itself may be unwritten, too; zeros are right there.
         start = parts[first].row if first < len(parts) else problem.batch * problem.query
         number = call.b * problem.query + call.i
         lost = (number >= start).expand(*call.shape[:3], 1)[..., 0]

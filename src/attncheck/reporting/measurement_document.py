@@ -102,8 +102,9 @@ def measurement_document(report: Report) -> Document:
     notes: dict[tuple[str, str], int] = {}
     letters = environment_letters(report)
     sections = tuple(
-        _section(title, blocks, report, shown, notes, letters)
+        section
         for title, blocks in _group_records(report).items()
+        if (section := _section(title, blocks, report, shown, notes, letters)).blocks
     )
     return replace(
         _closing(report, notes, sections),

@@ -218,6 +218,11 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         raises = [one for one in self.tried if one.aspect == "backward" and one.verdict == "raises"]
         if raises and raises[0].what == "out":  # A forward alone is a kernel too.
             lines.append(f"gradients are not tested: it raises {raises[0].reason}")
+        if any((one.aspect, one.verdict) == ("slopes", "wrong") for one in self.tried):
+            lines.append(
+                "slopes of each sequence, (sequences, heads), are not tested: it takes them, and "
+                "is wrong; a ValueError refuses them"
+            )
         if limits := self.limits():
             # Deaths are findings of their own.
             raised = [one for one in self.tried if one.verdict == "raises" and not one.fatal]
