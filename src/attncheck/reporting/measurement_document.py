@@ -127,7 +127,7 @@ def _closing(
         sections=(*sections, *below),
         notes=(
             *(f"judged as {line}" for line in profiles(report.records)),
-            *(_reading(report) if report.records else ()),
+            *_reading(report),
         ),
         closing=(
             *([Note(insensitive, "notable")] if missed else []),
@@ -417,7 +417,8 @@ def _remarks(record: Record) -> Iterator[Note]:
 
 def _reading(report: Report) -> Iterator[str]:
     measured = [record for record in report.records if record.status in record_text.JUDGED]
-    yield from HOW_TO_READ
+    if measured:
+        yield from HOW_TO_READ
     if any(map(gradients_of, measured)):
         yield from _OF_GRADIENTS
     if any(problem_of(record).dtype == "tf32" for record in measured):
