@@ -329,10 +329,11 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
     def _results(self, base: Problem) -> tuple[TrialResult, ...]:
-        """Return the trials' results, with lengths as taken if it is wrong at any longer than base.
+        """Return the trials' results, in which a fault of all longer lengths is no limit.
 
-        One that is wrong even at twice the length it was right at, a multiple of the same tiles,
-        has a fault from the second tile on, and is not made for multiples or for equal lengths.
+        A kernel that is wrong even at twice the length it was right at, a multiple of the same
+        tiles, has a fault from the second tile on, and is not made for multiples or for equal
+        lengths: wrong longer lengths count as taken.
         """
         wrong = {(one.aspect, one.what) for one in self.tried if one.verdict == "wrong"}
         if ("lengths", str(2 * base.query)) not in wrong:
