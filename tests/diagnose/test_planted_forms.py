@@ -25,7 +25,9 @@ ALIBI = SQUARE.replace(heads=6, mask=OF("causal"), score=OF("alibi"))
 CAP = PLAIN.replace(score=OF("softcap", cap=5.0))
 SINK = PLAIN.replace(sink=True, sink_logits="above")
 PAGES = BATCH.replace(paging=Paging(size=8, seed=2))
-DOCUMENTS = PLAIN.replace(mask=OF("documents", query_lengths=[20, 0, 20], kv_lengths=[20, 30, 20]))
+_LENGTHS = {"query_lengths": [20, 0, 20], "kv_lengths": [20, 30, 20]}
+DOCUMENTS = PLAIN.replace(mask=OF("documents", **_LENGTHS))
+CAUSAL_DOCUMENTS = PLAIN.replace(mask=OF("documents_bottom_right", OF("causal"), **_LENGTHS))
 LONG_WINDOW = SQUARE.replace(mask=OF("sliding_window", window=300))
 
 
@@ -71,7 +73,9 @@ FORMS = [
     ("page-index-wrong", PAGES, {"which": "pages of the longest sequence for the width"}),
     ("page-index-wrong", PAGES, {"which": "the first of 16 keys, and those behind it"}),
     ("rows-behind-an-empty-sequence", DOCUMENTS, {"without": "rows"}),
+    ("rows-behind-an-empty-sequence", CAUSAL_DOCUMENTS, {"without": "rows"}),
     ("rows-where-keys-begin", BATCH, {"of": "LSE"}),
+    ("rows-where-keys-begin", CAUSAL_DOCUMENTS, {"of": "LSE"}),
     ("rows-unwritten", PLAIN.replace(query=150), {"blocks": "behind whole groups of 8"}),
     (
         "query-heads-swapped",

@@ -290,13 +290,20 @@ class PackedSequence:
     keys: int
 
 
+DOCUMENT_LENGTHS = {
+    "document": ("lengths", "lengths"),
+    "documents": ("query_lengths", "kv_lengths"),
+    "documents_bottom_right": ("query_lengths", "kv_lengths"),
+}
+"""Masks of documents, with their arguments: numbers of rows, and of keys."""
+
+
 def packed_sequences(problem: Problem) -> list[PackedSequence]:
     """Return the sequences of a Problem in the order in which a packed call has them."""
-    names = {"document": ("lengths", "lengths"), "documents": ("query_lengths", "kv_lengths")}
     every = [(problem.query, keys) for keys in key_counts(problem)]
     for spec in problem.mask.walk():
-        if spec.name in names:
-            of_rows, of_keys = names[spec.name]
+        if spec.name in DOCUMENT_LENGTHS:
+            of_rows, of_keys = DOCUMENT_LENGTHS[spec.name]
             rows_of = _clipped(spec.values[of_rows], problem.query)
             every = [*zip(rows_of, _clipped(spec.values[of_keys], problem.kv), strict=True)]
             every *= problem.batch
@@ -314,7 +321,7 @@ def _clipped(lengths: Any, last: int) -> list[int]:
 
 
 def _packs_several(problem: Problem) -> bool:
-    return problem.batch > 1 or has_mask("document", "documents")(problem)
+    return problem.batch > 1 or has_mask(*DOCUMENT_LENGTHS)(problem)
 
 
 @_model(applies=lambda problem: is_attention(problem) and _packs_several(problem))

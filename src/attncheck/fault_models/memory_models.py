@@ -18,6 +18,7 @@ from attncheck.fault_models.fault_model import (
     is_scaled,
 )
 from attncheck.fault_models.layout_models import (
+    DOCUMENT_LENGTHS,
     key_counts,
     packed_sequences,
     read_at,
@@ -254,7 +255,7 @@ def _never_written(
         yield call.with_out(unwritten, 0.0, lse=lse), parameters
 
 
-@_model(applies=has_mask("document", "documents", "padding"))
+@_model(applies=has_mask(*DOCUMENT_LENGTHS, "padding", "bottom_right"))
 def rows_behind_an_empty_sequence(call: ExactAttention) -> Iterator[Form]:
     """Sequences behind one without rows, or without keys, are never written: the loop over them
     ends there.
