@@ -8,7 +8,7 @@ import pytest
 
 from attncheck.cli import attncheck
 
-EDGES = ("even", "tall", "wide")
+DECODE_CAUSAL = {f"decode-causal-{name}" for name in ("even", "lengths", "tall", "wide")}
 HEAVY = {"torch", "triton", "numpy", "rich", "mpmath", "hypothesis", "jinja2", "attncheck.verify"}
 PROGRAM = """
 import sys
@@ -96,7 +96,7 @@ except SystemExit:
         ("check my", {"my_kernel.py::"}),
         ("check x --dtype b", {"bf16"}),
         ("check x --convention fl", {"flash_attn", "flex"}),
-        ("check x --question decode-causal-", {f"decode-causal-{n}" for n in EDGES}),
+        ("check x --question decode-causal-", DECODE_CAUSAL),
         ("rmse --kernel ide", {"ideal"}),
         ("rmse --variant caus", {"causal"}),
         ("check x --format j", {"json"}),

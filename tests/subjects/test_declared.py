@@ -221,7 +221,7 @@ def test_last_matching_override_wins(override, reason):
         ({"dtypes": ["int8"]}, "dtypes 'int8' is not known: choose from"),
         ({"head_dims": [300]}, "head_dims=300 must be 1–256"),
         ({"head_dims": ["64"]}, r"head_dims\[0\]: expected whole number or list"),
-        ({"masks": ["triangle"]}, "masks 'triangle' is not known: choose from any, causal"),
+        ({"masks": ["triangle"]}, "masks 'triangle' is not known: choose from any, bottom_right, causal"),
         ({"scores": ["and"]}, "scores 'and' is not known"),
         ({"gqa": 1}, "gqa: expected bool, got whole number"),
         ({"lse": "base3"}, "lse 'base3' is not known: choose from base2, natural"),
