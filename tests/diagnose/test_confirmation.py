@@ -113,6 +113,39 @@ def test_model_contradicted_by_passed_question_is_not_named():
     assert "mask-one-key-wider" not in [one.model for one in contradicted.ranked]
 
 
+def test_passed_call_with_the_constant_scale_does_not_refute_it():
+    """A hard-coded 1 / √64 is right where the call's scale is that, and wrong elsewhere."""
+    passed = [Case(problem=PLAIN.replace(seed=3))]
+    diagnosis = diagnose(with_fault("scale-fixed"), PLAIN.replace(scale=0.3), passed=passed)
+    assert (diagnosis.level, diagnosis.ranked[0].model) == ("named", "scale-fixed")
+
+
+def test_passed_call_that_a_form_says_nothing_about_does_not_refute_it():
+    """Where k and v are laid out alike, v by the strides of k is v."""
+
+    def read_by_strides_of_k(inputs, right):
+        model, problem = FAULT_MODELS["values-of-keys-strides"], inputs.problem
+        if problem.head_dim == problem.value_dim:
+            return right
+        wrong = next(iter(model.predictions(ExactAttention(inputs)))).outputs
+        return replace(right, out=wrong.out.to(right.out.dtype))
+
+    wide = PLAIN.replace(head_dim=96, value_dim=128)
+    passed = [Case(problem=PLAIN.replace(seed=3))]
+    diagnosis = diagnose(spoiled(read_by_strides_of_k), wide, passed=passed)
+    assert (diagnosis.level, diagnosis.ranked[0].model) == ("named", "values-of-keys-strides")
+
+
+def test_rows_that_see_no_key_are_named_before_those_that_miss_the_first_tile():
+    def nan(_, right):
+        dead = right.lse == -torch.inf
+        out = torch.where(dead[..., None], torch.nan, right.out)
+        return Outputs(out, torch.where(dead, torch.nan, right.lse))
+
+    diagnosis = diagnose(spoiled(nan), EMPTY)
+    assert (diagnosis.level, diagnosis.ranked[0].model) == ("named", "empty-rows-nan")
+
+
 def test_cause_search_remembers_passed_records():
     search, kernel = CauseSearch(), with_fault("mask-one-key-wider")
     passed = run_case(Ideal(), Case(problem=CAUSAL.replace(seed=3)), device="cpu")

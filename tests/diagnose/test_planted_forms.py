@@ -28,6 +28,9 @@ PAGES = BATCH.replace(paging=Paging(size=8, seed=2))
 _LENGTHS = {"query_lengths": [20, 0, 20], "kv_lengths": [20, 30, 20]}
 DOCUMENTS = PLAIN.replace(mask=OF("documents", **_LENGTHS))
 CAUSAL_DOCUMENTS = PLAIN.replace(mask=OF("documents_bottom_right", OF("causal"), **_LENGTHS))
+WINDOW = SQUARE.replace(mask=OF("sliding_window", window=5))
+WIDE_WINDOW = SQUARE.replace(mask=OF("sliding_window", window=24))
+STEP = PLAIN.replace(mask=OF("causal_bottom_right"))
 LONG_WINDOW = SQUARE.replace(mask=OF("sliding_window", window=300))
 
 
@@ -94,6 +97,14 @@ FORMS = [
         {"of": "q and k", "bound": "whole blocks of 32"},
     ),
     ("values-stale", PLAIN, {"stages": 3, "which": "all"}),
+    ("first-tile-nan", WINDOW, {"of": "the first that its block visits"}),
+    ("first-tile-nan", WINDOW, {}),
+    ("first-tile-dropped", WIDE_WINDOW, {"when": "it begins within one"}),
+    ("loop-bounds", STEP, {"ends with": "a whole tile"}),
+    ("loop-bounds", STEP, {"ends with": "another diagonal"}),
+    ("split-weights-wrong", PLAIN.replace(kv=150), {"weights": "without sums", "of": "both"}),
+    ("split-weights-wrong", SQUARE.replace(mask=OF("causal")), {"weights": "of empty ones"}),
+    ("values-of-keys-strides", PLAIN.replace(value_dim=48), {"of": "v by the strides of k"}),
     ("last-row-again", GRADIENTS, {}),
     ("dsink-not-summed", GRADIENTS.replace(sink=True, batch=2), {"which": "the last"}),
     ("backward-sink-ignored", GRADIENTS.replace(sink=True), {}),

@@ -18,9 +18,9 @@ from attncheck.core.errors import ProblemError
 from attncheck.diagnose.explanations import (
     Forms,
     Response,
-    fitting_predictions,
     form_tiles,
     forms_of,
+    judged_predictions,
     passing_response,
     words_of,
 )
@@ -187,18 +187,22 @@ def confirm(
             number += 1
             responses[number] = response
             for name, before in list(rest.items()):
-                fitting = fitting_predictions(response, FAULT_MODELS[name])
-                if fitting is not None and not varies:
-                    fitting = [one for one in fitting if one.free is None]
-                now = None if fitting is None else forms_of(fitting, other.problem)
-                if fitting is not None and now is not None:
+                every = judged_predictions(response, FAULT_MODELS[name])
+                if not response.error.proven and all(fits for _, fits in every):
+                    continue  # The kernel is right, as the model says.
+                fitting = [one for one, fits in every if fits and (varies or one.free is None)]
+                now = forms_of(fitting, other.problem)
+                if not response.error.proven:
+                    # Fewer keys may not be split.
+                    split = other.problem.kv >= kernel.case.problem.kv
+                    _add_silent_forms(now, before, every, response, split=split)
+                if fitting:
                     predictions[name][number] = fitting
-                    each = [
-                        response.error.explained(one) for one in fitting if response.error.proven
-                    ]
+                if response.error.proven:
+                    each = [response.error.explained(one) for one in fitting]
                     sizes[name] += [one.size for one in each if one and one.size is not None]
                     shares[name] = max(shares[name], *(one.share for one in each if one), 0.0)
-                    rest[name] = _common(before, now, other.problem.head_dim)
+                rest[name] = _common(before, now, other.problem.head_dim)
                 if now and response.error.proven and _has_partial_fit(now, response):
                     partial_fits.add(name)
             rest = {name: forms for name, forms in rest.items() if forms is None or forms}
@@ -246,7 +250,9 @@ def contradicted_models(
             for name in models:
                 if other and FAULT_MODELS[name].family in {"mask", "tile"}:
                     continue
-                agreements = form_tiles(right, FAULT_MODELS[name]) if fitting[name] else {}
+                split = case.problem.kv >= own.kv  # as in a confirmation
+                model = FAULT_MODELS[name]
+                agreements = form_tiles(right, model, split=split) if fitting[name] else {}
                 fitting[name] -= {tile for tile, agrees in agreements.items() if not agrees}
     return {name for name, each in tiles.items() if any(each.values()) and not fitting[name]}
 
@@ -261,6 +267,31 @@ def _common(
         if tiles_before is not None and (common := tiles & tiles_before.get(head_dim, tiles)):
             both[words] = {**tiles_before, head_dim: common}
     return both
+
+
+def _add_silent_forms(
+    forms: Forms,
+    before: dict[object, dict[int, set[object]]] | None,
+    every: Sequence[tuple[FaultPrediction, bool]],
+    response: Response,
+    *,
+    split: bool,
+) -> None:
+    """Add the forms and tiles so far that predict nothing here, and so an exact result.
+
+    A tile that holds all keys may lose none, and a constant may be what the call asks for.
+
+    Args:
+        split: Whether a kernel that splits the keys would do so here.
+    """
+    shown = (one for one, _ in every if split or "splits" not in one.parameters)
+    predicted = forms_of(shown, response.call.problem)
+    sizes = {size for _, size in response.call.any_tiles}
+    for words, by_dim in (before or {}).items():
+        tiles = set[object]().union(*by_dim.values())
+        kinds: set[object] = ({None} & tiles) | (sizes if tiles - {None} else set())
+        if silent := kinds - predicted.get(words, set()):
+            forms[words] = forms.get(words, set()) | silent
 
 
 def _are_alike(

@@ -131,18 +131,13 @@ Forms = dict[object, set[object]]
 """Forms of a model by their parameters that are words, each with the tiles that it may have."""
 
 
-def fitting_predictions(response: Response, model: FaultModel) -> list[FaultPrediction] | None:
-    """Return the predictions of ``model`` that agree with all of a kernel's result.
-
-    None where the kernel is right and every form agrees; empty where the model is refuted.
-    """
+def judged_predictions(response: Response, model: FaultModel) -> list[tuple[FaultPrediction, bool]]:
+    """Return every prediction of ``model`` for a problem, and whether all of the result agrees."""
     error, problem = response.error, response.call.problem
     of = "forward" if error.forward else "backward"
-    if error.proven and model.of != of:
+    if not model.applies(problem) or (error.proven and model.of != of):
         return []
-    every = list(_predictions(response.call, [model])) if model.applies(problem) else []
-    fitting = [one for one in every if error.agrees(one)]
-    return None if not error.proven and len(fitting) == len(every) else fitting
+    return [(one, error.agrees(one)) for one in _predictions(response.call, [model])]
 
 
 def forms_of(fitting: Iterable[FaultPrediction], problem: Problem) -> Forms:
@@ -169,17 +164,24 @@ def _equivalent_tiles(one: FaultPrediction, problem: Problem) -> Iterable[object
     return range(tile, max(tile, _MOST_KEYS) + 1, TRIED_TILES[0])
 
 
-def form_tiles(response: Response, model: FaultModel) -> dict[object, bool]:
-    """Return each tile of the forms of ``model``, and whether its prediction fits the result.
+def form_tiles(response: Response, model: FaultModel, *, split: bool = True) -> dict[object, bool]:
+    """Return each form of ``model`` with each of its tiles, and whether that fits the result.
 
-    The tile is None for a form without tiles. A tile that is missing predicts the exact result:
-    without a padded last tile there is no fault in its tail, say.
+    A form or tile that is missing predicts the exact result: without a padded last tile there is no
+    fault in its tail, say.
+
+    Args:
+        split: Whether to include forms of a kernel that splits the keys.
     """
     tiles: dict[object, bool] = {}
-    forms = _predictions(response.call, [model]) if model.applies(response.call.problem) else ()
-    for one in forms:
+    for one, fits in judged_predictions(response, model):
+        if "splits" in one.parameters and not split:
+            continue
         tile = one.parameters.get("tile")
-        tiles[tile] = tiles.get(tile, False) or response.error.agrees(one)
+        # Without a tile of keys, rows are an offset, which depends on the problem.
+        rows = None if tile is None else one.parameters.get("rows")
+        form = words_of(one), tile, rows
+        tiles[form] = tiles.get(form, False) or fits
     return tiles
 
 

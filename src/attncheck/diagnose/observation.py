@@ -280,7 +280,7 @@ def _shortest_failure(kernel: FailingKernel) -> str:
             change["query"] = kv
         runs = _responses_with(change, kernel)
         if any(run.error.proven for run in runs):
-            return f"wrong from {kv} keys on" + (f", right with {most_right}" if most_right else "")
+            return f"wrong from {kv} keys on, right with {most_right}" if most_right else ""
         most_right = kv if runs else most_right
     return f"right with up to {most_right} keys, wrong with {problem.kv}" if most_right else ""
 

@@ -579,13 +579,12 @@ def contiguous_assumed(call: ExactAttention) -> Iterator[Form]:
 
 @_model(applies=is_attention)
 def values_of_keys_strides(call: ExactAttention) -> Iterator[Form]:
-    """Values are read with the strides of the keys."""
-    inputs = call.inputs
-    for name, other in (("v", inputs.k), ("k", inputs.v), ("k", inputs.q), ("v", inputs.q)):
-        own: Tensor = getattr(inputs, name)
-        if other.stride() != own.stride():
-            for read in read_with_strides(own, other.stride()):
-                yield _with_inputs(call, {name: read})
+    """An input is read with the strides of another."""
+    for name, other in (("v", "k"), ("k", "v"), ("k", "q"), ("v", "q")):
+        own, strides = getattr(call.inputs, name), getattr(call.inputs, other).stride()
+        if strides != own.stride():
+            for read in read_with_strides(own, strides):
+                yield _with_inputs(call, {name: read}, of=f"{name} by the strides of {other}")
 
 
 def _with_inputs(

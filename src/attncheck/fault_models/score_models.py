@@ -100,13 +100,16 @@ def scale_inverted(call: ExactAttention) -> Iterator[Form]:
 @_model(applies=is_attention, steps=fixed_scale(0.125), family="factor")
 def scale_fixed(call: ExactAttention) -> Iterator[Form]:
     """The scale is a constant, whatever the call says."""
-    # Kernels have constants of usual head dims, of the call's dims, or of a padded one.
-    dims = dict.fromkeys((call.problem.head_dim, 32, 64, 128, call.problem.value_dim))
+    # Constants of usual head dims, and what the call's dims, or a padded one, would give.
     padded = 1 << (call.problem.head_dim - 1).bit_length()
-    for dim in dict.fromkeys([*dims, padded]):
+    dims = {f"{1.0 / math.sqrt(dim):.4g}": dim for dim in (32, 64, 128)}
+    dims |= {"1/√head_dim": call.problem.head_dim, "1/√value_dim": call.problem.value_dim}
+    for name, dim in (dims | {"1/√head_dim, padded": padded}).items():
         constant = 1.0 / math.sqrt(dim)
         if any(True for _ in call.predict(fixed_scale(constant))):
-            yield from _with_factor(call, constant / call.scale, scale=constant)
+            yield from _with_factor(call, constant / call.scale, scale=name)
+        else:  # A call with this scale is right, which does not refute the constant.
+            yield call.exact, {"scale": name}
 
 
 def _has_usual_scale(problem: Problem) -> bool:

@@ -13,13 +13,14 @@ from attncheck.fault_models.exact_attention import FP32_LOWEST
 from attncheck.fault_models.fault_model import (
     Form,
     ModelTable,
+    Parameters,
     Prediction,
     has_mask,
     has_score,
     is_attention,
 )
 from attncheck.fault_models.steps import LOG2E, Steps
-from attncheck.fault_models.tile_models import padded_keys, tile_visibility
+from attncheck.fault_models.tile_models import edge_tiles, padded_keys, tile_visibility
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -192,6 +193,26 @@ def empty_rows_nan(call: ExactAttention) -> Iterator[Form]:
         yield call.with_out(dead, math.nan)
         # Or LSE alone: log of 0 plus −∞ is −∞, but their difference is NaN.
         yield call.with_lse(torch.where(dead, math.nan, call.parts.lse))
+
+
+@_model(applies=has_mask(), order=1)
+def first_tile_nan(call: ExactAttention) -> Iterator[Form]:
+    """Rows that see no key of the first tile are NaN, as −∞ − (−∞) is."""
+    for size in call.key_tiles:
+        unseen = ~(call.seen & (call.j < size)).any(-1)
+        yield call.with_out(unseen, math.nan, lse=math.nan), {"tile": size}
+    for rows, size in call.any_tiles:
+        if size >= call.problem.kv:
+            continue
+        first = edge_tiles(call, rows, size, last=False)
+        unseen = ~(call.seen & first).any(-1)
+        # A block that visits no tile may leave its rows at 0, or divide 0 by 0.
+        for which, words in (
+            (unseen, "the first that its block visits"),
+            (unseen & first.any(-1), "the first that its block visits, if any"),
+        ):
+            parameters: Parameters = {"tile": size, "rows": rows, "of": words}
+            yield call.with_out(which, math.nan, lse=math.nan), parameters
 
 
 MODELS.add(

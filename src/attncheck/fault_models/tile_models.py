@@ -134,7 +134,7 @@ def last_tile_dropped(call: ExactAttention) -> Iterator[Form]:
         yield outputs if kv % size else call.exact, {**parameters, "when": "not full"}
     # Each block of rows loses the last tile in which it sees anything.
     for rows, size in call.tilings:
-        edge = _edge_tiles(call, rows, size, last=True)
+        edge = edge_tiles(call, rows, size, last=True)
         yield _without_keys(call, edge, tile=size, rows=rows)
 
 
@@ -144,7 +144,7 @@ def first_tile_dropped(call: ExactAttention) -> Iterator[Form]:
     for size in call.key_tiles:
         yield _without_keys(call, call.j < size, tile=size)
     for rows, size in call.tilings:
-        edge = _edge_tiles(call, rows, size, last=False)
+        edge = edge_tiles(call, rows, size, last=False)
         yield _without_keys(call, edge, tile=size, rows=rows)
         # If the first key is rounded up to a tile, blocks that begin with a tile lose nothing.
         begins = edge & any_in_block(call.seen, call.i.flatten() // rows) & (call.j % size == 0)
@@ -226,9 +226,11 @@ def bounded_loops(call: ExactAttention) -> Iterator[tuple[Tensor, Parameters]]:
 
     For a mask with a diagonal a block of rows visits tiles up to its last key, or from its first.
     """
-    later = first_key(call.problem)
+    problem = call.problem
+    later = first_key(problem)
     if later is None:
         return
+    other = 0 if later else problem.kv - problem.query
     for rows, size in call.any_tiles:
         block, tile = call.i // rows, call.j // size * size
         first = block * rows + later
@@ -237,6 +239,8 @@ def bounded_loops(call: ExactAttention) -> Iterator[tuple[Tensor, Parameters]]:
             "the block before": first - rows,
             "its number": block + 1,
             "one block": torch.full_like(block, rows),
+            "a whole tile": (first + rows) // size * size,
+            "another diagonal": first - later + rows + other,
         }.items():
             yield tile < end, {"tile": size, "rows": rows, "ends with": name}
         yield tile + size > first, {"tile": size, "rows": rows, "begins with": "its first row"}
@@ -323,7 +327,7 @@ def tile_visibility(call: ExactAttention, rows: int, size: int) -> tuple[Tensor,
     return some[..., place].view(seen.shape), every[..., place].view(seen.shape)
 
 
-def _edge_tiles(call: ExactAttention, rows: int, size: int, *, last: bool) -> Tensor:
+def edge_tiles(call: ExactAttention, rows: int, size: int, *, last: bool) -> Tensor:
     """Return the places of the last, or first, tile in which a block of rows sees anything."""
     some, _ = tile_visibility(call, rows, size)
     tile = (call.j // size).expand(call.shape)
@@ -595,7 +599,11 @@ def split_weights_wrong(call: ExactAttention) -> Iterator[Form]:
         weighted = {"right": (sums * right).sum(0), "largest": (sums * right).amax(0)}
         weighted |= {name: (sums * w).sum(0) for name, w in others.items()}
         weighted["without sums"] = right.sum(0)
+        # An LSE of 0, not −∞, of a split in which a row sees no key.
+        weighted["of empty ones"] = weighted["right"] + (m == -math.inf).sum(0) * (-top).exp()
         outs = {"right": (values * right[..., None]).sum(0)}
+        normalised = values / torch.where(sums == 0, 1.0, sums)[..., None]
+        outs["without sums"] = (normalised * right[..., None]).sum(0)
         outs["largest"] = (values * right[..., None]).amax(0)
         outs |= {name: (values * w[..., None]).sum(0) for name, w in others.items()}
         # The number of splits may be padded to a power of two with empty ones.
@@ -609,7 +617,8 @@ def split_weights_wrong(call: ExactAttention) -> Iterator[Form]:
                     empty = total == 0
                     safe = torch.where(empty, 1.0, total)
                     lse = torch.where(empty, -math.inf, top + safe.log())
-                    yield Outputs(out / safe[..., None], lse), {**parameters, "of": of}
+                    words = {"weights": name, "of": of}
+                    yield Outputs(out / safe[..., None], lse), {**parameters, **words}
 
 
 def _split_parts(call: ExactAttention) -> Iterator[tuple[dict[str, int], list[SoftmaxParts]]]:
