@@ -140,6 +140,42 @@ def causal_but_for_even_lengths(query, key, value, is_causal=False):
     return unfused(query, key, value, None, is_causal and not even)
 
 
+def causal_but_for_one_row(query, key, value, is_causal=False):
+    return unfused(query, key, value, None, is_causal and query.shape[2] > 1)
+
+
+def end_with_whole_tiles(mask):
+    """Hide the last tile of 64 keys that a block of 128 rows sees, unless it sees all of it."""
+    blocks = []
+    for rows in mask.split(128, dim=-2):
+        seen = rows.flatten(0, -2).any(0)
+        end = int(seen.nonzero().max()) + 1 if seen.any() else 0
+        cut = end if end == mask.shape[-1] else end // 64 * 64
+        blocks.append(rows & (torch.arange(mask.shape[-1]) < cut))
+    return torch.cat(blocks, -2)
+
+
+def ends_at_the_other_corner(query, key, value, attn_mask=None, is_causal=False):
+    """The loop of a block of rows ends where the last query would see the last key."""
+    rows, keys = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])
+    end = (rows // 64 + 1) * 64 + key.shape[2] - query.shape[2]
+    mask = visible_keys(query, key, attn_mask, 0 if is_causal else None)
+    visited = keys < (end.clamp_min(1) + 63) // 64 * 64 if is_causal else keys >= 0
+    return unfused(query, key, value, mask & visited)
+
+
+def keeps_0_for_an_unseen_maximum(query, key, value, attn_mask=None, is_causal=False):
+    """The 0 that stands for the maximum of a first tile without keys stays the maximum."""
+    mask = visible_keys(query, key, attn_mask, 0 if is_causal else None)
+    scores = query.float() @ key.float().mT / math.sqrt(query.shape[3])
+    scores = scores.masked_fill(~mask, HIDDEN)
+    unseen = ~mask[..., :64].any(-1, keepdim=True)
+    top = scores.amax(-1, keepdim=True).clamp_min(-3e38)
+    weights = torch.exp(scores - torch.where(unseen, top.clamp_min(0), top))
+    total = weights.sum(-1, keepdim=True)
+    return (weights / torch.where(total == 0, 1.0, total)).to(query.dtype) @ value
+
+
 def reads_the_key_head_before(query, key, value):
     """Of eight key heads, the last reads the seventh."""
     if key.shape[1] > 7:
@@ -159,6 +195,10 @@ WRONG = {
     "causal sees the next key": sees_the_next_key,
     "causal from the bottom right": bottom_right,
     "causal but for even lengths": causal_but_for_even_lengths,
+    "causal but for one row": causal_but_for_one_row,
+    "a loop that ends with a whole tile": unfused_with(visible=end_with_whole_tiles),
+    "a loop that ends at the other corner": ends_at_the_other_corner,
+    "0 kept for a maximum of nothing": keeps_0_for_an_unseen_maximum,
     "the eighth head reads the seventh": reads_the_key_head_before,
     "no scale": no_scale,
     "scale is ignored": ignores_scale,

@@ -114,8 +114,8 @@ def test_first_screen_has_verdict_cause_problem_and_reproduction(no_mask, width,
         screen.index("bf16") <= 12
     )  # a screen has 24 lines; what matters must fit in half of them
     assert len(screen) <= 24 or width < 80
-    assert screen[0].startswith("FAIL faulty.py::no_mask: 14 of ")
-    assert screen[2] == "1 cause explains 14 of 14 failures"
+    assert screen[0].startswith("FAIL faulty.py::no_mask: 16 of ")
+    assert screen[2] == "1 cause explains 16 of 16 failures"
     assert screen[3].startswith("  cause      the mask is ignored: every row sees")
     problem = next(line for line in screen if line.startswith("  problem    "))
     assert "-causal" in problem

@@ -115,6 +115,8 @@ def one_flash(q, k, v, softmax_scale, causal, window, cap, slopes, sinks, fault)
     if slopes is not None:
         first = 0 if fault == "slopes of rows without a cache" else at
         distance = (torch.arange(query)[:, None] + first - torch.arange(kv)).abs()
+        if fault == "slopes of interleaved heads":
+            slopes = slopes.view(-1, group).T.flatten()
         bias = -slopes[:, None, None] * distance
         bias = -bias if fault == "slopes upwards" else bias
     parts = (x.transpose(0, 1) for x in (q, k, v))
@@ -250,15 +252,24 @@ def sdpa(fault):
         rows, keys = query.shape[2], key.shape[2]
         mask = banded(rows, keys, -1, 0 if is_causal else -1, 0)
         mask = mask if attn_mask is None else attn_mask
+        bias = torch.zeros(1)
+        if mask.is_floating_point():
+            bias, mask = mask.float().masked_fill(mask.isneginf(), 0.0), ~mask.isneginf()
+        if fault == "floats in units of the scale":
+            bias = bias * query.shape[-1] ** -0.5
+        if fault == "floats of the first sequence":
+            bias = bias[:1]
+        biases = bias.expand(*query.shape[:2], rows, keys)
 
         def run(fault, q, k, v, sinks=None):
             whole = mask.expand(*q.shape[:2], rows, keys)
             if fault == "the mask of the first sequence":
                 whole = whole[:1].expand_as(whole)
-            if fault == "not causal":
+            beyond = fault == "not causal beyond a tile" and is_causal and min(rows, keys) > 64
+            if fault == "not causal" or beyond:
                 whole = torch.ones_like(whole)
             each = [
-                attend(q[b], k[b], v[b], whole[b], scale, sinks=sinks, fault=fault)
+                attend(q[b], k[b], v[b], whole[b], scale, 0.0, biases[b], sinks, fault)
                 for b in range(len(q))
             ]
             outs, lses = zip(*each, strict=True)
@@ -281,9 +292,14 @@ BY_CHECK = {
         ("sdpa", "sinks without the maximum"),
         ("flash_attn", "sinks without the maximum"),
     ],
+    "masks of floats": [
+        ("sdpa", "floats in units of the scale"),
+        ("sdpa", "floats of the first sequence"),
+    ],
     "slopes": [
         ("flash_attn", "slopes of the first sequence"),
         ("flash_attn", "slopes upwards"),
+        ("flash_attn", "slopes of interleaved heads"),
         ("flash_attn", "backward: slopes upwards"),
         ("flash_attn", "slopes of rows without a cache"),
         ("varlen", "slopes of rows without a cache"),
@@ -314,6 +330,7 @@ BY_CHECK = {
         ("flash_attn", "backward: top left"),
         ("varlen", "backward: top left"),
         ("sdpa", "backward: not causal"),
+        ("sdpa", "backward: not causal beyond a tile"),
         ("flash_attn", "backward: no gradient of LSE"),
     ],
     "segments": [

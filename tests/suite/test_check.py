@@ -86,8 +86,8 @@ def test_check_reports_every_wrong_answer_at_once(monkeypatch):
     # A page as of the command, which names the cause of both once, and without maps.
     first, *page = str(raised.value).splitlines()
     assert first.startswith("FAIL ")
-    assert "bottom_right: 2 of 4 questions failed" in first
-    assert "1 cause explains 2 of 2 failures" in page
+    assert "bottom_right: 3 of 5 questions failed" in first
+    assert "1 cause explains 3 of 3 failures" in page
     assert sum(line.startswith("  cause ") for line in page) == 1
     assert len(page) < 10
     assert len(searches) == 1

@@ -22,14 +22,15 @@ _USUAL_LAYOUTS = ("ragged", "causal")
 # `benchmarks/question_order.py`. Questions that are not listed come last.
 ORDER = tuple(
     """
-    causal-documents decode-empty-rows window-edge uniform causal-tall window-lengths
-    negative-causal decode-causal-even gqa isolated-causal-2 one-key long-sum window-far
-    negative padding window window-wide scale many-rows one-hot decode-one-query ones-ragged
-    empty-rows decode-causal-wide one-query decode-causal-lengths ramp-ragged sink large
-    ones-causal two_level-causal-2 negative-ragged positive-causal decode-window plain
-    causal-lengths causal-wide decode-causal-tall causal-even ragged isolated-ragged
-    positive-ragged mean-ragged decode-padding two_level-ragged ramp-causal-2 decode-gqa
-    decode-ragged outliers causal mean-causal decode-causal
+    causal-documents decode-empty-rows window-edge uniform padding decode-causal-even
+    window-lengths negative-ragged causal-tall causal-blocks gqa isolated-causal-2
+    window-negative long-sum window-far one-key positive-causal many-rows window-wide one-hot
+    scale decode-one-query ones-ragged empty-rows negative causal-one-query
+    decode-causal-lengths ramp-ragged one-query ones-causal sink two_level-causal-2
+    decode-window decode-causal-wide causal-lengths decode-causal-tall mean-ragged
+    positive-ragged outliers causal-wide ragged isolated-ragged two_level-ragged decode-padding
+    large decode-gqa negative-causal mean-causal window plain causal causal-even decode-ragged
+    ramp-causal-2 decode-causal
     """.split()  # noqa: SIM905  # as a list it has a line for each of fifty
 )
 _PROBE_ROUNDS = 2  # Cases per probe: decode has one, ramp a fast and a slow one.
@@ -122,10 +123,11 @@ def _problems(
 
 
 def _other_diagonal(problem: Problem) -> Problem:
-    """Return a causal problem with unequal lengths aligned bottom-right, any other unchanged."""
-    if problem.mask.name != "causal" or problem.query == problem.kv:
+    """Return a causal problem of unequal lengths with its other alignment, others unchanged."""
+    other = {"causal": "causal_bottom_right", "causal_bottom_right": "causal"}
+    if problem.mask.name not in other or problem.query == problem.kv:
         return problem
-    return problem.replace(mask=Spec.of("causal_bottom_right"))
+    return problem.replace(mask=Spec.of(other[problem.mask.name]))
 
 
 _CROSSED = 14  # Number of crossed cases.

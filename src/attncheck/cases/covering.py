@@ -297,6 +297,10 @@ TOGETHER: tuple[Fields, ...] = (
     {"mask": "window_bottom_right", "shape": "one row"},
     # Slopes by sequence differ from those of the first only beside another sequence.
     {"mask": "causal", "score": "alibi by sequence", "shape": "even", "heads": "two sequences"},
+    # Heads that share keys have slopes of their own.
+    {"mask": "causal", "score": "alibi", "shape": "even"},
+    # Several tiles each way, because the loops of a backward have bounds of their own.
+    {"mask": "causal", "shape": (150, 150)},
     # A window of each sequence, in decoding, and of each document: from its own last key.
     {"mask": "bottom_right", "extent": "half", "shape": "one row"},
     {"mask": "documents_bottom_right", "extent": "half"},
@@ -449,8 +453,9 @@ def alone_rows(axes: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
                 if not is_excluded(row):
                     yield row
     for values in TOGETHER:
-        # The distribution may be one that ``axes`` leaves out to save time.
-        if all(values[name] in axes[name] for name in values if name != "distribution"):
+        # Sizes are no value of an axis, and a distribution may be left out there to save time.
+        named = {name: value for name, value in values.items() if not isinstance(value, tuple)}
+        if all(value in axes[name] for name, value in named.items() if name != "distribution"):
             yield common | values
 
 

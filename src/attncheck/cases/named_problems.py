@@ -95,12 +95,26 @@ _TABLE: tuple[NamedProblem, ...] = (
     _row("causal", "Q130 D128", PROBED, mask=_CAUSAL),
     _row("causal-even", "Q128", PROBED, mask=_CAUSAL),
     _row("causal-wide", "Q33 K150 D80", PROBED, mask=_CAUSAL),
-    _row("causal-tall", "Q99 K48 D96", PROBED, mask=_CAUSAL),
+    # Tiles of keys that no row of the first blocks sees, and a bound that may go below 0.
+    _row("causal-tall", "H1 Q300 K150 D96", PROBED, mask=_CAUSAL),
+    # Decoding, where a flag is easily dropped: at the top left the row sees one key.
+    _row("causal-one-query", "B2 Q1 K70", CHECK, mask=_CAUSAL),
+    # More rows than a tile of any built-in kernel, and a diagonal inside a tile of keys.
+    _row("causal-blocks", "H1 Q177 K293", CHECK, CONTRACT, mask=_BOTTOM_RIGHT),
     _row("gqa", "B2 H6/2 Q40 K70 D96", PROBED),
     _row("one-query", "B2 Q1 K211", PROBED),
     _row("one-key", "Q5 K1 D80", CHECK),
     _row("window", "Q100", PROBED, mask=_window(17)),
     _row("window-wide", "H2 Q150", CHECK, CONTRACT, mask=_window(100)),
+    # The mask empties the first tile, and all scores are far below 0.
+    _row(
+        "window-negative",
+        "Q100",
+        CHECK,
+        CONTRACT,
+        mask=_window(17),
+        distribution="negative_logits",
+    ),
     # Row 0 sees the keys 127 to 133: the last key of a tile of any usual size, and a few more.
     _row(
         "window-edge", "H2 Q17 K150", CHECK, CONTRACT, mask=Spec.of("offset", _window(7), rows=133)
@@ -142,18 +156,8 @@ _TABLE: tuple[NamedProblem, ...] = (
     _row("whole tiles of 64", "Q192 K192", CONTRACT),
     _row("three heads to a key head", "H6/2 Q5 K7", CONTRACT),
     _row("rows that see nothing", "Q7 K5", CONTRACT, mask=_BOTTOM_RIGHT),
-    # More rows than a tile of any built-in kernel, and a diagonal inside a tile of keys.
-    _row("a diagonal beyond a tile", "Q177 K293", CONTRACT, mask=_BOTTOM_RIGHT),
     _row("more rows than keys", "Q7 K5", CONTRACT, mask=_CAUSAL),
     _row("more keys than rows", "Q5 K7", CONTRACT, mask=_CAUSAL),
-    # The mask empties the first tile, and all scores are far below 0.
-    _row(
-        "a window over negative scores",
-        "Q100 K100",
-        CONTRACT,
-        mask=_window(17),
-        distribution="negative_logits",
-    ),
     _row("odd head_dim", "Q5 K7 D17", CONTRACT),
     _row("other value_dim", "Q5 K7", CONTRACT, value_dim=32),
     _row("a window beyond a tile", "Q177 K293", CONTRACT, mask=_window(73)),
@@ -229,11 +233,14 @@ SUMMARIES = {
     "causal-even": "the diagonal, at lengths that fit every tile",
     "causal-wide": "more keys than queries: causal is aligned top-left",
     "causal-tall": "more queries than keys: the last rows see every key",
+    "causal-one-query": "one row and a causal flag",
+    "causal-blocks": "several tiles of rows, each with a diagonal inside a tile of keys",
     "gqa": "three query heads to a key head, two sequences",
     "one-query": "one row, as in decoding",
     "one-key": "one key: out is its value",
     "window": "a sliding window, as a mask that is written out",
     "window-wide": "a window wider than a tile: it does not begin before the keys do",
+    "window-negative": "a window whose first tile some rows do not see, and low scores after it",
     "window-edge": "a window that begins with the last key of a tile",
     "window-far": "positions that need more than 8 or 11 bits",
     "many-rows": "many blocks of rows, as long prompts have",
