@@ -21,6 +21,7 @@ from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.executor import Execution, Failure, InProcess
 
 CAUSAL, WINDOW = Spec.of("causal"), Spec.of("sliding_window", window=7)
+ALIBI = Spec.of("alibi")
 
 
 def small(**changes) -> Problem:
@@ -119,8 +120,8 @@ def test_causal_mask_is_passed_as_attn_mask_without_a_flag(exact):
 def test_problem_that_the_convention_cannot_express_is_unsupported(function):
     subject = sdpa(function)
     assert subject.unsupported(small(dtype="e4m3"), "cpu").endswith("which fp8 inputs need")
-    alibi = small(score=Spec.of("alibi"))
-    assert subject.unsupported(alibi, "cpu") == "the sdpa convention has no score mod"
+    softcap = small(score=Spec.of("softcap", cap=5.0))
+    assert subject.unsupported(softcap, "cpu").startswith("a bias is added to scores, and softcap")
     assert subject.unsupported(small(dtype="tf32"), "cpu") == "the CPU has no tf32 products"
     assert subject.unsupported(small(dtype="tf32"), "cuda") is None
     assert not subject.concerns(Problem(operation="softmax", query=8))
@@ -145,6 +146,87 @@ def test_arguments_without_defaults_are_passed():
         return scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale)
 
     assert isinstance(InProcess().run(sdpa(strict), draw_inputs(small(mask=CAUSAL))), Execution)
+
+
+# Score mods that add, in a mask of floats.
+
+
+def scales_its_mask(query, key, value, attn_mask=None, is_causal=False, enable_gqa=False):
+    """Booleans are right; what is added is multiplied by the scale."""
+    if attn_mask is not None and attn_mask.is_floating_point():
+        attn_mask = attn_mask * query.shape[-1] ** -0.5
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa
+    )
+
+
+BY_BATCH = Spec.of("bias", seed=0, per_batch=1, per_head=1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"score": ALIBI},
+        {"score": ALIBI, "mask": CAUSAL, "query": 30, "kv": 20},
+        {"score": Spec.of("alibi_by_sequence"), "mask": WINDOW, "kv_heads": 2},
+        {"score": BY_BATCH, "mask": Spec.of("padding", lengths=[0, 9]), "dtype": "fp32"},
+    ],
+    ids=str,
+)
+def test_added_score_mod_reaches_the_kernel_as_a_mask_of_floats(changes, exact):
+    inputs = draw_inputs(small(**changes))
+    for function, is_right in (
+        (complete, True),
+        (scaled_dot_product_attention, True),
+        (scales_its_mask, False),
+    ):
+        subject = sdpa(function)
+        assert subject.unsupported(inputs.problem, "cpu") is None
+        assert (exact(inputs).excess(subject.run(inputs)) <= 1) == is_right
+
+
+def test_mask_of_floats_has_the_dtype_of_query_and_holds_the_causal_mask():
+    recorder, inputs = KeywordRecorder(), draw_inputs(small(score=ALIBI, mask=CAUSAL))
+    sdpa(recorder).run(inputs)
+    mask = recorder.keywords["attn_mask"]
+    assert (mask.dtype, mask.shape) == (torch.bfloat16, (1, 4, 20, 30))
+    assert torch.equal(mask.isneginf(), ~torch.ones(4, 20, 30, dtype=torch.bool).tril()[None])
+    assert not recorder.keywords["is_causal"]
+
+
+def test_score_mod_is_passed_as_a_bias_by_functions_that_name_one():
+    passed = {}
+
+    def kernel(q, k, v, attn_mask=None, attn_bias=None):
+        passed.update(attn_mask=attn_mask, attn_bias=attn_bias)
+        return q
+
+    subject = sdpa(kernel)
+    subject.run(draw_inputs(small(score=ALIBI, mask=WINDOW)))
+    assert {name: each.dtype for name, each in passed.items()} == {
+        "attn_mask": torch.bool,
+        "attn_bias": torch.float32,
+    }
+    assert not subject.float_mask
+    assert sdpa(complete).float_mask
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "reason"),
+    [
+        (complete, {"score": BY_BATCH}, "would round the bias to bf16"),
+        (complete, {"score": ALIBI, "heads": 3}, "would round the bias to bf16"),
+        (complete, {"score": BY_BATCH, "dtype": "fp32"}, None),
+        (bare, {"score": ALIBI}, "takes no attn_mask or attn_bias"),
+    ],
+)
+def test_mask_of_floats_is_exact_or_unsupported(function, changes, reason):
+    assert sdpa(function).unsupported(small(**changes), "cpu") == reason
+
+
+def test_size_of_a_mask_of_floats_is_refused_before_it_is_computed():
+    wide = small(score=ALIBI, query=2_000_000, kv=2_000_000)
+    assert "attn_mask would take" in (sdpa(complete).unsupported(wide, "cpu") or "")
 
 
 # Other names of the same arguments.

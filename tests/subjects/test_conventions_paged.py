@@ -155,11 +155,11 @@ REFUSED = {
     ),
     "top left": (
         {"mask": Spec.of("causal")},
-        "neither causal nor window_size makes the mask causal",
+        "neither causal nor window_size makes this mask",
     ),
     "document": (
         {"mask": Spec.of("document", lengths=[10, 20])},
-        "neither causal nor window_size makes the mask document",
+        "neither causal nor window_size makes this mask",
     ),
     "score": ({"score": Spec.of("temperature", temperature=2.0)}, "neither softcap nor"),
     "fp8": ({"dtype": "e4m3"}, "takes no q_descale"),

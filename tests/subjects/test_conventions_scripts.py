@@ -22,7 +22,9 @@ def sdpa(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False)
     if seen is None:
         at = (-1, 0) if is_causal else (-1, -1)
         seen = plain.banded(q.shape[2], k.shape[2], *at, 0)
-    return plain.attend(q, k, v, seen, scale)
+    if seen.dtype == torch.bool:
+        return plain.attend(q, k, v, seen, scale)
+    return plain.attend(q, k, v, ~seen.isneginf(), scale, lambda score, *_: score + seen)
 
 
 def flex(q, k, v, score_mod=None, block_mask=None, scale=None, *, enable_gqa):
@@ -97,7 +99,7 @@ def test_every_convention_renders_scripts():
         )
         for kernel, function in KERNELS.items()
     }
-    expected = {"sdpa": 6, "flash_attn": 5, "varlen": 7, "total_first": 7}
+    expected = {"sdpa": 7, "flash_attn": 5, "varlen": 7, "total_first": 7}
     assert counts == expected | {"flex": 9, "flex_callable": 9}
 
 
@@ -115,6 +117,12 @@ def test_script_applies_the_options(options):
 def test_score_mod_with_a_captured_tensor_has_no_script():
     learned = make_problem({"score": Spec.of("relative_bias", distance=4, seed=0)})
     assert make_subject(flex, "kernel").render(learned) is None
+
+
+def test_mask_of_floats_that_would_be_rounded_has_no_script():
+    for heads in (4, 3):
+        problem = make_problem({"score": ALIBI, "heads": heads})
+        assert (make_subject(sdpa, "kernel").render(problem) is None) == (heads == 3)
 
 
 def test_script_with_another_mask_gives_other_bits():

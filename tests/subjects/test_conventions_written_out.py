@@ -100,10 +100,9 @@ def test_problem_that_they_cannot_express_is_unsupported(changes, reason):
 def test_function_with_arbitrary_keywords_is_passed_no_bias():
     def plain(q, k, v, **keywords):
         assert not {"attn_bias", "bias", "key_padding_mask"} & set(keywords)
+        assert keywords.get("attn_mask") is None
         return attend(q, k, v, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool))
 
     subject = make_subject(plain, "plain")
-    assert subject.unsupported(problem(score=BIASES[0]), "cpu") == (
-        "the sdpa convention has no score mod"
-    )
+    assert subject.unsupported(problem(score=BIASES[0]), "cpu") == ("would round the bias to bf16")
     assert run_case(subject, Case(problem=problem(score=NONE)), device="cpu").status == "pass"

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from tests.messages import one_line
+from torch.nn.functional import scaled_dot_product_attention
 
 from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.errors import UsageError
@@ -118,6 +119,19 @@ def test_refusal_of_strides_contradicts_no_table(question):
     assert is_usual or "contiguous, aligned tensors alone" in record.reason
 
 
+def with_mask(q, k, v, attn_mask=None):
+    return scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
+
+
+def test_bias_that_a_dtype_would_round_contradicts_no_table():
+    """A table declares a score mod for all numbers of heads; some slopes are exact, others not."""
+    kernel = declared(with_mask, dtypes=["bf16"], head_dims=[64], scores=["alibi"])
+    problem = PLAIN.replace(dtype="bf16", score=Spec.of("alibi"))
+    assert judge(kernel, problem.replace(heads=4, kv_heads=4)).status == "pass"
+    record = judge(kernel, problem.replace(heads=3, kv_heads=3))
+    assert (record.status, record.reason) == ("unsupported", "would round the bias to bf16")
+
+
 def test_declared_argument_that_the_function_lacks_is_an_error():
     record = judge(declared(correct, **COMPLETE, gqa=True), PLAIN.replace(heads=2, kv_heads=1))
     assert record.status == "error"
@@ -221,7 +235,7 @@ def test_last_matching_override_wins(override, reason):
         ({"dtypes": ["int8"]}, "dtypes 'int8' is not known: choose from"),
         ({"head_dims": [300]}, "head_dims=300 must be 1–256"),
         ({"head_dims": ["64"]}, r"head_dims\[0\]: expected whole number or list"),
-        ({"masks": ["triangle"]}, "masks 'triangle' is not known: choose from any, bottom_right, causal"),
+        ({"masks": ["triangle"]}, "masks 'triangle' is not known: choose from any, bottom_right"),
         ({"scores": ["and"]}, "scores 'and' is not known"),
         ({"gqa": 1}, "gqa: expected bool, got whole number"),
         ({"lse": "base3"}, "lse 'base3' is not known: choose from base2, natural"),

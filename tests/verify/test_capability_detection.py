@@ -348,6 +348,7 @@ CHANGED = {
     "backward": {"backward", "dlse", "sink"},
     "strides": {"backward"},
     "slopes": {"batch", "mask", "score"},
+    "attn_mask": {"score"},
     "empty_row": {"batch", "query", "kv", "mask"},
 }
 # Values that cannot be asked by themselves: these are the causal mask at equal lengths, and masks

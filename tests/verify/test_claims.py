@@ -5,6 +5,7 @@ import msgspec
 import pytest
 
 from attncheck.core.judgement import Unclaimed
+from attncheck.core.mod_spec import NONE, Spec
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failure_causes import unclaimed_findings
 from attncheck.subjects.load import load_subject
@@ -58,6 +59,10 @@ def slopes_of_the_first(q, k, v, causal=False, alibi_slopes=None):
     out = sdpa(*(x.transpose(1, 2).float() for x in (q, k, v)), attn_mask=bias)
     return out.to(q.dtype).transpose(1, 2)
 
+def slopes_upwards(q, k, v, causal=False, alibi_slopes=None):
+    slopes = None if alibi_slopes is None else -alibi_slopes.expand(q.shape[0], q.shape[2])
+    return slopes_of_the_first(q, k, v, causal, slopes)
+
 def halved(q, k, v):
     return sdpa(q, k, v) / 2
 
@@ -87,6 +92,28 @@ def decode(q, k, v, softmax_scale=None):
 def assumes_usual_strides(q, k, v):
     usual = torch.empty(q.shape, device="meta").stride()
     return sdpa(q.as_strided(q.shape, usual), k, v) if q.shape == k.shape else sdpa(q, k, v)
+
+def masked(q, k, v, attn_mask=None):
+    return sdpa(q, k, v, attn_mask=attn_mask)
+
+def booleans_alone(q, k, v, attn_mask=None):
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        raise TypeError("attn_mask must be bool")
+    return sdpa(q, k, v, attn_mask=attn_mask)
+
+def scales_its_mask(q, k, v, attn_mask=None):
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        attn_mask = attn_mask * q.shape[-1] ** -0.5
+    return sdpa(q, k, v, attn_mask=attn_mask)
+
+def zero_is_hidden(q, k, v, attn_mask=None):
+    return sdpa(q, k, v, attn_mask=None if attn_mask is None else attn_mask != 0)
+
+def scales_its_bias(q, k, v, attn_mask=None, attn_bias=None):
+    if attn_bias is not None:
+        bias = attn_bias * q.shape[-1] ** -0.5
+        attn_mask = bias if attn_mask is None else bias.masked_fill(~attn_mask, float("-inf"))
+    return sdpa(*(x.float() for x in (q, k, v)), attn_mask=attn_mask).to(q.dtype)
 
 class OneGradient(torch.autograd.Function):
     @staticmethod
@@ -381,6 +408,61 @@ def test_wrong_slopes_of_each_sequence_are_said_to_be_untested(find):
     _, claims = find("slopes_of_the_first")
     assert ("slopes", "wrong") in {(one.aspect, one.verdict) for one in claims.tried}
     assert any(line.startswith("slopes of each sequence,") for line in claims.lines())
+
+
+def test_slopes_of_sequences_are_asked_of_a_kernel_that_is_wrong_on_all_slopes(find):
+    _, claims = find("slopes_upwards")
+    assert not any(line.startswith("slopes of each sequence,") for line in claims.lines())
+    score = Spec.of("alibi_by_sequence")
+    by_sequence = Problem(batch=2, query=64, kv=64, mask=Spec.of("causal"), score=score)
+    assert claims.within(by_sequence)
+
+
+def scores_of(questions):
+    return {one.case.problem.score.name for one in questions} - {"none"}
+
+
+def test_kernel_that_takes_a_mask_of_floats_is_asked_for_score_mods_that_add(find):
+    subject, claims = find("masked")
+    assert (claims.lines(), wrong(claims), claims.terms().table) == ([], [], None)
+    questions = claimed_questions(claims, subject, device="cpu")
+    assert {"alibi", "alibi_by_sequence"} <= scores_of(questions)
+
+
+def test_kernel_that_raises_at_a_mask_of_floats_is_asked_for_none(find):
+    subject, claims = find("booleans_alone")
+    assert (claims.lines(), wrong(claims)) == ([], [])
+    limited = on_terms(subject, claims.terms())
+    alibi = Problem(query=64, heads=2, score=Spec.of("alibi"))
+    assert limited.unsupported(alibi, "cpu") == "not asked: it takes boolean masks alone"
+    window = alibi.replace(score=NONE, mask=Spec.of("sliding_window", window=9))
+    assert limited.unsupported(window, "cpu") is None
+    assert scores_of(claimed_questions(claims, limited, device="cpu")) == set()
+    # A request is a claim: what is asked for by name is asked.
+    assert on_terms(subject, claims.terms(problems=[alibi])).unsupported(alibi, "cpu") is None
+
+
+@pytest.mark.parametrize("name", ["scales_its_mask", "zero_is_hidden"])
+def test_wrong_mask_of_floats_is_one_finding_beyond_the_claims(find, name):
+    subject, claims = find(name)
+    assert (claims.lines(), wrong(claims)) == ([], ["attn_mask-floats"])
+    limited = on_terms(subject, claims.terms())
+    questions = claimed_questions(claims, limited, device="cpu")
+    assert scores_of(one for one in questions if not one.unclaimed) == set()
+    (asked,) = (one for one in questions if one.unclaimed)
+    record = run_case(limited, asked.case, device="cpu")
+    assert record.status == "fail"
+    (finding,) = unclaimed_findings([msgspec.structs.replace(record, unclaimed=asked.unclaimed)])
+    assert finding.startswith("wrong, not refused, for an attn_mask of floats: ")
+
+
+def test_bias_parameter_is_claimed(find):
+    """Its name is a promise: what is wrong with it is a failure like any other."""
+    subject, claims = find("scales_its_bias")
+    assert (wrong(claims), claims.terms().table) == ([], None)
+    assert not any(one.aspect == "attn_mask" for one in claims.tried)
+    alibi = Problem(query=64, heads=2, score=Spec.of("alibi"))
+    assert run_case(subject, Case(problem=alibi), device="cpu").status == "fail"
 
 
 def test_kernel_that_is_always_wrong_has_no_limits(find):

@@ -82,7 +82,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Unclaimed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A feature of a problem that exceeds the kernel's claims, and is tested separately."""
 
-    aspect: str  # field of the capability table, or ``lengths``, which is none
+    aspect: str  # field of the capability table, or one that is none, such as ``lengths``
     what: str  # the value: ``40``, ``query < kv``
 
 

@@ -116,6 +116,7 @@ _ASPECTS = {
     "backward": "gradients of ",
     "strides": "tensors that are not contiguous: ",
     "slopes": "slopes of ",
+    "attn_mask": "an attn_mask of ",
 }
 
 

@@ -51,7 +51,8 @@ _WRONG_FORM_IS_RAISED = {"convention", "backward"}
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a trial."""
 
-    # A field of the capability table; ``lengths``, ``batch`` and ``strides`` are no fields.
+    # A field of the capability table; ``lengths``, ``batch``, ``strides``, ``slopes`` and
+    # ``attn_mask`` are no fields.
     aspect: str
     what: str  # the value of the aspect that was tried
     verdict: Verdict  # for a promise, ``takes`` if it held
@@ -254,8 +255,11 @@ def _values(n: int, device: str) -> dict[str, dict[str, dict[str, Any]]]:
         # Gaps between rows, and the expanded dOut of ``out.sum()``.
         "strides": {"gapped": {}, "expanded": {"backward": True}},
         "slopes": {
-            "2 sequences": {"batch": 2, "mask": _CAUSAL, "score": Spec.of("alibi_by_sequence")}
+            what: {"batch": 2, "mask": _CAUSAL, "score": Spec.of(score)}
+            for what, score in (("each head", "alibi"), ("2 sequences", "alibi_by_sequence"))
         },
+        # It is 0 on the diagonal, where no key is hidden.
+        "attn_mask": {"floats": {"score": alibi}},
         # Rows that see no key, by different masks.
         "empty_row": {
             "padding": {"batch": 2, "mask": Spec.of("padding", lengths=[0, n])},

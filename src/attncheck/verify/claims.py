@@ -66,6 +66,7 @@ NOT_CLAIMED = {
     "causal": "where lengths differ, conventions disagree on where the diagonal ends",
     "backward": "a forward alone is a kernel too",
     "slopes": "most have a slope for each head, the same in all sequences",
+    "attn_mask": "many take boolean masks alone",
     "strides": "most callers have contiguous tensors",
 }
 """Aspects that a function claims only where it is right: an exception there is no failure, and a
@@ -73,7 +74,7 @@ silently wrong answer is one finding."""
 
 CLAIM_TRIALS = 40  # Approximate number of trials, for progress bars.
 
-_CACHE_FORMAT = 8  # Part of the cache key: a new number invalidates what older versions stored.
+_CACHE_FORMAT = 9  # Part of the cache key: a new number invalidates what older versions stored.
 _ODD_LENGTH = 77  # No multiple of any tile.
 _ODD_TRIAL = f"lengths-{_ODD_LENGTH}"
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
@@ -112,23 +113,25 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """
         table, limits = self._table(), self.limits()
         terms = Terms(convention=self.convention, causal=self.causal)
-        if table is None or not (limits or self._is_forward_alone()):
+        boolean = table is not None and table.scores == _NO_SCORES
+        if table is None or not (limits or boolean or self._is_forward_alone()):
             return terms
+        unclaimed = (each.case.problem for each in self.unclaimed(names))
+        admitted = tuple(each.id for each in (*unclaimed, *problems))
         if not limits:
-            forward_only = Capabilities(entry="", backward=False)
-            return replace(terms, table=forward_only, limits="not asked: it gives no gradients")
+            # Features that it lacks, like a parameter: no limits, of which its author is told.
+            lacking = Capabilities(entry="", backward=table.backward, scores=table.scores)
+            lacks = "takes boolean masks alone" if boolean else "gives no gradients"
+            return replace(terms, table=lacking, limits=f"not asked: it {lacks}", admitted=admitted)
         dims = table.head_dims
         table = replace(
             table,
             dtypes=(*(table.dtypes or ()), *dtypes),
             head_dims=(*dims, *head_dims) if isinstance(dims, tuple) else dims,
         )
-        admitted = (each.case.problem for each in self.unclaimed(names))
+        beside = "; boolean masks alone" if boolean else ""
         return replace(
-            terms,
-            table=table,
-            limits=f"not asked: it takes {limits}",
-            admitted=tuple(each.id for each in (*admitted, *problems)),
+            terms, table=table, limits=f"not asked: it takes {limits}{beside}", admitted=admitted
         )
 
     def dtypes(self) -> tuple[str, ...]:
@@ -141,16 +144,18 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return tuple(name for name in right if name in _USUAL_DTYPES) or right
 
     def within(self, problem: Problem) -> bool:
-        """Return whether it was right on such gradients and slopes by sequence, if it has any."""
+        """Return whether it was right on such gradients and slopes by sequence, if it has any.
+
+        Slopes that are written into a mask are as right as the mask.
+        """
         accepted = {(one.aspect, one.what) for one in self.tried if one.verdict == "takes"}
         needed = set()
         if problem.backward:
             needed.add(("backward", "out and LSE" if problem.dlse else "out"))
         if problem.backward and problem.sink:
             needed.add(("backward", "sinks"))
-        if any(part.name == "alibi_by_sequence" for part in problem.score.walk()):
-            needed.add(("slopes", "2 sequences"))
-        return needed <= accepted
+        by_sequence = any(part.name == "alibi_by_sequence" for part in problem.score.walk())
+        return needed <= accepted and not (by_sequence and self._failure_on_sequence_slopes())
 
     def head_dims(self) -> tuple[int, ...]:
         """Return the head_dims, common to keys and values, that it is right in; empty for any."""
@@ -218,14 +223,18 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         raises = [one for one in self.tried if one.aspect == "backward" and one.verdict == "raises"]
         if raises and raises[0].what == "out":  # A forward alone is a kernel too.
             lines.append(f"gradients are not tested: it raises {raises[0].reason}")
-        if any((one.aspect, one.verdict) == ("slopes", "wrong") for one in self.tried):
+        if self._failure_on_sequence_slopes() == "wrong":
             lines.append(
                 "slopes of each sequence, (sequences, heads), are not tested: it takes them, and "
                 "is wrong; a ValueError refuses them"
             )
         if limits := self.limits():
-            # Deaths are findings of their own.
-            raised = [one for one in self.tried if one.verdict == "raises" and not one.fatal]
+            # Deaths are findings of their own, and masks are none of these limits.
+            raised = [
+                one
+                for one in self.tried
+                if one.verdict == "raises" and not one.fatal and one.aspect != "attn_mask"
+            ]
             reasons = {without_place(one.reason).partition(":")[0] for one in raised}
             # A gradient that is missing is no exception, and its reason no name.
             errors = sorted(reason for reason in reasons if " " not in reason)
@@ -282,6 +291,14 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                     case = Case(problem=problem, question="decode", parameters={"round": 0})
                     yield dataclasses.replace(question, name=f"decode-{_ODD_TRIAL}", case=case)
 
+    def _failure_on_sequence_slopes(self) -> str:
+        """Return the verdict on slopes of each sequence if they are a limit of its own, else ""."""
+        verdicts = {one.what: one.verdict for one in self.tried if one.aspect == "slopes"}
+        # A kernel that is wrong on those of heads too has another fault, which its questions show.
+        both = [verdicts.get(what) == "wrong" for what in ("each head", "2 sequences")]
+        verdict = verdicts.get("2 sequences", "takes")
+        return "" if all(both) or verdict == "takes" else verdict
+
     def _base(self) -> Problem | None:
         return None if self.base is None else Problem.from_json(self.base)
 
@@ -313,6 +330,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         lengths = {int(one.what): one.verdict == "takes" for one in detected.of("lengths")}
         short = [n for n in (*lengths, base.query) if lengths.get(n, True)]
         long_kv = detected.takes("rectangular", "query < kv")
+        float_masks = {one.verdict for one in detected.of("attn_mask")}
         if long_kv and max(short) < _ODD_LENGTH and all(lengths.get(n, True) for n in (1, 16, 32)):
             table = replace(table, length_multiple=None, max_query=max(short))
         square_only = causal and causal[-1].verdict != "takes" and table.rectangular is not False
@@ -324,6 +342,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             lse=None,
             empty_row=None,
             promises=None,
+            scores=_NO_SCORES if float_masks & {"refuses", "raises"} else table.scores,
             override=(square,) if square_only else (),
             backward=False if self._is_forward_alone() else None,
         )
@@ -454,8 +473,11 @@ def find_claims(
         right = first.verdict == "takes"
         others = detection.other_conventions(subject.conventions) if right else ()
         result = detection.result()
-        tried = [*_trials(base, result.convention, device)]
         terms = Terms(convention=result.convention, lse=result.options.lse)
+        # Where slopes are passed in a mask, they are one of many masks.
+        passed_elsewhere = "slopes" if on_terms(subject, terms).float_mask else "attn_mask"
+        every = _trials(base, result.convention, device)
+        tried = [trial for trial in every if trial.aspect != passed_elsewhere]
         expect([trial.of(base) for trial in tried], terms)
         _try_unclaimed(detection, tried)
         result = detection.result()
@@ -516,6 +538,7 @@ _CORNERS = {
 }
 _OTHER_CORNER = {"top_left": "bottom_right", "bottom_right": "top_left"}
 _ONE_ROW = ", one query"  # Suffix of ``what`` in a trial.
+_NO_SCORES = ("none",)  # In a table: no score mod.
 _OTHER_ALIGNMENT = {"causal": "bottom_right", "causal_bottom_right": "top_left"}
 
 
@@ -526,7 +549,9 @@ def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
     shared_heads = () if plain and "enable_gqa" in plain.bound else ("gqa",)
     # Paged keys have no gradients, nor have dtypes with descales.
     forward_only = base.paging is not None or base.formats.scaled
-    further = ("lengths", "rectangular", "backward", "strides", "slopes")
+    # A score mod computes slopes of sequences like any others.
+    slopes = () if plain and "score_mod" in plain.bound else ("slopes",)
+    further = ("lengths", "rectangular", "backward", "strides", *slopes, "attn_mask")
     for aspect in ("dtypes", "head_dims", *shared_heads, *further):
         for trial in trials(aspect, base, device):
             if not (forward_only and "backward" in trial.changes):

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from attncheck.verify.executor import Origin
     from attncheck.workers.transport import Frame
 
-_FLAGS = ("triton", "sinks", "backward", "captured", "promises_gradients", "has_launches")
+_FLAGS = (
+    *("triton", "sinks", "backward", "captured", "float_mask"),
+    *("promises_gradients", "has_launches"),
+)
 _Message = TypeVar("_Message")
 _COMPILERS = ("torch._dynamo", "torch.utils.cpp_extension")  # Imported by kernels that compile.
 _INPUTS = (*"qkv", "q_descale", "k_descale", "v_descale", "x", "sink", "dout", "dlse")
@@ -172,6 +175,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sinks: bool
     backward: bool
     captured: bool
+    float_mask: bool
     promises_gradients: bool
     has_launches: bool
     compiles: bool  # whether it uses Triton, or a compiler was imported with it

@@ -121,11 +121,11 @@ class Declared(subject.Subject):
         return replace(self.inner.arithmetic(problem, device), **changes)
 
     def _must_take(self, problem: Problem, device: str, reason: str) -> bool:
-        """Return whether a refusal contradicts the table; one for lack of hardware does not."""
-        machine = isinstance(reason, subject.TooLarge) or (
+        """Return whether a refusal contradicts the table; lack of hardware or digits does not."""
+        excused = isinstance(reason, subject.TooLarge | subject.Inexact) or (
             problem.dtype == "tf32" and device == "cpu"
         )
-        return not machine and not self._limits and self.capabilities.declares(problem, device)
+        return not excused and not self._limits and self.capabilities.declares(problem, device)
 
     def _by_itself(self, problem: Problem, device: str) -> bool:
         """Return whether the kernel refuses a feature of ``problem`` by itself.

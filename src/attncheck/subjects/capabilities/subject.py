@@ -88,6 +88,8 @@ class Subject(ABC):
         backward: Whether it returns gradients if a Problem requests them.
         captured: Whether it also returns gradients of tensors that a score mod reads
             (``dcaptured``). Without this, Problems that request them are refused.
+        float_mask: Whether it gets additive score mods as a floating-point ``attn_mask``; many
+            functions take boolean masks alone.
         conventions: For a function without declarations: the conventions by which it may be
             called, its own first, to find by trying what it accepts. Empty for any other kernel.
         promises_gradients: Whether ``promises`` holds for gradients too. Many kernels with
@@ -102,6 +104,7 @@ class Subject(ABC):
     sinks: bool = False
     backward: bool = False
     captured: bool = False
+    float_mask: bool = False
     promises_gradients: bool = False
     conventions: tuple[str, ...] = ()
 
@@ -204,6 +207,12 @@ def capability(device: str) -> tuple[int, int] | None:
 
 class TooLarge(str):
     """A reason for a refusal that lies in the machine's memory and not in the kernel."""
+
+    __slots__ = ()
+
+
+class Inexact(str):
+    """A reason for a refusal that lies in the numbers of one Problem: a tensor would round them."""
 
     __slots__ = ()
 

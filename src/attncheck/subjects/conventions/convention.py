@@ -78,6 +78,8 @@ class ComputedArgument:
     setup: str = ""  # statements that the expression needs before it
     what: str = ""  # name of a tensor that may be too large for the machine's memory
     size: int = 0  # that tensor's bytes
+    # Why a device's tensor would not be the Problem's, in one line; None if it is.
+    unfit: Callable[[str], str | None] = lambda _device: None
 
 
 def number_tensor(numbers: Collection[float | list[float]], dtype: torch.dtype) -> ComputedArgument:

@@ -101,7 +101,7 @@ def _bind_band(
             band, sequences, bottom_right=bottom_right, leads=leads, aligned=aligned
         )
     if edges is None:
-        return f"neither causal nor window_size makes the mask {problem.mask} at these lengths"
+        return "neither causal nor window_size makes this mask at these lengths"
     steps = [part for part in problem.score.walk() if part.name not in _COMPOSITIONS]
     # Any other order is another function, such as slopes that are capped.
     if tuple(step.name for step in steps) not in _SCORES:

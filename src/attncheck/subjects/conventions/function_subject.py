@@ -75,6 +75,7 @@ class FunctionSubject(Subject):
         self.summary = f"{convention.name} convention: {keywords}"
         self.triton = _uses_triton(function)
         self.sinks = "sinks" in self._names
+        self.float_mask = "attn_mask" in self._names and "bias" not in self._names
         self.backward = options.backward is not None and not convention.paged
         if options.promises is not None:
             self.promises = cast("frozenset[Promise]", options.promises)
@@ -96,7 +97,12 @@ class FunctionSubject(Subject):
             if refused:
                 return refused
         made = [value for value in arguments.values() if isinstance(value, ComputedArgument)]
-        return next(filter(None, (memory_refusal(m.what, m.size, device) for m in made)), None)
+        for value in made:
+            # The size comes first, because all of the tensor is computed for the other reason.
+            refused = memory_refusal(value.what, value.size, device)
+            if refused or (refused := value.unfit(device)):
+                return refused
+        return None
 
     def prepare(self, inputs: Inputs) -> Call:
         """Convert q, k and v to the function's axes, and create the tensors among its keywords."""
@@ -210,7 +216,7 @@ class FunctionSubject(Subject):
             return None
         layout = self._convention.layout(problem)
         made = [value for value in arguments.values() if isinstance(value, ComputedArgument)]
-        if not all(value.text for value in made):
+        if not all(value.text and value.unfit("cpu") is None for value in made):
             return None
         # All setups come before the call, because an expression may use names from another's setup.
         lines = [line for value in made for line in value.setup.splitlines()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
@@ -12,11 +13,19 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from attncheck.core.mod_spec import FULL, NONE, Spec
 from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.masks import band_of
 from attncheck.mods.scores import alibi_slopes, bias, sequence_slopes
 from attncheck.mods.signatures import ScoreMod
-from attncheck.subjects.conventions.call_tensors import attention_mask
+from attncheck.subjects.capabilities.subject import Inexact
+from attncheck.subjects.conventions.call_tensors import (
+    attention_bias,
+    attention_mask,
+    bias_is_exact,
+    mask_size,
+    row_blocks,
+)
 from attncheck.subjects.conventions.convention import (
     SINKS,
     WRITTEN_OUT,
@@ -48,17 +57,22 @@ def _bind_sdpa(request: Request) -> Arguments | str:
 
     * ``is_causal`` is passed for the causal mask, aligned top-left as in torch; every other mask is
       a boolean ``attn_mask`` (True: visible) that broadcasts to the scores;
+    * an additive score mod is a floating-point ``attn_mask`` in the dtype of query, if that is
+      exact: the number added where a key is visible, −∞ where it is not, also for a causal mask;
     * ``scale`` is left out if it is 1/√head_dim, so that its default is tested too;
     * ``enable_gqa`` is passed if there are fewer key than query heads;
-    * ``attn_bias`` holds an additive score mod, and ``key_padding_mask`` is True for keys that
-      padding hides, as in torch's ``MultiheadAttention``.
+    * ``attn_bias`` holds an additive score mod instead, if the function has it, and
+      ``key_padding_mask`` is True for keys that padding hides, as in torch's
+      ``MultiheadAttention``.
     """
     problem, bias = request.problem, request.bias()
-    if problem.score != NONE and "bias" not in request.able:
-        return "the sdpa convention has no score mod"
     if isinstance(bias, str):
         return bias
-    written = {"bias": bias}
+    # torch has one argument for both, and forbids ``is_causal`` beside it.
+    adds = problem.score != NONE and "bias" not in request.able
+    if adds and "attn_mask" not in request.able:
+        return "takes no attn_mask or attn_bias"
+    written = {} if adds else {"bias": bias}
     if "key_padding" in request.able:
         written["key_padding"] = request.key_padding(seen=False)
         problem = problem.replace(mask=without_padding(problem.mask))
@@ -66,12 +80,13 @@ def _bind_sdpa(request: Request) -> Arguments | str:
     # Not by the mask's name, because at equal lengths several masks equal the causal one.
     window = band and band_window(band, lengths, bottom_right=request.bottom_right)
     causal = window == (-1, 0)
-    flagged = causal and "causal" in request.able
-    unmasked = flagged or problem.mask == FULL
+    flagged = causal and "causal" in request.able and not adds
+    unmasked = flagged or (problem.mask == FULL and not adds)
+    mask = _float_mask(problem) if adds else _bool_mask(problem)
     arguments = {
         "enable_gqa": must_pass(value=True) if problem.group > 1 else pass_if_accepted(value=False),
         "scale": request.scale(),
-        "attn_mask": pass_if_required(None) if unmasked else must_pass(_written_mask(problem)),
+        "attn_mask": pass_if_required(None) if unmasked else must_pass(mask),
         "dropout": pass_if_accepted(0.0),
         "causal": pass_if_accepted(flagged),
         "return_lse": request.lse_flag(),
@@ -86,12 +101,52 @@ def _bind_sdpa(request: Request) -> Arguments | str:
     return arguments
 
 
-def _written_mask(problem: Problem) -> ComputedArgument:
+def _bool_mask(problem: Problem) -> ComputedArgument:
     return ComputedArgument(
         make=lambda inputs: attention_mask(problem, str(inputs.device)),
         text="mask",
         what="attn_mask",
         size=problem.query * problem.kv,
+    )
+
+
+_ADDED = """\
+indices = [
+    torch.arange(n, device=q.device).view([-1 if axis == at else 1 for at in range(4)])
+    for axis, n in enumerate((*q.shape[:3], k.shape[2]))
+]
+added = score_mod(torch.zeros((1, 1, 1, 1), dtype=torch.float64, device=q.device), *indices)
+added = torch.where(mask, added, -float("inf")).to(q.dtype)"""
+
+
+def _float_mask(problem: Problem) -> ComputedArgument:
+    """Return what is added to the scores, −∞ where a key is hidden, in the dtype of query."""
+    fmt = problem.formats.storage
+
+    def make(inputs: Inputs) -> torch.Tensor:
+        device = str(inputs.device)
+        blocks = [
+            torch.where(
+                attention_mask(problem, device, rows),
+                attention_bias(problem, device, rows),
+                -math.inf,
+            ).to(fmt.torch_dtype)
+            for rows in row_blocks(problem)
+        ]
+        return torch.cat(blocks, dim=2)
+
+    def unfit(device: str) -> Inexact | None:
+        exact = bias_is_exact(problem, fmt, device)
+        return None if exact else Inexact(f"would round the bias to {fmt.name}")
+
+    setup = _render_score_mod(problem)
+    return ComputedArgument(
+        make=make,
+        text="added" if setup else "",
+        setup=f"{setup}\n{_ADDED}",
+        what="attn_mask",
+        size=math.prod(mask_size(problem, "cpu")) * fmt.torch_dtype.itemsize,
+        unfit=unfit,
     )
 
 
