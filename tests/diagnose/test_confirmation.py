@@ -120,6 +120,21 @@ def test_passed_call_with_the_constant_scale_does_not_refute_it():
     assert (diagnosis.level, diagnosis.ranked[0].model) == ("named", "scale-fixed")
 
 
+def test_scale_that_is_wrong_for_shared_heads_alone_is_no_constant():
+    """The same lengths and head dim with a key head for each query head are right."""
+
+    def wrong_for_groups(inputs, right):
+        model, problem = FAULT_MODELS["scale-fixed"], inputs.problem
+        forms = model.predictions(ExactAttention(inputs))
+        at_128 = next(one.outputs for one in forms if one.parameters["scale"] == "0.08839")
+        changed = Outputs(at_128.out.to(right.out.dtype), at_128.lse.to(right.lse.dtype))
+        return changed if problem.group > 1 else right
+
+    shared = PLAIN.replace(heads=4, kv_heads=2)
+    diagnosis = diagnose(spoiled(wrong_for_groups), shared)
+    assert "scale-fixed" not in [one.model for one in diagnosis.ranked[: diagnosis.tied]]
+
+
 def test_passed_call_that_a_form_says_nothing_about_does_not_refute_it():
     """Where k and v are laid out alike, v by the strides of k is v."""
 

@@ -171,16 +171,8 @@ def test_packed_lse_with_other_axes_passes(fault):
 @pytest.mark.parametrize(
     ("convention", "changes", "reason"),
     [
-        (
-            "flash_attn",
-            {"mask": CAUSAL, "kv": 31},
-            "neither causal nor window_size makes",
-        ),
-        (
-            "flash_attn",
-            {"mask": WINDOW, "kv": 31},
-            "neither causal nor window_size makes",
-        ),
+        ("flash_attn", {"mask": CAUSAL, "kv": 31}, "neither causal nor window_size makes"),
+        ("flash_attn", {"mask": WINDOW, "kv": 31}, "neither causal nor window_size makes"),
         ("flash_attn", {"mask": WINDOW, "query": 31, "kv": 20}, "neither causal nor window_size"),
         ("flash_attn", {"mask": Spec.of("sliding_window", window=0)}, "neither causal nor"),
         ("flash_attn", {"mask": Spec.of("prefix_lm", prefix=3)}, "neither causal nor window_size"),

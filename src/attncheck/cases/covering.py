@@ -454,8 +454,8 @@ def alone_rows(axes: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
                     yield row
     for values in TOGETHER:
         # Sizes are no value of an axis, and a distribution may be left out there to save time.
-        named = {name: value for name, value in values.items() if not isinstance(value, tuple)}
-        if all(value in axes[name] for name, value in named.items() if name != "distribution"):
+        chosen = {name: value for name, value in values.items() if not isinstance(value, tuple)}
+        if all(value in axes[name] for name, value in chosen.items() if name != "distribution"):
             yield common | values
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -223,11 +222,10 @@ class Sdpa(Subject):
         return torch.cat([*blocks], dim=2)
 
     def _mask_of_rows(self, problem: Problem, device: str, rows: range) -> torch.Tensor:
-        seen = call_tensors.attention_mask(problem, device, rows)
         if problem.score == NONE:
-            return seen
-        bias = torch.where(seen, call_tensors.attention_bias(problem, device, rows), -math.inf)
-        return bias.to(self._bias_format(problem, device).torch_dtype)
+            return call_tensors.attention_mask(problem, device, rows)
+        fmt = self._bias_format(problem, device)
+        return call_tensors.masked_bias(problem, device, rows, fmt)
 
     def _like_its_mask(self, problem: Problem, device: str) -> torch.Tensor | None:
         """Return an uninitialized tensor with the shape and dtype of ``_mask``, or None."""

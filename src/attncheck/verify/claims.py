@@ -146,7 +146,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def within(self, problem: Problem) -> bool:
         """Return whether it was right on such gradients and slopes by sequence, if it has any.
 
-        Slopes that are written into a mask are as right as the mask.
+        Slopes in a mask or a score mod are not tried by themselves, and are as right as that.
         """
         accepted = {(one.aspect, one.what) for one in self.tried if one.verdict == "takes"}
         needed = set()

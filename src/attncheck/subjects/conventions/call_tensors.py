@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar, cast
@@ -107,6 +108,13 @@ def row_blocks(problem: Problem) -> list[range]:
     size = max(1, _AT_A_TIME // (problem.batch * problem.heads * problem.kv))
     starts = range(0, problem.query, size)
     return [range(start, min(start + size, problem.query)) for start in starts]
+
+
+def masked_bias(problem: Problem, device: str, rows: range, fmt: Format) -> torch.Tensor:
+    """Return what an additive score mod adds to scores of ``rows``, −∞ where a key is hidden."""
+    seen = attention_mask(problem, device, rows)
+    bias = torch.where(seen, attention_bias(problem, device, rows), -math.inf)
+    return bias.to(fmt.torch_dtype)
 
 
 def bias_is_exact(problem: Problem, fmt: Format, device: str) -> bool:

@@ -20,10 +20,10 @@ from attncheck.mods.scores import alibi_slopes, bias, sequence_slopes
 from attncheck.mods.signatures import ScoreMod
 from attncheck.subjects.capabilities.subject import Inexact
 from attncheck.subjects.conventions.call_tensors import (
-    attention_bias,
     attention_mask,
     bias_is_exact,
     mask_size,
+    masked_bias,
     row_blocks,
 )
 from attncheck.subjects.conventions.convention import (
@@ -69,10 +69,10 @@ def _bind_sdpa(request: Request) -> Arguments | str:
     if isinstance(bias, str):
         return bias
     # torch has one argument for both, and forbids ``is_causal`` beside it.
-    adds = problem.score != NONE and "bias" not in request.able
-    if adds and "attn_mask" not in request.able:
+    in_mask = problem.score != NONE and "bias" not in request.able
+    if in_mask and "attn_mask" not in request.able:
         return "takes no attn_mask or attn_bias"
-    written = {} if adds else {"bias": bias}
+    written = {} if in_mask else {"bias": bias}
     if "key_padding" in request.able:
         written["key_padding"] = request.key_padding(seen=False)
         problem = problem.replace(mask=without_padding(problem.mask))
@@ -80,9 +80,9 @@ def _bind_sdpa(request: Request) -> Arguments | str:
     # Not by the mask's name, because at equal lengths several masks equal the causal one.
     window = band and band_window(band, lengths, bottom_right=request.bottom_right)
     causal = window == (-1, 0)
-    flagged = causal and "causal" in request.able and not adds
-    unmasked = flagged or (problem.mask == FULL and not adds)
-    mask = _float_mask(problem) if adds else _bool_mask(problem)
+    flagged = causal and "causal" in request.able and not in_mask
+    unmasked = flagged or (problem.mask == FULL and not in_mask)
+    mask = _float_mask(problem) if in_mask else _bool_mask(problem)
     arguments = {
         "enable_gqa": must_pass(value=True) if problem.group > 1 else pass_if_accepted(value=False),
         "scale": request.scale(),
@@ -110,13 +110,13 @@ def _bool_mask(problem: Problem) -> ComputedArgument:
     )
 
 
-_ADDED = """\
+_FLOAT_MASK = """\
 indices = [
     torch.arange(n, device=q.device).view([-1 if axis == at else 1 for at in range(4)])
     for axis, n in enumerate((*q.shape[:3], k.shape[2]))
 ]
-added = score_mod(torch.zeros((1, 1, 1, 1), dtype=torch.float64, device=q.device), *indices)
-added = torch.where(mask, added, -float("inf")).to(q.dtype)"""
+bias = score_mod(torch.zeros((1, 1, 1, 1), dtype=torch.float64, device=q.device), *indices)
+float_mask = torch.where(mask, bias, -float("inf")).to(q.dtype)"""
 
 
 def _float_mask(problem: Problem) -> ComputedArgument:
@@ -125,14 +125,7 @@ def _float_mask(problem: Problem) -> ComputedArgument:
 
     def make(inputs: Inputs) -> torch.Tensor:
         device = str(inputs.device)
-        blocks = [
-            torch.where(
-                attention_mask(problem, device, rows),
-                attention_bias(problem, device, rows),
-                -math.inf,
-            ).to(fmt.torch_dtype)
-            for rows in row_blocks(problem)
-        ]
+        blocks = [masked_bias(problem, device, rows, fmt) for rows in row_blocks(problem)]
         return torch.cat(blocks, dim=2)
 
     def unfit(device: str) -> Inexact | None:
@@ -142,8 +135,8 @@ def _float_mask(problem: Problem) -> ComputedArgument:
     setup = _render_score_mod(problem)
     return ComputedArgument(
         make=make,
-        text="added" if setup else "",
-        setup=f"{setup}\n{_ADDED}",
+        text="float_mask" if setup else "",
+        setup=f"{setup}\n{_FLOAT_MASK}",
         what="attn_mask",
         size=math.prod(mask_size(problem, "cpu")) * fmt.torch_dtype.itemsize,
         unfit=unfit,
