@@ -24,13 +24,12 @@ ORDER = tuple(
     """
     causal-documents decode-empty-rows window-edge uniform padding decode-causal-even
     window-lengths negative-ragged causal-tall causal-blocks gqa isolated-causal-2
-    window-negative long-sum window-far one-key positive-causal many-rows window-wide one-hot
-    scale decode-one-query ones-ragged empty-rows negative causal-one-query
-    decode-causal-lengths ramp-ragged one-query ones-causal sink two_level-causal-2
-    decode-window decode-causal-wide causal-lengths decode-causal-tall mean-ragged
-    positive-ragged outliers causal-wide ragged isolated-ragged two_level-ragged decode-padding
-    large decode-gqa negative-causal mean-causal window plain causal causal-even decode-ragged
-    ramp-causal-2 decode-causal
+    window-negative long-sum window-far scale one-key decode-one-query many-rows window-wide
+    one-hot large ones-ragged empty-rows negative decode-causal-wide decode-causal-lengths
+    causal-one-query isolated-ragged one-query ones-causal sink two_level-causal-2 decode-window
+    ramp-ragged positive-causal causal-lengths decode-causal-tall mean-ragged decode-padding
+    causal-wide negative-causal causal ramp-causal-2 ragged two_level-ragged positive-ragged
+    causal-even mean-causal window plain decode-ragged decode-causal outliers decode-gqa
     """.split()  # noqa: SIM905  # as a list it has a line for each of fifty
 )
 _PROBE_ROUNDS = 2  # Cases per probe: decode has one, ramp a fast and a slow one.
