@@ -77,7 +77,9 @@ def test_mistakes_reports_each_planted_deviation(mistake, tmp_path, warm_python)
 
 
 def test_mistakes_reports_a_leftover_process_and_a_traceback(tmp_path, warm_python):
-    line = """(sleep 9 > out & echo 'File "x/attncheck/y.py"'; exit 1) 2> out"""
+    # Until it is called sleep, the process has no command line that could be reported.
+    started = "until grep -aqs ^sleep /proc/$!/cmdline; do :; done"
+    line = f"""(sleep 9 > out & {started}; echo 'File "x/attncheck/y.py"'; exit 1) 2> out"""
     entry = replace(ENTRIES[0], line=line, kernel="")
     problems = mistakes(entry, tmp_path, run(entry, tmp_path, warm_python))
     assert "a traceback of ours" in problems
