@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from attncheck.cli import long_runs
@@ -22,6 +23,7 @@ from attncheck.reporting.check_document import check_summary
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_kernel.py"
 QUICK = ("--question", "decode-causal", "--question", "causal-tall")
+SMALL = ("--question", "one-hot")
 KERNELS = """
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -86,6 +88,55 @@ def two_faults(q, k, v, is_causal=False, scale=None):
     out = sdpa(q, k, v, is_causal=is_causal, scale=scale)
     return out * 1.01 if not is_causal else sdpa(q, k, v, scale=scale)
 """
+
+
+KERNELS_WITH_STATE = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+masks, calls = {}, []
+def keeps_masks(q, k, v, attn_mask=None, is_causal=False, scale=None):
+    if attn_mask is not None:
+        attn_mask = masks.setdefault(attn_mask.shape, attn_mask)
+    return sdpa(q, k, v, attn_mask, is_causal=is_causal, scale=scale)
+def tires(q, k, v):
+    calls.append(1)
+    out = sdpa(q, k, v)
+    if len(calls) > 3:
+        out += torch.arange(out.numel()).view(out.shape).sin()
+    return out
+"""
+
+
+def test_failure_that_needs_an_earlier_call_is_reproduced_with_it(check, tmp_path):
+    (tmp_path / "state.py").write_text(KERNELS_WITH_STATE)
+    spec, last = "state.py::keeps_masks", ("--question", "decode-causal-lengths")
+    run = check(spec, "--question", "window-lengths", *last, cwd=tmp_path)
+    assert run.returncode == 1
+    assert "cause      right as the first call of a process, and wrong after others" in run.stdout
+    assert check(spec, *last, cwd=tmp_path).returncode == 0
+    report = load_report((tmp_path / "reports" / "check.json").read_text(), Report)
+    assert [record.diagnosis for record in report.records] == [msgspec.UNSET]
+
+
+def test_failure_after_many_calls_is_reproduced_by_all_questions(check, tmp_path):
+    (tmp_path / "state.py").write_text(KERNELS_WITH_STATE)
+    run = check("state.py::tires", *SMALL, cwd=tmp_path)
+    assert "cause      right as the first call of a process, and wrong after others" in run.stdout
+    # As if all questions had been asked: it is not known which of them it takes.
+    report = load_report((tmp_path / "reports" / "check.json").read_text(), Report)
+    command = "attncheck check state.py::tires"
+    stream = io.StringIO()
+    page = partial(check_summary, command=command, quiet=False, verbose=False)
+    rendering.show(report, stream=stream, document=page)
+    assert f"Reproduce: {command}\n" in stream.getvalue()
+
+
+def test_failure_of_a_first_call_is_not_blamed_on_earlier_ones(check, tmp_path):
+    (tmp_path / "state.py").write_text(KERNELS_WITH_STATE.replace("> 3", "> 0"))
+    run = check("state.py::tires", *SMALL, cwd=tmp_path)
+    assert run.returncode == 1
+    assert "unknown: none of" in run.stdout
+    assert "first call of a process" not in run.stdout
 
 
 @pytest.fixture(scope="module")

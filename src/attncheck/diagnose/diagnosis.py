@@ -38,11 +38,12 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.fault_explanation import combine_rankings, count_ties
 from attncheck.probes import PROBES
 from attncheck.records.failure_causes import certain_explanations, symptom
+from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record
 from attncheck.relations import RELATIONS
 from attncheck.relations.same_numbers import STRIDED_TENSORS
 from attncheck.verify.executor import Execution, Executor, Failure, Origin
-from attncheck.verify.kernel_hosts import executor_of
+from attncheck.verify.kernel_hosts import end_process_of, executor_of
 from attncheck.verify.memory_patterns import allocator_filled
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ _FITTED = 2  # order of models with a fitted number: they describe a family, not
 _MOST_PASSED, _SMALL = 24, 2**15  # most passed questions kept, and most (row, key) pairs of each
 _FILLS = 2  # calls with different contents of free memory: one for each way to fill it
 _CALLS = 4  # most calls to see a failure again that does not happen in every call
+
+_MOST_PROCESSES = 12  # most new processes in which questions are asked again
+_MOST_BEFORE = 3  # most earlier questions of which each is asked first in a new process
 
 _REPEATING = ("repeat", "repeats")
 _BATCHES = ("alone_in_batch", "batch_permutation", "neighbours")
@@ -155,6 +159,7 @@ class CauseSearch:
 
     def __init__(self, most: int = 24) -> None:
         self._remaining = most
+        self._processes = _MOST_PROCESSES
         self._passed: deque[Case] = deque(maxlen=_MOST_PASSED)
         self._causes: dict[str, None] = {}
         self._closed: set[tuple[object, ...]] = set()
@@ -211,7 +216,49 @@ class CauseSearch:
             if later and not certain_explanations(results[i]):
                 late = explained_by(records[i], later, subject, device=device)
                 results[i] = replace(results[i], diagnosis=late) if late is not None else results[i]
+            if not certain_explanations(results[i]):
+                failure = _Failure(records[i], subject, device, executor_of(subject))
+                sign = self._after_earlier_calls(failure, records[:i])
+                results[i] = results[i] if sign is None else replace(results[i], diagnosis=sign)
         return tuple(results)
+
+    def _after_earlier_calls(
+        self, failure: _Failure, earlier: Sequence[Record]
+    ) -> Diagnosis | None:
+        """Return the sign that earlier calls cause an unexplained failure; None if they do not.
+
+        They do if its question passes in a new process. What a kernel keeps is mostly kept by the
+        sizes of its inputs: earlier questions of the same sizes are then asked first.
+        """
+        if self._processes <= 0 or not failure.is_of_numbers:
+            return None
+        status = self._status_in_new_process(failure, failure.case)
+        if status != "pass":
+            self._processes = 0  # the others will hardly be of another kind
+            return None
+        sizes = problem_of(failure.record).shape
+        alike = [one for one in reversed(earlier) if problem_of(one).shape == sizes]
+        causes = (
+            one.variant
+            for one in alike[:_MOST_BEFORE]
+            if self._status_in_new_process(failure, Case.from_json(one.case), failure.case)
+            == "fail"
+        )
+        sign = _sign("depends-on-earlier-calls")
+        return Diagnosis(ranked=(sign,), tied=1, tried=0, after=next(causes, ""))
+
+    def _status_in_new_process(self, failure: _Failure, *cases: Case) -> str:
+        """Return the status of the last case, asked after the others in a new process.
+
+        It is empty where the kernel has no process of its own, or where too many were used up.
+        """
+        if self._processes <= 0 or not end_process_of(failure.subject):
+            return ""
+        self._processes -= 1
+        try:
+            return [failure.status(case) for case in cases][-1]
+        except AttncheckError:  # the new process does not start, or the question cannot be repeated
+            return ""
 
 
 def explained_by(

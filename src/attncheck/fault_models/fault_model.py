@@ -262,6 +262,10 @@ SIGNS: dict[str, str] = {
         "the same call gives something else another time: a race, memory that is not cleared or "
         "never written, or what is kept from an earlier call"
     ),
+    "depends-on-earlier-calls": (
+        "right as the first call of a process, and wrong after others: what an earlier call left, "
+        "like a cached mask or a buffer, is used again where it does not fit"
+    ),
     "depends-on-the-batch": (
         "what a sequence gives depends on the others of its batch, within rounding: the whole "
         "batch decides into how many parts its keys are cut, or which launch it gets"

@@ -134,9 +134,13 @@ def _repeating(command: str) -> Callable[[Record], str]:
 
     def repeat(record: Record) -> str:
         words = [word for word in shlex.split(command) if word not in _NOT_REPEATED]
+        diagnosis = record.diagnosis
+        after = msgspec.UNSET if diagnosis is msgspec.UNSET else diagnosis.after
+        if after == "":  # it fails only after others, and nobody knows which
+            return shlex.join(words)
         # Only the question that failed, so that reproducing it does not wait for the others.
-        if record.variant not in words:
-            words += [_OPTION, record.variant]
+        for name in (record.variant,) if after is msgspec.UNSET else (after, record.variant):
+            words += [] if name in words else [_OPTION, name]
         return shlex.join(words)
 
     return repeat

@@ -134,3 +134,14 @@ def try_mods(mods: Mapping[str, str], worker: Worker, *, device: str) -> None:
 def executor_of(subject: Subject) -> KeepingExecutor:
     """Return the executor of ``subject`` in its own process, or else in this one."""
     return subject.executor if isinstance(subject, RemoteSubject) else InProcess()
+
+
+def end_process_of(subject: Subject) -> bool:
+    """End the process of ``subject``, so that its next call is the first of a new one.
+
+    Return False, having done nothing, for a kernel in this process.
+    """
+    if not isinstance(subject, RemoteSubject):
+        return False
+    subject.host.end()
+    return True
