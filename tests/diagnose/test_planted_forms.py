@@ -31,6 +31,7 @@ CAUSAL_DOCUMENTS = PLAIN.replace(mask=OF("documents_bottom_right", OF("causal"),
 WINDOW = SQUARE.replace(mask=OF("sliding_window", window=5))
 WIDE_WINDOW = SQUARE.replace(mask=OF("sliding_window", window=24))
 STEP = PLAIN.replace(mask=OF("causal_bottom_right"))
+SHARED = SQUARE.replace(heads=4, kv_heads=2, mask=OF("causal"))
 LONG_WINDOW = SQUARE.replace(mask=OF("sliding_window", window=300))
 
 
@@ -102,6 +103,23 @@ FORMS = [
     ("first-tile-dropped", WIDE_WINDOW, {"when": "it begins within one"}),
     ("loop-bounds", STEP, {"ends with": "a whole tile"}),
     ("loop-bounds", STEP, {"ends with": "another diagonal"}),
+    (
+        "loop-bounds",
+        SQUARE.replace(query=150, mask=OF("causal")),
+        {"ends with": "another diagonal, after a tile"},
+    ),
+    ("loop-bounds", WIDE_WINDOW, {"begins with": "its last row"}),
+    ("loop-bounds", WIDE_WINDOW, {"begins with": "the last row"}),
+    ("last-tile-dropped", PLAIN.replace(kv=128), {"when": "full"}),
+    ("mask-skipped-by-one-row", SQUARE.replace(mask=OF("causal")), {"row": "the last"}),
+    ("mask-skipped-by-one-row", WIDE_WINDOW, {"row": "the first"}),
+    ("mask-within-the-tile", SQUARE.replace(mask=OF("causal")), {"splits": 2}),
+    ("mask-of-packed-rows", SHARED, {"packed": "head by head"}),
+    ("mask-of-packed-rows", SHARED, {"packed": "row by row"}),
+    ("score-mod-within-the-tile", ALIBI, {"of": "a key"}),
+    ("score-mod-within-the-tile", ALIBI, {"of": "a row"}),
+    ("score-mod-within-the-tile", ALIBI, {"of": "a key", "splits": 2}),
+    ("split-lse-not-accumulated", PLAIN.replace(kv=150), {"splits": 3}),
     ("split-weights-wrong", PLAIN.replace(kv=150), {"weights": "without sums", "of": "both"}),
     ("split-weights-wrong", SQUARE.replace(mask=OF("causal")), {"weights": "of empty ones"}),
     ("values-of-keys-strides", PLAIN.replace(value_dim=48), {"of": "v by the strides of k"}),

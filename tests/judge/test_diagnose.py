@@ -79,6 +79,16 @@ def test_equal_forms_merge_into_the_one_with_most_parameters():
     for forms in ((plain, named, more), (more, named, plain)):
         (explanation,) = rank(with_error(out=2.0), *forms)
         assert explanation.parameters == {"format": "bf16", "tile": 32}
+        assert [*explanation.others] == [{"tile": 32}, {}]
+
+
+def test_forms_that_explain_a_part_are_not_kept():
+    whole, half = (
+        FaultPrediction(name="one", tensors=with_error(out=size), parameters={"of": name})
+        for name, size in (("k", 2.0), ("v", 1.0))
+    )
+    (explanation,) = rank(with_error(out=2.0), whole, half)
+    assert (explanation.parameters, explanation.others) == ({"of": "k"}, ())
 
 
 def test_parameter_of_a_family_is_fitted():

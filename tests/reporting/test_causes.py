@@ -35,6 +35,15 @@ def explained(
     return msgspec.structs.replace(record, diagnosis=diagnosis)
 
 
+def in_forms(*forms, seed=0):
+    """A failure that one model explains in each of ``forms``, which are its parameters."""
+    record = explained(IGNORED, seed=seed)
+    (one,) = record.diagnosis.ranked
+    one = msgspec.structs.replace(one, parameters=forms[0], others=forms[1:])
+    diagnosis = msgspec.structs.replace(record.diagnosis, ranked=(one,))
+    return msgspec.structs.replace(record, diagnosis=diagnosis)
+
+
 def raised(reason, status="error", seed=0):
     return gates.record("mine", problem={"seed": seed}, status=status, reason=reason)
 
@@ -48,6 +57,15 @@ def test_failures_of_one_model_form_one_group():
     assert grouped(*(explained(WIDER, seed=seed) for seed in range(70))) == [
         (WIDER, True, tuple(range(70)))
     ]
+
+
+def test_failures_of_one_model_are_grouped_by_a_form_that_fits_all_of_them():
+    values, both, plain = {"of": "v"}, {"of": "k and v"}, {}
+    first, second = in_forms(both, values), in_forms(values, plain)
+    assert grouped(first, second) == [(f"{IGNORED} [of v]", True, (0, 1))]
+    # One form of a model is enough for the reader, and the best of them comes first.
+    assert grouped(first) == [(f"{IGNORED} [of k and v]", True, (0,))]
+    assert len(grouped(in_forms(both), in_forms(values, plain))) == 2
 
 
 def test_out_of_bounds_writes_group_regardless_of_how_the_process_died():

@@ -47,7 +47,7 @@ def flash(q, k, v, scale, causal, window, softcap, slopes, fault="", sinks=None,
     query, kv = q.shape[1], k.shape[1]
     at = 0 if fault == "top_left" else kv - query if longest is None else longest
     left, right = window
-    right = 0 if causal else right
+    right = 0 if causal and not (fault == "right" and right > 0) else right
     left += (fault == "window") * (left >= 0)
 
     def modify(score, b, h, i, j):

@@ -21,6 +21,7 @@ WINDOW, SOFTCAP, ALIBI = (
     Spec.of("softcap", cap=2),
     Spec.of("alibi"),
 )
+EVEN_WINDOW = Spec.of("sliding_window", window=8)  # seven keys before a row's own: an odd number
 LATER_ALIBI = Spec.of("offset", ALIBI, rows=11)  # of the last 20 rows of 31
 DOCUMENTS = Spec.of("document", lengths=[5, 0, 9, 6])
 PADDING = Spec.of("padding", lengths=[30, 7])
@@ -70,6 +71,7 @@ UNPACKED = [
     {"mask": BOTTOM_RIGHT, "query": 31, "kv": 20},
     {"mask": CAUSAL, "query": 31, "kv": 20},
     {"mask": WINDOW, "value_dim": 8},
+    {"mask": EVEN_WINDOW},
     {"mask": both(WINDOW, CAUSAL), "kv_heads": 1},
     {"score": SOFTCAP, "mask": BOTTOM_RIGHT, "kv": 23},
     {"score": ALIBI, "mask": CAUSAL},
@@ -123,6 +125,8 @@ def test_correct_kernel_passes(convention, changes, options):
         ("flash_attn", "", {}, {"lse": "base2"}),
         ("flash_attn", "axes", {"heads": 20}, {}),
         ("flash_attn", "window", {"mask": WINDOW}, {}),
+        ("flash_attn", "right", {"mask": EVEN_WINDOW}, {}),
+        ("varlen", "right", {"mask": EVEN_WINDOW}, {}),
         ("flash_attn", "alibi", {"mask": CAUSAL, "score": ALIBI}, {}),
         ("varlen", "ignores_starts", {"mask": DOCUMENTS}, {}),
         ("varlen", "ignores_starts", {"mask": CAUSAL}, {}),
@@ -230,6 +234,9 @@ def test_slopes_of_a_top_left_function_count_distance_from_its_own_diagonal():
         ("causal, window_size", WINDOW, {"causal": True, "window_size": (6, 0)}),
         ("causal, window_size", CAUSAL, {"causal": True, "window_size": (-1, -1)}),
         ("causal", WINDOW, "takes no window_size"),
+        ("causal, window_size", WINDOW, {"causal": True, "window_size": (6, 0)}),
+        ("causal, window_size", EVEN_WINDOW, {"causal": True, "window_size": (7, 7)}),
+        ("window_size", EVEN_WINDOW, {"window_size": (7, 0)}),
         ("softmax_scale", CAUSAL, "takes no causal"),
         ("sm_scale", Spec.of("full"), {"sm_scale": 0.25}),
         ("softcap, alibi_slopes", Spec.of("full"), {"softcap": 0.0, "alibi_slopes": None}),

@@ -120,6 +120,8 @@ class Confirmation:
     predictions: dict[str, dict[int, list[FaultPrediction]]]
     responses: dict[int, Response]
     sizes: dict[str, list[float]]  # each model's fitted sizes, one or more for a wrong response
+    # The words of each model's forms that are left; None where no case tells them apart.
+    forms: dict[str, Collection[object] | None]
 
     def are_alike(self, names: Sequence[str]) -> bool:
         """Return whether these models predict the very same numbers in all cases.
@@ -128,6 +130,18 @@ class Confirmation:
         """
         first, *others = (self.predictions[name] for name in names)
         return all(_are_alike(first, other, self.responses) for other in others)
+
+    def with_remaining_forms(self, one: FaultExplanation) -> FaultExplanation:
+        """Return an explanation with those of its forms that no case refuted; all if none is left.
+
+        A single failure may not tell which form it is: with two key heads, which of two orders.
+        """
+        words = self.forms.get(one.name)
+        forms = [one.parameters, *one.others]
+        remaining = [form for form in forms if words is None or words_of(form) in words]
+        if not remaining:
+            return one
+        return replace(one, parameters=remaining[0], others=tuple(remaining[1:]))
 
     def with_common_size(self, one: FaultExplanation) -> FaultExplanation:
         """Return an explanation with the fitted size that explains the most responses, if any do.
@@ -217,6 +231,7 @@ def confirm(
         predictions=predictions,
         responses=responses,
         sizes=sizes,
+        forms={name: forms and forms.keys() for name, forms in rest.items()},
     )
 
 
@@ -302,13 +317,17 @@ def _are_alike(
     """Return whether some form of each model predicts the same outputs in every case."""
     both = [number for number in one if number in other]
     forms = [
-        {words_of(each) for ones in predictions.values() for each in ones}
+        {words_of(each.parameters) for ones in predictions.values() for each in ones}
         for predictions in (one, other)
     ]
 
     def agree(number: int, words: object, its: object) -> bool:
         ones, others = (
-            [x.tensors for x in predictions[number] if x.free is None and words_of(x) == its_words]
+            [
+                x.tensors
+                for x in predictions[number]
+                if x.free is None and words_of(x.parameters) == its_words
+            ]
             for predictions, its_words in ((one, words), (other, its))
         )
         allowed = responses[number].error.allowed

@@ -23,6 +23,7 @@ from attncheck.diagnose.explanations import (
     explain,
     float64_tensors,
     pair_count,
+    words_of,
 )
 from attncheck.diagnose.failing_kernel import FailingKernel, is_too_large, skip_unfit
 from attncheck.diagnose.observation import is_finite, nan_everywhere, observe
@@ -383,7 +384,11 @@ class _Failure(FailingKernel):
             rest = [n for n in rest if FAULT_MODELS[n].family != "overflow"] or rest
         fixed = [name for name in rest if FAULT_MODELS[name].order < _FITTED]
         candidates, families = fixed or rest, {FAULT_MODELS[name].family for name in rest}
-        ranking = [confirmation.with_common_size(one) for one in ranking if one.name in candidates]
+        ranking = [
+            confirmation.with_common_size(confirmation.with_remaining_forms(one))
+            for one in ranking
+            if one.name in candidates
+        ]
         diagnosis = _as_diagnosis(ranking, findings, case.problem, problems + confirmation.problems)
         # Several models that predict the very same numbers describe one fault in several words.
         one = len(fixed) == 1 or (
@@ -576,6 +581,7 @@ def _as_diagnosis(
                 share=one.share,
                 explains_all=one.all,
                 parameters=dict(one.parameters),
+                others=_other_words(one),
             )
             for one in convincing[:shown_count]
         ),
@@ -584,3 +590,9 @@ def _as_diagnosis(
         problems=problems,
         tiles=UNSET if findings.tiles is None else findings.tiles,
     )
+
+
+def _other_words(one: FaultExplanation) -> tuple[dict[str, int | float | str], ...]:
+    """Return an explanation's other forms, one of each set of words."""
+    forms = {words_of(form): form for form in reversed((one.parameters, *one.others))}
+    return tuple(dict(form) for words, form in forms.items() if words != words_of(one.parameters))

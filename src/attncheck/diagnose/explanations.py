@@ -24,7 +24,7 @@ from attncheck.records.record import TileMap
 from attncheck.verify.allowances import deterministic_bounds, gradient_allowance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -144,13 +144,13 @@ def forms_of(fitting: Iterable[FaultPrediction], problem: Problem) -> Forms:
     """Return these forms by their words: numbers except a tile depend on the problem's sizes."""
     forms: Forms = {}
     for one in fitting:
-        forms.setdefault(words_of(one), set()).update(_equivalent_tiles(one, problem))
+        forms.setdefault(words_of(one.parameters), set()).update(_equivalent_tiles(one, problem))
     return forms
 
 
-def words_of(one: FaultPrediction) -> tuple[tuple[str, str], ...]:
-    """Return the parameters of a form that are words."""
-    return tuple((k, v) for k, v in one.parameters.items() if isinstance(v, str))
+def words_of(parameters: Mapping[str, int | float | str]) -> tuple[tuple[str, str], ...]:
+    """Return those parameters of a form that are words."""
+    return tuple((k, v) for k, v in parameters.items() if isinstance(v, str))
 
 
 def _equivalent_tiles(one: FaultPrediction, problem: Problem) -> Iterable[object]:
@@ -180,7 +180,7 @@ def form_tiles(response: Response, model: FaultModel, *, split: bool = True) -> 
         tile = one.parameters.get("tile")
         # Without a tile of keys, rows are an offset, which depends on the problem.
         rows = None if tile is None else one.parameters.get("rows")
-        form = words_of(one), tile, rows
+        form = words_of(one.parameters), tile, rows
         tiles[form] = tiles.get(form, False) or fits
     return tiles
 

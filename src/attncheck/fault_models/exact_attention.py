@@ -215,7 +215,7 @@ class ExactAttention:
         *,
         b: Tensor | None = None,
         h: Tensor | None = None,
-        i: int = 0,
+        i: int | Tensor = 0,
     ) -> Tensor:
         """Return the keys that a mask shows, bool.
 
@@ -236,11 +236,15 @@ class ExactAttention:
         *,
         b: Tensor | None = None,
         h: Tensor | None = None,
-        i: int = 0,
+        i: int | Tensor = 0,
+        j: int | Tensor = 0,
     ) -> Tensor:
-        """Return ``x`` after a score mod, by default the Problem's; indices as in ``visible``."""
+        """Return ``x`` after a score mod, by default the Problem's.
+
+        Indices are those of ``visible``, and keys are shifted by ``j``.
+        """
         score = score or self.score
-        at = (self.b if b is None else b, self.h if h is None else h, self.i + i, self.j)
+        at = (self.b if b is None else b, self.h if h is None else h, self.i + i, self.j + j)
         try:
             # A copy, since a score mod may write to its argument.
             s = score(x.clone(), *at)

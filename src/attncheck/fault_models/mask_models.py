@@ -563,6 +563,20 @@ def mask_of_another_sequence(call: ExactAttention) -> Iterator[Form]:
         yield call.attend(seen=call.visible(call.mask, b=other)), {"sequence": name}
 
 
+@_model(applies=lambda p: has_mask()(p) and p.operation == "attention" and p.group > 1)
+def mask_of_packed_rows(call: ExactAttention) -> Iterator[Form]:
+    """The mask counts the rows of query heads that share a key head in another order than they are
+    packed in: rows are hidden what others must not see.
+    """
+    group, query = call.problem.group, call.problem.query
+    member = call.h % group
+    for packed, row in {
+        "head by head": (member * query + call.i) // group,
+        "row by row": (call.i * group + member) % query,
+    }.items():
+        yield call.attend(seen=call.visible(call.mask, i=row - call.i)), {"packed": packed}
+
+
 @_model(applies=has_mask("sliding_window"))
 def one_row_sees_all(call: ExactAttention) -> Iterator[Form]:
     """A single row, as in decoding, sees every key: the window is left out with the causal

@@ -17,8 +17,10 @@ from attncheck.fault_models.fault_model import (
     ModelTable,
     Parameters,
     has_mask,
+    has_score,
     is_attention,
 )
+from attncheck.fault_models.layout_models import key_counts
 from attncheck.fault_models.steps import LOG2E, round_to_format
 
 if TYPE_CHECKING:
@@ -132,6 +134,10 @@ def last_tile_dropped(call: ExactAttention) -> Iterator[Form]:
         yield outputs, parameters
         # If the number of tiles is rounded down, only a partial tile is lost.
         yield outputs if kv % size else call.exact, {**parameters, "when": "not full"}
+        # A full tile is lost if the keys in the last one are their number modulo the tile.
+        counts = torch.tensor(key_counts(call.problem)).view(-1, 1, 1, 1)
+        full = (tile == (counts - 1) // size) & (counts % size == 0)
+        yield _without_keys(call, full, tile=size, when="full")
     # Each block of rows loses the last tile in which it sees anything.
     for rows, size in call.tilings:
         edge = edge_tiles(call, rows, size, last=True)
@@ -184,7 +190,7 @@ def loop_bounds(call: ExactAttention) -> Iterator[Form]:
         if has_mask("causal", "causal_bottom_right", "sliding_window")(call.problem):
             yield _without_keys(call, call.j >= call.i // rows * rows, rows=rows)
     of_keys = once_for_each(lambda visited: call.attend(seen=call.seen & visited))
-    for visited, parameters in bounded_loops(call):
+    for visited, parameters in (*bounded_loops(call), *_begun_by_last_rows(call)):
         yield of_keys(visited), parameters
     # The loop visits as many keys as there are rows, rounded up to tiles.
     for size in (1, *call.key_tiles):
@@ -241,9 +247,28 @@ def bounded_loops(call: ExactAttention) -> Iterator[tuple[Tensor, Parameters]]:
             "one block": torch.full_like(block, rows),
             "a whole tile": (first + rows) // size * size,
             "another diagonal": first - later + rows + other,
+            "another diagonal, after a tile": (first - later + rows + other).clamp(min=1),
         }.items():
             yield tile < end, {"tile": size, "rows": rows, "ends with": name}
         yield tile + size > first, {"tile": size, "rows": rows, "begins with": "its first row"}
+
+
+def _begun_by_last_rows(call: ExactAttention) -> Iterator[tuple[Tensor, Parameters]]:
+    """Yield the keys that loops visit which begin with the first key of a block's last row."""
+    if not has_mask("sliding_window")(call.problem):
+        return
+    query = call.problem.query
+    of_all = [
+        (query, size, {"tile": size, "begins with": "the last row"}) for size in call.key_tiles
+    ]
+    of_blocks = [
+        (rows, size, {"tile": size, "rows": rows, "begins with": "its last row"})
+        for rows, size in call.any_tiles
+    ]
+    for rows, size, parameters in (*of_all, *of_blocks):
+        last = ((call.i // rows + 1) * rows - 1).clamp(max=query - 1)
+        first = call.visible(call.mask, i=last - call.i).to(torch.uint8).argmax(-1, keepdim=True)
+        yield call.j // size * size + size > first, parameters
 
 
 @_model()
@@ -276,6 +301,22 @@ def partial_tile_as_full(call: ExactAttention) -> Iterator[Form]:
     for rows, size in call.any_tiles:
         some, _ = tile_visibility(call, rows, size)
         yield call.attend(seen=some), {"tile": size, "rows": rows}
+
+
+@_model(applies=has_mask(), family="mask")
+def mask_skipped_by_one_row(call: ExactAttention) -> Iterator[Form]:
+    """A tile counts as seen throughout if one row of its block, the first or the last, sees all of
+    it.
+    """
+    of_keys = once_for_each(lambda seen: call.attend(seen=seen))
+    for rows, size in call.any_tiles:
+        first = call.i // rows * rows
+        last = (first + rows - 1).clamp(max=call.problem.query - 1)
+        for name, row in {"the first": first, "the last": last}.items():
+            hidden = pad(~call.visible(call.mask, i=row - call.i), (0, padded_keys(call, size)))
+            full = ~hidden.unflatten(-1, (-1, size)).any(-1).repeat_interleave(size, -1)
+            outputs = of_keys(call.seen | full[..., : call.problem.kv])
+            yield outputs, {"tile": size, "rows": rows, "row": name}
 
 
 @_model(applies=has_mask("prefix_lm", "not", "or", "expression"))
@@ -446,6 +487,32 @@ def mask_within_the_tile(call: ExactAttention) -> Iterator[Form]:
                 seen = visible & visited_padded & (torch.arange(kv + count) < end)
                 z = torch.where(seen, s, -math.inf)
                 yield call.with_extra_keys(z[..., kv:], z[..., :kv]), {"tile": size}
+    for parameters, start in _split_starts(call):
+        seen = call.visible(call.mask)[..., (call.j - start).flatten()]
+        yield call.attend(seen=seen), parameters
+
+
+def _split_starts(call: ExactAttention) -> Iterator[tuple[dict[str, int], Tensor]]:
+    """Yield parameters, and for each key where its split begins, ``(1, 1, 1, kv)``."""
+    for edges, (count, size) in _cuts(call).items():
+        starts = torch.tensor(edges[:-1])
+        lengths = torch.tensor([stop - start for start, stop in pairwise(edges)])
+        yield {"splits": count, "tile": size}, starts.repeat_interleave(lengths).view(call.j.shape)
+
+
+@_model(applies=has_score(), family="score")
+def score_mod_within_the_tile(call: ExactAttention) -> Iterator[Form]:
+    """The score mod is asked about a key's, or a row's, place in its tile or split: where that
+    starts is missing.
+    """
+    for size in call.key_tiles:
+        start = call.j // size * size
+        yield call.attend(s=call.modified(call.x, j=-start)), {"of": "a key", "tile": size}
+    for parameters, start in _split_starts(call):
+        yield call.attend(s=call.modified(call.x, j=-start)), {"of": "a key", **parameters}
+    for rows in call.row_tiles:
+        start = call.i // rows * rows
+        yield call.attend(s=call.modified(call.x, i=-start)), {"of": "a row", "rows": rows}
 
 
 def _whole_tiles(call: ExactAttention, rows: int, size: int) -> Tensor:
@@ -659,6 +726,19 @@ def split_bounds_wrong(call: ExactAttention) -> Iterator[Form]:
                 if (begin or end) and bool(times.any()):
                     outputs = call.attend(s=call.s + times.log())
                     yield outputs, {"splits": count, "begins": begin, "ends": end}
+
+
+@SPLITS.model(applies=_several_keys)
+def split_lse_not_accumulated(call: ExactAttention) -> Iterator[Form]:
+    """Splits of the keys are merged one after another, each with the LSE of the one before it
+    alone, not of all before it.
+    """
+    for parameters, outs, lses in _splits(call):
+        both = Outputs(outs[0], lses[0])
+        for n in range(1, len(outs)):
+            both = merged(torch.stack([both.out, outs[n]]), lses[n - 1 : n + 1])
+        for lse in (lses[-1], both.lse, call.parts.lse):
+            yield Outputs(both.out, lse), parameters
 
 
 @SPLITS.model(applies=_several_keys, family="lse")

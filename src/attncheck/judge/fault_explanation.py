@@ -73,6 +73,8 @@ class FaultExplanation:
     parameters: Mapping[str, int | float | str] = field(default_factory=dict)
     size: float | None = None  # the fitted size itself
     loose: bool = False  # whether the prediction says nothing about some rows
+    # Parameters of the fault's other forms that explain all.
+    others: tuple[Mapping[str, int | float | str], ...] = ()
 
 
 class ObservedError:
@@ -336,12 +338,15 @@ def rank_explanations(
     Those that explain all come first, ones with free rows last among them. If they leave about as
     little unexplained as the best one, they are ranked by ``order``. The others follow by share.
     """
-    best: dict[str, FaultExplanation] = {}
+    forms: dict[str, list[FaultExplanation]] = {}
     for prediction in predictions:
-        one = error.explained(prediction)
-        if one is not None and (one.name not in best or _form_key(one) < _form_key(best[one.name])):
-            best[one.name] = one
-    return _sort(best.values())
+        if (one := error.explained(prediction)) is not None:
+            forms.setdefault(one.name, []).append(one)
+    best = []
+    for each in forms.values():
+        first, *rest = sorted(each, key=_form_key)
+        best.append(replace(first, others=tuple(one.parameters for one in rest if one.all)))
+    return _sort(best)
 
 
 def _form_key(one: FaultExplanation) -> tuple[bool, bool, float, int]:
@@ -366,11 +371,10 @@ def combine_rankings(
         worst = min((one[name] for one in each), key=lambda e: (e.all, e.share))
         if worst.all:  # rounding is a large share of an error that is barely beyond its bound
             worst = max((one[name] for one in each), key=lambda e: e.share)
-        parameters, unexplained = (
-            each[0][name].parameters,
-            max(one[name].unexplained for one in each),
+        own, unexplained = each[0][name], max(one[name].unexplained for one in each)
+        combined.append(
+            replace(worst, parameters=own.parameters, others=own.others, unexplained=unexplained)
         )
-        combined.append(replace(worst, parameters=parameters, unexplained=unexplained))
     return _sort(combined) or list(first)
 
 

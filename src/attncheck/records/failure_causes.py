@@ -304,9 +304,13 @@ def _fewest_causes(
         best = max(counts, key=counts.__getitem__)  # the first if several are equal
         members = tuple(i for i in unexplained if best in models[i])
         unexplained = [i for i in unexplained if best not in models[i]]
-        # The text names all models that explain every member: they cannot be told apart.
-        equals = [key for key in counts if all(key in models[i] for i in members)]
-        texts = [_common_text([models[i][key] for i in members]) for key in (best, *equals)]
+        # The text names all models that explain every member, since they cannot be told apart, but
+        # one form of each.
+        equals = {best[0]: best}
+        for key in counts:
+            if all(key in models[i] for i in members):
+                equals.setdefault(key[0], key)
+        texts = [_common_text([models[i][key] for i in members]) for key in equals.values()]
         distinct = list(dict.fromkeys(texts))
         more = [f"{len(distinct) - _MOST_NAMED} more"] if distinct[_MOST_NAMED:] else []
         yield members, best, ", or ".join(distinct[:_MOST_NAMED] + more)
@@ -324,13 +328,14 @@ def _certain_models(record: Record) -> dict[Key, Explanation]:
 
 
 def _models(explanations: Iterable[Explanation]) -> dict[Key, Explanation]:
-    """Return explanations by fault: the model's id and its textual parameters."""
-    models = {}
+    """Return explanations by fault, in each of its forms: the model's id and its words."""
+    models: dict[Key, Explanation] = {}
     for one in explanations:
-        # A tensor's name distinguishes faults. Numbers, and the arguments in brackets after the
-        # name of a mask, only depend on the size of the Problem.
-        words = (v.partition("(")[0] for v in one.parameters.values() if isinstance(v, str))
-        models[(one.model, *words)] = one
+        for form in (one.parameters, *one.others):
+            # A tensor's name distinguishes faults. Numbers, and the arguments in brackets after the
+            # name of a mask, only depend on the size of the Problem.
+            words = (v.partition("(")[0] for v in form.values() if isinstance(v, str))
+            models.setdefault((one.model, *words), replace(one, parameters=dict(form)))
     return models
 
 

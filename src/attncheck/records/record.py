@@ -145,6 +145,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # Parameters of the fault: tile sizes, heads, or a fitted number.
     # msgspec copies the default for each Struct.
     parameters: dict[str, int | float | str] = {}
+    # Parameters of the fault's other forms that explain as much, if they differ in words.
+    others: tuple[dict[str, int | float | str], ...] = ()
 
 
 class TileMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -175,6 +175,10 @@ def _edges(edges: tuple[int, int], able: frozenset[str]) -> Arguments:
         return {"causal": pass_if_accepted(causal), "window_size": pass_if_required(_NO_WINDOW)}
     if right == 0 and left < 0 and "window_size" not in able:
         return {"causal": must_pass(value=True)}  # a reason for refusal: neither is supported
+    if causal and left % 2:
+        # Callers like transformers give a window the same length on both sides: the flag overrides
+        # its right one. Every second window is passed so, the others with 0 on the right.
+        edges = left, left
     return {"causal": pass_if_accepted(causal), "window_size": must_pass(edges)}
 
 
