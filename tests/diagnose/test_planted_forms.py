@@ -97,6 +97,7 @@ FORMS = [
         PLAIN.replace(head_dim=80),
         {"of": "q and k", "bound": "whole blocks of 32"},
     ),
+    ("columns-missing", PLAIN.replace(head_dim=96), {"of": "q and k", "bound": "always 64"}),
     ("values-stale", PLAIN, {"stages": 3, "which": "all"}),
     ("first-tile-nan", WINDOW, {"of": "the first that its block visits"}),
     ("first-tile-nan", WINDOW, {}),

@@ -60,6 +60,7 @@ PROBLEMS = (
     RAGGED | {"mask": OF("sliding_window", window=90)},
     RAGGED | {"mask": OF("documents", query_lengths=[20, 0, 17], kv_lengths=[20, 30, 27])},
     RAGGED | {"mask": OF("causal"), "scale": 20.0},
+    RAGGED | {"mask": OF("causal"), "query": 77, "heads": 4, "kv_heads": 2},
 )  # fmt: skip
 
 
@@ -74,6 +75,7 @@ FIRST = {
     "padding": 6,
     "batch": 6,
     "empty": 8,
+    "packed": 35,
 }
 FIRST |= {"sentinel": 8, "softcap": 9, "head-order": 10, "kv-heads": 10, "score-mod": 7, "alibi": 7}
 FIRST |= {"bias": 7, "sink": 12, "descale": 16, "weights": 16, "products": 16, "maximum": 19}

@@ -231,7 +231,6 @@ def test_slopes_of_a_top_left_function_count_distance_from_its_own_diagonal():
         ("is_causal", CAUSAL, {"is_causal": True}),
         ("window_size", CAUSAL, {"window_size": (-1, 0)}),
         ("window_size", WINDOW, {"window_size": (6, 0)}),
-        ("causal, window_size", WINDOW, {"causal": True, "window_size": (6, 0)}),
         ("causal, window_size", CAUSAL, {"causal": True, "window_size": (-1, -1)}),
         ("causal", WINDOW, "takes no window_size"),
         ("causal, window_size", WINDOW, {"causal": True, "window_size": (6, 0)}),

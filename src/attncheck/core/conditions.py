@@ -61,7 +61,6 @@ class Conditions:
     given_scores: bool = False
     has_score_mod: bool = False  # Whether a score mod is applied to the products.
     has_sink: bool = False  # Whether the last key is a sink.
-    sees_all: bool = False  # Whether every row is known to see every key.
     # Number of keys that each row sees, float64 ``(heads, rows, 1)``.
     count: torch.Tensor = field(init=False, repr=False)
     # Cached results of functions of these Conditions: see ``kept_step``.

@@ -7,6 +7,7 @@ each output column is a key's weight), with parts of an input negated, and with 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ _SECONDS = 0.5  # time after which no further length is tried
 _INDEPENDENT = 6  # independent problems that the kernel is called on
 _LENGTHS = (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128, 129)
 _TILE = 16  # keys in the smallest tile that kernels use
-_WHOLE_TILES = 128  # a multiple of this many keys is whole tiles of every size
+_WHOLE_TILES = 128  # a multiple of this many rows or keys is whole tiles of every size
 _HALF = 0.5  # A key's count is certain where its doubt is smaller.
 _OF_ONE_SIGN = 0.5  # share of errors' mean in their mean magnitude that rounding does not have
 _MOST_CALLS = 4  # calls to measure the weights of all keys
@@ -70,12 +71,13 @@ def observe(response: Response, kernel: FailingKernel, *, varies: bool) -> Obser
     case = kernel.case
     facts = [nan_everywhere(response) or _wrong_places(response)]
     facts += ["what it gives changes with what free memory holds"] if varies else []
-    needed = set()
+    needed, changes = set(), []
     for name, (words, change) in _simplifications(case.problem).items():
         if responses := _responses_with(change, kernel):
             wrong = any(run.error.proven for run in responses)
-            facts.append(f"{'wrong as well' if wrong else 'right'} {words}")
+            changes.append(f"{'wrong as well' if wrong else 'right'} {words}")
             needed |= set() if wrong else {name}
+    facts += sorted(changes)  # what makes it right tells more
     runs = [response]
     for other in itertools.islice(independent_cases(case, kernel.takes), _INDEPENDENT):
         runs += kernel.ask(other)
@@ -241,6 +243,10 @@ def _simplifications(problem: Problem) -> dict[str, tuple[str, dict[str, object]
     causal: dict[str, object] = {"mask": Spec.of("causal")}
     narrow = problem.dtype != "fp32" and not problem.formats.scaled
     square = problem.mask == FULL and problem.query == problem.kv
+    lengths: dict[str, object] = {"query": problem.query, "kv": problem.kv}
+    step = math.lcm(_WHOLE_TILES, problem.paging.size if problem.paging else 1)
+    values = [-(-length // step) * step for length in (problem.query, problem.kv)]
+    whole: dict[str, object] = dict(zip(lengths, values, strict=True))
     table: tuple[tuple[bool, str, str, dict[str, object]], ...] = (
         (
             problem.score != NONE,
@@ -256,6 +262,7 @@ def _simplifications(problem: Problem) -> dict[str, tuple[str, dict[str, object]
         (not one_group, "heads", "with one head alone", {"heads": 1, "kv_heads": 1}),
         (one_group and problem.heads > 1, "group", "with one query head alone", {"heads": 1}),
         (narrow, "dtype", "in fp32", {"dtype": "fp32"}),
+        (whole != lengths, "tail", f"with lengths of {' and '.join(map(str, values))}", whole),
     )
     return {name: (words, change) for holds, name, words, change in table if holds}
 

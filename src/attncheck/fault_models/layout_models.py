@@ -623,11 +623,12 @@ def columns_missing(call: ExactAttention) -> Iterator[Form]:
     problem, exact = call.problem, call.exact
     dims = (problem.head_dim, problem.value_dim)
     # The kernel may be compiled for one dim, or for the power of two below; or it may read one
-    # column too few, or whole blocks alone.
+    # column too few, or whole blocks alone, or the same number whatever the dim.
     bounds = {"the smaller dim": {min(dims)}, "all but one": {dim - 1 for dim in dims}}
     bounds["a power of two"] = {1 << (dim.bit_length() - 1) for dim in dims}
     for block in _BLOCKS:
         bounds[f"whole blocks of {block}"] = {dim // block * block for dim in dims}
+    bounds |= {f"always {count}": {count} for count in (64, 128)}
     for bound, columns in ((name, n) for name, some in bounds.items() for n in sorted(some - {0})):
         is_read = torch.arange(problem.value_dim) < columns
         x = call.q[..., :columns] @ call.k[..., :columns].mT * call.scale

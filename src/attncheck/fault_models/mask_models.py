@@ -565,8 +565,8 @@ def mask_of_another_sequence(call: ExactAttention) -> Iterator[Form]:
 
 @_model(applies=lambda p: has_mask()(p) and p.operation == "attention" and p.group > 1)
 def mask_of_packed_rows(call: ExactAttention) -> Iterator[Form]:
-    """The mask counts the rows of query heads that share a key head in another order than they are
-    packed in: rows are hidden what others must not see.
+    """The rows of query heads that share a key head are packed in one order, and counted in another
+    by the mask: a row gets that of another.
     """
     group, query = call.problem.group, call.problem.query
     member = call.h % group

@@ -127,8 +127,8 @@ def _without_keys(
 @_model()
 def last_tile_dropped(call: ExactAttention) -> Iterator[Form]:
     """The last tile of keys is never visited."""
-    kv = call.problem.kv
-    for size in call.key_tiles:
+    kv, paging = call.problem.kv, call.problem.paging
+    for size in dict.fromkeys((*call.key_tiles, *([paging.size] if paging else []))):
         tile = call.j // size
         outputs, parameters = _without_keys(call, tile == (kv - 1) // size, tile=size)
         yield outputs, parameters
@@ -467,8 +467,8 @@ def full_tile_beyond_the_end(call: ExactAttention) -> Iterator[Form]:
 
 @_model(applies=has_mask(), family="mask")
 def mask_within_the_tile(call: ExactAttention) -> Iterator[Form]:
-    """The mask, and perhaps the end of the keys, is asked about a key's place in its tile: where
-    that starts is missing.
+    """The mask, and perhaps the end of the keys, is asked about a key's place in its tile or split:
+    where that starts is missing.
     """
     kv, shape = call.problem.kv, call.shape
     for size in call.key_tiles:
@@ -494,7 +494,7 @@ def mask_within_the_tile(call: ExactAttention) -> Iterator[Form]:
 
 def _split_starts(call: ExactAttention) -> Iterator[tuple[dict[str, int], Tensor]]:
     """Yield parameters, and for each key where its split begins, ``(1, 1, 1, kv)``."""
-    for edges, (count, size) in _cuts(call).items():
+    for edges, (count, size) in _any_cuts(call).items():
         starts = torch.tensor(edges[:-1])
         lengths = torch.tensor([stop - start for start, stop in pairwise(edges)])
         yield {"splits": count, "tile": size}, starts.repeat_interleave(lengths).view(call.j.shape)
@@ -591,6 +591,16 @@ def _cuts(call: ExactAttention) -> dict[tuple[int, ...], tuple[int, int]]:
                 cuts.setdefault(edges, (len(edges) - 1, size))
         if blocks > 1:  # the first tile, and all others
             cuts.setdefault((0, size, kv), (2, size))
+    return cuts
+
+
+def _any_cuts(call: ExactAttention) -> dict[tuple[int, ...], tuple[int, int]]:
+    """Return ``_cuts``, and those of equal parts of the keys, which need not be whole tiles."""
+    kv, cuts = call.problem.kv, _cuts(call)
+    for count in _COUNTS:
+        edges = (*range(0, kv, -(-kv // count)), kv)
+        if count <= kv:
+            cuts.setdefault(edges, (len(edges) - 1, 1))
     return cuts
 
 
@@ -733,7 +743,7 @@ def split_lse_not_accumulated(call: ExactAttention) -> Iterator[Form]:
     """Splits of the keys are merged one after another, each with the LSE of the one before it
     alone, not of all before it.
     """
-    for parameters, outs, lses in _splits(call):
+    for parameters, outs, lses in _splits(call, _any_cuts(call)):
         both = Outputs(outs[0], lses[0])
         for n in range(1, len(outs)):
             both = merged(torch.stack([both.out, outs[n]]), lses[n - 1 : n + 1])

@@ -68,8 +68,7 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
     if not unmodified:
         products = torch.where(by_mask & ~torch.isneginf(products), products, 0.0)
     # Passes over memory are the cost: skip those for hidden keys if no key is hidden.
-    sees_all = bool(attended.all())
-    if sees_all:
+    if bool(attended.all()):
         maximum = scores.amax(-1)
         weights = scores - maximum[..., None]
     else:
@@ -88,7 +87,6 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
         products=scores if unmodified else products,
         scores=scores,
         seen=attended,
-        sees_all=sees_all,
         maximum=maximum,
         total=weights.sum(-1),
         out=_at_rows(truth.out, rows),
