@@ -202,7 +202,7 @@ def wrong(claims):
 
 def test_kernel_without_limits_is_asked_everything(find):
     subject, claims = find("right")
-    assert (claims.lines(), wrong(claims)) == ([], [])
+    assert (claims.lines(), claims.deviation(), wrong(claims)) == ([], "", [])
     assert claims.terms().table is None
     questions = claimed_questions(claims, subject, device="cpu")
     assert {one.case.problem.head_dim for one in questions} >= {64, 80, 96, 128}
@@ -254,6 +254,7 @@ def test_limits_that_raise_are_reported_and_not_asked(find):
 def test_causal_alignment_is_detected_reported_and_used(find, name, alignment, says, mask):
     subject, claims = find(name)
     assert claims.causal == alignment
+    assert claims.deviation().startswith(f"causal masks end at the {alignment.replace('_', ' ')}, ")
     (line,) = (line for line in claims.lines() if says in line)
     assert line.endswith(f'causal = "{alignment}" in the configuration declares that')
     assert wrong(claims) == []
@@ -404,15 +405,14 @@ def test_fault_of_every_second_tile_is_no_limit_to_multiples_or_equal_lengths(fi
         assert run_case(limited, Case(problem=problem), device="cpu").status == "fail"
 
 
-def test_wrong_slopes_of_each_sequence_are_said_to_be_untested(find):
+def test_wrong_slopes_of_each_sequence_are_a_finding_of_their_own(find):
     _, claims = find("slopes_of_the_first")
-    assert ("slopes", "wrong") in {(one.aspect, one.verdict) for one in claims.tried}
-    assert any(line.startswith("slopes of each sequence,") for line in claims.lines())
+    assert wrong(claims) == ["slopes-2-sequences"]
 
 
 def test_slopes_of_sequences_are_asked_of_a_kernel_that_is_wrong_on_all_slopes(find):
     _, claims = find("slopes_upwards")
-    assert not any(line.startswith("slopes of each sequence,") for line in claims.lines())
+    assert wrong(claims) == []
     score = Spec.of("alibi_by_sequence")
     by_sequence = Problem(batch=2, query=64, kv=64, mask=Spec.of("causal"), score=score)
     assert claims.within(by_sequence)

@@ -115,6 +115,14 @@ _TABLE: tuple[NamedProblem, ...] = (
         mask=_window(17),
         distribution="negative_logits",
     ),
+    # Whole tiles of keys that one head sees, and the other does not.
+    _row(
+        "mask-by-head",
+        "H2 Q128 K256",
+        CHECK,
+        CONTRACT,
+        mask=Spec.of("expression", text="(h == 0) | (kv_idx < 128)"),
+    ),
     # Row 0 sees the keys 127 to 133: the last key of a tile of any usual size, and a few more.
     _row(
         "window-edge", "H2 Q17 K150", CHECK, CONTRACT, mask=Spec.of("offset", _window(7), rows=133)
@@ -241,6 +249,7 @@ SUMMARIES = {
     "window": "a sliding window, as a mask that is written out",
     "window-wide": "a window wider than a tile: it does not begin before the keys do",
     "window-negative": "a window whose first tile some rows do not see, and low scores after it",
+    "mask-by-head": "a mask of its own for each head, in whole tiles",
     "window-edge": "a window that begins with the last key of a tile",
     "window-far": "positions that need more than 8 or 11 bits",
     "many-rows": "many blocks of rows, as long prompts have",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 from msgspec.structs import replace
 
 from attncheck.cli import verb
@@ -239,7 +240,8 @@ def _check_kernel(
 
     selection = _existing_questions(select, options)
     if claims is not None and (lines := tuple(claims.lines())):
-        report = replace(report, claims={subject.name: lines})
+        deviation = claims.deviation() or msgspec.UNSET
+        report = replace(report, claims={subject.name: lines}, deviation=deviation)
     terms = None if claims is None else replace(claims.terms(**claim_options), table=None)
     executor = executor_of(subject)
     problems = (taken_problem(subject, one.case.problem, executor, device) for one in selection)

@@ -258,17 +258,14 @@ def _begun_by_last_rows(call: ExactAttention) -> Iterator[tuple[Tensor, Paramete
     if not has_mask("sliding_window")(call.problem):
         return
     query = call.problem.query
-    of_all = [
-        (query, size, {"tile": size, "begins with": "the last row"}) for size in call.key_tiles
-    ]
-    of_blocks = [
-        (rows, size, {"tile": size, "rows": rows, "begins with": "its last row"})
-        for rows, size in call.any_tiles
-    ]
-    for rows, size, parameters in (*of_all, *of_blocks):
+    for rows, size in (*product((query,), call.key_tiles), *call.any_tiles):
         last = ((call.i // rows + 1) * rows - 1).clamp(max=query - 1)
         first = call.visible(call.mask, i=last - call.i).to(torch.uint8).argmax(-1, keepdim=True)
-        yield call.j // size * size + size > first, parameters
+        visited = call.j // size * size + size > first
+        if rows == query:
+            yield visited, {"tile": size, "begins with": "the last row"}
+        else:
+            yield visited, {"tile": size, "rows": rows, "begins with": "its last row"}
 
 
 @_model()
@@ -314,7 +311,7 @@ def mask_skipped_by_one_row(call: ExactAttention) -> Iterator[Form]:
         last = (first + rows - 1).clamp(max=call.problem.query - 1)
         for name, row in {"the first": first, "the last": last}.items():
             hidden = pad(~call.visible(call.mask, i=row - call.i), (0, padded_keys(call, size)))
-            full = ~hidden.unflatten(-1, (-1, size)).any(-1).repeat_interleave(size, -1)
+            full = ~hidden.view(*call.shape[:3], -1, size).any(-1).repeat_interleave(size, -1)
             outputs = of_keys(call.seen | full[..., : call.problem.kv])
             yield outputs, {"tile": size, "rows": rows, "row": name}
 

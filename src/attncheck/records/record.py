@@ -283,6 +283,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # Kernels without declared capabilities → a line for each finding about the problems that they
     # take; left out where they take all that was tried.
     claims: dict[str, tuple[str, ...]] | msgspec.UnsetType = msgspec.UNSET
+    # What is otherwise than in a plain function's convention, and was tested as it is; left out
+    # where nothing is.
+    deviation: str | msgspec.UnsetType = msgspec.UNSET
     # Why the run ended early, and how far it came; left out where it was complete.
     incomplete: str | msgspec.UnsetType = msgspec.UNSET
     records: tuple[Record, ...]

@@ -309,6 +309,7 @@ def _sentence(report: Report) -> Verdict:
             doubt = "the oracles disagree, so nothing is said of the kernel"
             return Verdict("IN DOUBT", f"{name}: {doubt}{rest}", "bad")
         case "pass":
+            rest += f"; its {report.deviation}" if report.deviation else ""
             return Verdict("PASS", f"{name}: {questions}{_unusual_dtypes(report)}{rest}", "good")
     return Verdict("NOTHING TESTED", f"{name}: it supports none of the questions{rest}", "notable")
 

@@ -190,6 +190,13 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         }
         return "; ".join([*parts, *(fact for fact, holds in facts.items() if holds)])
 
+    def deviation(self) -> str:
+        """Return, briefly, what is otherwise than in its convention, and tested as it is; or ""."""
+        if not self.causal:
+            return ""
+        corner = self.causal.replace("_", " ")
+        return f"causal masks end at the {corner}, unlike those of {self.convention}"
+
     def lines(self) -> list[str]:
         """Return messages for its author about the terms it is asked on; none if it takes all."""
         lines = []
@@ -223,11 +230,6 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         raises = [one for one in self.tried if one.aspect == "backward" and one.verdict == "raises"]
         if raises and raises[0].what == "out":  # A forward alone is a kernel too.
             lines.append(f"gradients are not tested: it raises {raises[0].reason}")
-        if self._failure_on_sequence_slopes() == "wrong":
-            lines.append(
-                "slopes of each sequence, (sequences, heads), are not tested: it takes them, and "
-                "is wrong; a ValueError refuses them"
-            )
         if limits := self.limits():
             # Deaths are findings of their own, and masks are none of these limits.
             raised = [
@@ -273,8 +275,10 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             claimed = trial.aspect in CLAIMED
             name = f"{trial.aspect}-{trial.what}".replace(" ", "-").replace("<", "below")
             name = name.replace(">", "above").replace(",", "")
-            # It may well read slopes with an additional axis as one slope for each head.
-            wrong = one and ((one.verdict == "wrong" and one.aspect != "slopes") or one.fatal)
+            wrong = one is not None and (one.verdict == "wrong" or one.fatal)
+            if trial.aspect == "slopes":  # where those of heads are wrong too, questions show it
+                own = self._failure_on_sequence_slopes()
+                wrong = trial.what == "2 sequences" and own == "wrong"
             if wrong or name in named or (one and claimed and one.verdict == "raises"):
                 question = CheckCase(
                     name=name,
