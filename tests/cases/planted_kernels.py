@@ -206,6 +206,9 @@ WRONG = {
     "scale 1 % off": unfused_with(change=lambda scores: scores * 1.01),
     "the last key of a ragged tile": unfused_with(visible=hide_last_key_of_ragged_tile),
     "a written-out mask is ignored": unfused_with(visible=torch.ones_like),
+    "the first head's mask for all": unfused_with(
+        visible=lambda seen: seen[:, :1].expand(seen.shape)
+    ),
     "interleaved key heads": unfused_with(
         share=lambda q, k, v: tuple(t.repeat(1, q.shape[1] // k.shape[1], 1, 1) for t in (k, v))
     ),

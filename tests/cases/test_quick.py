@@ -147,6 +147,7 @@ FOUND = [
     ("the last key of a ragged tile", "one-query", "bound"),
     ("a written-out mask is ignored", "decode-window", "structure"),
     ("a written-out mask is ignored", "empty-rows", "empty rows"),
+    ("the first head's mask for all", "mask-by-head", "bound"),
     ("interleaved key heads", "decode-gqa", "structure"),
     ("S in bf16", "outliers", "bound"),
     ("P in e4m3", "uniform", "bound"),

@@ -31,6 +31,7 @@ CAUSAL_DOCUMENTS = PLAIN.replace(mask=OF("documents_bottom_right", OF("causal"),
 WINDOW = SQUARE.replace(mask=OF("sliding_window", window=5))
 WIDE_WINDOW = SQUARE.replace(mask=OF("sliding_window", window=24))
 STEP = PLAIN.replace(mask=OF("causal_bottom_right"))
+EMPTY_FIRST = BATCH.replace(mask=OF("padding", lengths=[0, 60]))
 SHARED = SQUARE.replace(heads=4, kv_heads=2, mask=OF("causal"))
 LONG_WINDOW = SQUARE.replace(mask=OF("sliding_window", window=300))
 
@@ -124,6 +125,26 @@ FORMS = [
     ("split-weights-wrong", PLAIN.replace(kv=150), {"weights": "without sums", "of": "both"}),
     ("split-weights-wrong", SQUARE.replace(mask=OF("causal")), {"weights": "of empty ones"}),
     ("values-of-keys-strides", PLAIN.replace(value_dim=48), {"of": "v by the strides of k"}),
+    ("split-weights-wrong", SQUARE.replace(mask=OF("causal")), {"splits": 3, "tile": 1}),
+    ("rows-unwritten", PLAIN.replace(query=150), {"blocks": "behind the keys"}),
+    ("rows-behind-an-empty-sequence", EMPTY_FIRST, {"without": "keys"}),
+    ("backward-scale", GRADIENTS.replace(scale=0.4), {"instead": "the default"}),
+    ("backward-mask-at-another-corner", GRADIENTS.replace(mask=OF("causal_bottom_right")), {}),
+    (
+        "group-other-heads",
+        GRADIENTS.replace(heads=6, kv_heads=3),
+        {"heads": "interleaved", "of": "dk"},
+    ),
+    (
+        "backward-loop-too-short",
+        WIDE_WINDOW.replace(backward=True),
+        {"of": "rows", "ends with": "those of its first key"},
+    ),
+    (
+        "backward-loop-too-short",
+        GRADIENTS.replace(mask=OF("causal_bottom_right")),
+        {"of": "rows", "begins with": "those of its last key"},
+    ),
     ("last-row-again", GRADIENTS, {}),
     ("dsink-not-summed", GRADIENTS.replace(sink=True, batch=2), {"which": "the last"}),
     ("backward-sink-ignored", GRADIENTS.replace(sink=True), {}),

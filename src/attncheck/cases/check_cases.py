@@ -22,14 +22,15 @@ _USUAL_LAYOUTS = ("ragged", "causal")
 # `benchmarks/question_order.py`. Questions that are not listed come last.
 ORDER = tuple(
     """
-    causal-documents decode-empty-rows window-edge uniform padding decode-causal-even
-    window-lengths negative-ragged causal-tall causal-blocks gqa isolated-causal-2
-    window-negative long-sum window-far scale one-key decode-one-query many-rows window-wide
-    one-hot large ones-ragged empty-rows negative decode-causal-wide decode-causal-lengths
-    causal-one-query isolated-ragged one-query ones-causal sink two_level-causal-2 decode-window
-    ramp-ragged positive-causal causal-lengths decode-causal-tall mean-ragged decode-padding
-    causal-wide negative-causal causal ramp-causal-2 ragged two_level-ragged positive-ragged
-    causal-even mean-causal window plain decode-ragged decode-causal outliers decode-gqa
+    causal-documents decode-empty-rows window-edge uniform padding negative-causal
+    window-lengths causal-tall causal-blocks gqa mask-by-head isolated-causal-2
+    window-negative long-sum decode-causal-even window-wide window-far one-key scale many-rows
+    causal-one-query empty-rows ones-ragged decode-one-query negative decode-causal-wide
+    isolated-ragged decode-causal-lengths one-query large one-hot ones-causal sink plain
+    two_level-causal-2 decode-window ramp-ragged positive-causal causal-lengths
+    decode-causal-tall mean-ragged decode-padding causal-wide window causal-even ragged
+    decode-ragged negative-ragged decode-gqa causal outliers positive-ragged two_level-ragged
+    ramp-causal-2 mean-causal decode-causal
     """.split()  # noqa: SIM905  # as a list it has a line for each of fifty
 )
 _PROBE_ROUNDS = 2  # Cases per probe: decode has one, ramp a fast and a slow one.

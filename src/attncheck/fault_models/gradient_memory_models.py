@@ -392,7 +392,10 @@ def group_other_heads(grad: ExactGradients) -> Iterator[Form]:
         "as key heads": head + 0 * member,
     }.items():
         others = heads % problem.heads
-        yield replace(exact, **grad.summed_over(others)), {"heads": name}
+        sums = grad.summed_over(others)
+        yield replace(exact, **sums), {"heads": name}
+        for of, gradient in sums.items():
+            yield replace(exact, **{of: gradient}), {"heads": name, "of": of}
         yield replace(exact, **_with_other_heads(grad, others.flatten())), {"heads": name}
 
 

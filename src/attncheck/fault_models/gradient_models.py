@@ -12,9 +12,10 @@ import torch
 from attncheck.fault_models.exact_attention import TRIED_TILES, ExactGradients, sum_group
 from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_mask, has_score
 from attncheck.fault_models.layout_models import read_strided
-from attncheck.fault_models.mask_models import mask_without
+from attncheck.fault_models.mask_models import mask_without, with_diagonals
 from attncheck.fault_models.steps import LOG2E, Steps, round_to_format
 from attncheck.fault_models.tile_models import bounded_loops, once_for_each, tile_visibility
+from attncheck.inputs.problem import USUAL_SCALE
 from attncheck.mods import masks
 
 if TYPE_CHECKING:
@@ -146,6 +147,18 @@ def backward_mask_ignored(grad: ExactGradients) -> Iterator[Form]:
     yield grad.gradients(weights=grad.weights(seen=ones).clamp(max=largest))
 
 
+MODELS.add(
+    "backward-mask-at-another-corner",
+    "the causal mask of the backward is aligned at the top left, and the forward's at the bottom "
+    "right",
+    applies=lambda p: p.query != p.kv and has_mask("causal_bottom_right", "bottom_right")(p),
+    steps=(
+        Steps(backward_mask=mask_without("causal_bottom_right", instead=masks.causal).mask),
+        Steps(backward_mask=with_diagonals(lambda own, _dims: [0] * len(own)).mask),
+    ),
+)
+
+
 def _and_causal(later: Callable[[Problem], int]) -> Steps:
     """Return Steps whose backward adds a causal mask, shifted by ``later`` keys."""
 
@@ -229,6 +242,15 @@ def backward_scale(grad: ExactGradients) -> Iterator[Form]:
     factors = (call.scale, 1.0 / call.scale, LOG2E, 1.0 / LOG2E, 1.0 / both, both**-2)
     for factor in (*factors, call.scale**-2):
         yield grad.gradients(weights=grad.weights(s=call.modified(call.x * factor)))
+    # Or it has the default one, in its weights, in dQ and dK, or in all of them.
+    factor = call.problem.replace(scale=USUAL_SCALE).scale / call.scale if call.scale else 1.0
+    own, others = grad.exact, grad.weights(s=call.modified(call.x * factor))
+    for weights in (others, None):
+        one = own if weights is None else grad.gradients(weights=weights)
+        tensors = one.tensors()
+        scaled = {name: tensors[name] * factor for name in ("dq", "dk")}
+        yield replace(one, **scaled), {"instead": "the default"}
+    yield grad.gradients(weights=others), {"instead": "the default"}
 
 
 @_model(order=1, family="precision")
@@ -339,6 +361,17 @@ def backward_loop_too_short(grad: ExactGradients) -> Iterator[Form]:
         visited = call.i >= (firsts[size] + rows - 1) // rows * rows
         parameters = {"tile": size, "rows": rows}
         yield of_keys(visited), {"of": "rows", "begins with": "the next tile", **parameters}
+        # Or it begins, or ends, with the rows that see one key of it.
+        tile, block = call.j.flatten() // size * size, call.i // rows * rows
+        ending = (tile + size - 1).clamp(max=call.problem.kv - 1)
+        first = torch.where(call.seen[..., ending], call.i, call.problem.query).amin(
+            2, keepdim=True
+        )
+        last = torch.where(call.seen[..., tile], call.i, -1).amax(2, keepdim=True)
+        of_last = of_keys(block + rows > first)
+        yield of_last, {"of": "rows", "begins with": "those of its last key", **parameters}
+        of_first = of_keys(block <= last)
+        yield of_first, {"of": "rows", "ends with": "those of its first key", **parameters}
 
 
 @_model()

@@ -178,7 +178,7 @@ def _by_length(
     return build
 
 
-def _with_diagonals(
+def with_diagonals(
     later: Diagonals, *, edge: Literal["both", "left"] = "both", ends: bool = True
 ) -> Steps:
     """Return Steps with the masks of ``_by_length``."""
@@ -204,7 +204,7 @@ def _of_whole_pages(size: int) -> Diagonals:
     applies=lambda p: (
         has_mask("bottom_right")(p) or (p.paging is not None and has_mask(*_CAUSAL)(p))
     ),
-    steps=_with_diagonals(_OTHER_DIAGONALS["of all keys"]),
+    steps=with_diagonals(_OTHER_DIAGONALS["of all keys"]),
 )
 def sequence_diagonals(call: ExactAttention) -> Iterator[Form]:
     """The causal mask of a sequence does not end at the sequence's own last key, but at that of
@@ -220,9 +220,9 @@ def sequence_diagonals(call: ExactAttention) -> Iterator[Form]:
             yield call.attend(seen=seen), {"diagonal": "of whole pages"}
             return
     for name, later_keys in others.items():
-        yield _with_diagonals(later_keys), {"diagonal": name}
+        yield with_diagonals(later_keys), {"diagonal": name}
         # A kernel may rely on the causal mask to hide what lies behind a sequence's end.
-        yield _with_diagonals(later_keys, ends=False), {"diagonal": name, "ends": "not masked"}
+        yield with_diagonals(later_keys, ends=False), {"diagonal": name, "ends": "not masked"}
 
 
 @_model(
@@ -242,7 +242,7 @@ def window_of_another_end(call: ExactAttention) -> Iterator[Form]:
         if problem.paging is not None:
             others["of whole pages"] = _of_whole_pages(problem.paging.size)
         for name, later in others.items():
-            yield _with_diagonals(later, edge="left"), {"edge": name}
+            yield with_diagonals(later, edge="left"), {"edge": name}
     elif "offset" in parts:
         causal = mask_without("sliding_window", instead=masks.causal).mask
         assert causal is not None
@@ -332,7 +332,7 @@ _OF_EACH = ("bottom_right", "documents_bottom_right")  # aligned in each sequenc
     applies=lambda p: _rectangular(p) and has_mask("causal_bottom_right", *_OF_EACH)(p),
     steps=(
         mask_without("causal_bottom_right", instead=masks.causal),
-        _with_diagonals(lambda own, _dims: [0] * len(own)),
+        with_diagonals(lambda own, _dims: [0] * len(own)),
         _with_document_diagonal("top left"),
     ),
 )

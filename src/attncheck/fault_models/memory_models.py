@@ -231,6 +231,9 @@ def rows_unwritten(call: ExactAttention) -> Iterator[Form]:
             behind = (number >= (blocks // group * group or blocks)).expand(dead.shape)
             which = f"behind whole groups of {group}"
             yield from _never_written(call, behind, {"rows": rows, "blocks": which})
+        # Blocks are launched for as many rows as there are keys.
+        behind = (number >= -(-call.problem.kv // rows)).expand(dead.shape)
+        yield from _never_written(call, behind, {"rows": rows, "blocks": "behind the keys"})
         # Each program does only its first one. Zeros in all others are ``values-missing``.
         later = (number > 0).expand(dead.shape)
         free = later if bool(later.any()) else None
@@ -269,6 +272,8 @@ def rows_behind_an_empty_sequence(call: ExactAttention) -> Iterator[Form]:
         first = empty.index(True) if True in empty else len(parts)
         # The one without keys itself may be unwritten, too; zeros are right there.
         start = parts[first].row if first < len(parts) else problem.batch * problem.query
+        if not start and first + 1 < len(parts):  # all rows would be lost, which fits any
+            start = parts[first + 1].row
         number = call.b * problem.query + call.i
         lost = (number >= start).expand(*call.shape[:3], 1)[..., 0]
         yield from _never_written(call, lost, {"without": of})

@@ -693,6 +693,10 @@ def split_weights_wrong(call: ExactAttention) -> Iterator[Form]:
                     lse = torch.where(empty, -math.inf, top + safe.log())
                     words = {"weights": name, "of": of}
                     yield Outputs(out / safe[..., None], lse), {**parameters, **words}
+    # Splits may end with tiles, and a row may see nothing at all.
+    for parameters, each, lses in _splits(call, _any_cuts(call)):
+        counted = torch.where(lses == -math.inf, 0.0, lses)
+        yield merged(each, counted), {**parameters, "weights": "of empty ones", "of": "both"}
 
 
 def _split_parts(call: ExactAttention) -> Iterator[tuple[dict[str, int], list[SoftmaxParts]]]:

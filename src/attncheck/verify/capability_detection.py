@@ -161,7 +161,7 @@ def trials(aspect: str, base: Problem, device: str) -> list[Trial]:
             aspect=aspect,
             what=what,
             changes=changes,
-            question=f"strides_{what}" if aspect == "strides" else "",
+            question=f"strides_{what.partition(',')[0]}" if aspect == "strides" else "",
         )
         for what, changes in _values(base.query, device)[aspect].items()
     ]
@@ -252,8 +252,12 @@ def _values(n: int, device: str) -> dict[str, dict[str, dict[str, Any]]]:
             "out and LSE": {"backward": True, "dlse": True},
             "sinks": {"backward": True, "sink": True},
         },
-        # Gaps between rows, and the expanded dOut of ``out.sum()``.
-        "strides": {"gapped": {}, "expanded": {"backward": True}},
+        # Gaps between rows, also those of dOut, and the expanded dOut of ``out.sum()``.
+        "strides": {
+            "gapped": {},
+            "gapped, backward": {"backward": True},
+            "expanded": {"backward": True},
+        },
         "slopes": {
             what: {"batch": 2, "mask": _CAUSAL, "score": Spec.of(score)}
             for what, score in (("each head", "alibi"), ("2 sequences", "alibi_by_sequence"))

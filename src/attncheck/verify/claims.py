@@ -74,7 +74,7 @@ silently wrong answer is one finding."""
 
 CLAIM_TRIALS = 40  # Approximate number of trials, for progress bars.
 
-_CACHE_FORMAT = 9  # Part of the cache key: a new number invalidates what older versions stored.
+_CACHE_FORMAT = 10  # Part of the cache key: a new number invalidates what older versions stored.
 _ODD_LENGTH = 77  # No multiple of any tile.
 _ODD_TRIAL = f"lengths-{_ODD_LENGTH}"
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
