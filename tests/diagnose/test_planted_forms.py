@@ -98,6 +98,7 @@ FORMS = [
         PLAIN.replace(head_dim=80),
         {"of": "q and k", "bound": "whole blocks of 32"},
     ),
+    ("heads-swapped", PLAIN.replace(heads=6, kv_heads=2), {"head": "by a shift"}),
     ("columns-missing", PLAIN.replace(head_dim=96), {"of": "q and k", "bound": "always 64"}),
     ("values-stale", PLAIN, {"stages": 3, "which": "all"}),
     ("first-tile-nan", WINDOW, {"of": "the first that its block visits"}),

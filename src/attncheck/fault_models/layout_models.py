@@ -136,13 +136,14 @@ def kv_heads_first(call: ExactAttention) -> Iterator[Prediction]:
 def heads_swapped(call: ExactAttention) -> Iterator[Form]:
     """Query heads read each other's key heads."""
     last, h = call.problem.kv_heads - 1, call.h.flatten()
-    own = h // call.problem.group
+    own, bits = h // call.problem.group, call.problem.heads.bit_length() - 1
     yield from _key_heads(
         call,
         in_reverse_order=last - own,
         the_next=(own + 1) % (last + 1),
         the_one_before=(own - 1) % (last + 1),
         by_number=h.clamp(max=last),
+        by_a_shift=(h * (last + 1) >> bits).clamp(max=last),
     )
 
 
