@@ -61,11 +61,13 @@ PROBLEMS = (
     RAGGED | {"mask": OF("documents", query_lengths=[20, 0, 17], kv_lengths=[20, 30, 27])},
     RAGGED | {"mask": OF("causal"), "scale": 20.0},
     RAGGED | {"mask": OF("causal"), "query": 77, "heads": 4, "kv_heads": 2},
+    RAGGED | {"mask": OF("sliding_window", window=12)},
 )  # fmt: skip
 
 
 # Part of a model's id → number of a problem that shows such a fault: to try all is slow.
 FIRST = {
+    "two-sided": 36,
     "maximum-of-hidden": 34,
     "weights-rounded": 18,
     "backward-tail": 26,

@@ -410,6 +410,17 @@ def test_wrong_slopes_of_each_sequence_are_a_finding_of_their_own(find):
     assert wrong(claims) == ["slopes-2-sequences"]
 
 
+def test_death_on_slopes_of_each_sequence_is_a_finding_of_its_own(find):
+    _, claims = find("slopes_of_the_first")
+    died = [
+        msgspec.structs.replace(one, verdict="raises", fatal="crash")
+        if (one.aspect, one.what) == ("slopes", "2 sequences")
+        else one
+        for one in claims.tried
+    ]
+    assert wrong(msgspec.structs.replace(claims, tried=tuple(died))) == ["slopes-2-sequences"]
+
+
 def test_slopes_of_sequences_are_asked_of_a_kernel_that_is_wrong_on_all_slopes(find):
     _, claims = find("slopes_upwards")
     assert wrong(claims) == []

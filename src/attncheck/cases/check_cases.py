@@ -22,15 +22,15 @@ _USUAL_LAYOUTS = ("ragged", "causal")
 # `benchmarks/question_order.py`. Questions that are not listed come last.
 ORDER = tuple(
     """
-    causal-documents decode-empty-rows window-edge uniform padding negative-causal
-    window-lengths causal-tall causal-blocks gqa mask-by-head isolated-causal-2
-    window-negative long-sum decode-causal-even window-wide window-far one-key scale many-rows
-    causal-one-query empty-rows ones-ragged decode-one-query negative decode-causal-wide
-    isolated-ragged decode-causal-lengths one-query large one-hot ones-causal sink plain
-    two_level-causal-2 decode-window ramp-ragged positive-causal causal-lengths
-    decode-causal-tall mean-ragged decode-padding causal-wide window causal-even ragged
-    decode-ragged negative-ragged decode-gqa causal outliers positive-ragged two_level-ragged
-    ramp-causal-2 mean-causal decode-causal
+    causal-documents decode-empty-rows window-edge uniform padding window-two-sided
+    window-lengths negative-ragged decode-causal-tall causal-blocks gqa isolated-causal-2
+    mask-by-head large long-sum decode-causal-even window-wide window-far one-key scale
+    many-rows decode-causal-wide empty-rows one-hot decode-one-query window-negative negative
+    ones-ragged decode-causal-lengths causal-one-query ramp-ragged one-query sink ones-causal
+    two_level-causal-2 plain isolated-ragged positive-causal decode-window causal-lengths
+    mean-ragged ragged positive-ragged window causal-even causal-wide decode-padding
+    causal-tall two_level-ragged decode-ragged causal ramp-causal-2 mean-causal outliers
+    negative-causal decode-gqa decode-causal
     """.split()  # noqa: SIM905  # as a list it has a line for each of fifty
 )
 _PROBE_ROUNDS = 2  # Cases per probe: decode has one, ramp a fast and a slow one.

@@ -105,7 +105,9 @@ _TABLE: tuple[NamedProblem, ...] = (
     _row("one-query", "B2 Q1 K211", PROBED),
     _row("one-key", "Q5 K1 D80", CHECK),
     _row("window", "Q100", PROBED, mask=_window(17)),
-    _row("window-wide", "H2 Q150", CHECK, CONTRACT, mask=_window(100)),
+    _row("window-wide", "H2 Q150", CHECK, CONTRACT, mask=_window(101)),
+    # Its left side is odd, so that flash_attn functions get as long a right one.
+    _row("window-two-sided", "H2 Q100", CHECK, CONTRACT, mask=_window(24)),
     # The mask empties the first tile, and all scores are far below 0.
     _row(
         "window-negative",
@@ -248,6 +250,7 @@ SUMMARIES = {
     "one-key": "one key: out is its value",
     "window": "a sliding window, as a mask that is written out",
     "window-wide": "a window wider than a tile: it does not begin before the keys do",
+    "window-two-sided": "a causal window with a right side, which the causal flag overrides",
     "window-negative": "a window whose first tile some rows do not see, and low scores after it",
     "mask-by-head": "a mask of its own for each head, in whole tiles",
     "window-edge": "a window that begins with the last key of a tile",

@@ -21,7 +21,7 @@ from attncheck.cli import verb
 from attncheck.cli.long_runs import TRIALS, progress
 from attncheck.cli.options import few_threads, start_worker, typed_command
 from attncheck.cli.standard_output import interrupts, standard_output
-from attncheck.core.errors import UnknownName, UsageError, require_known
+from attncheck.core.errors import AttncheckError, UnknownName, UsageError, require_known
 from attncheck.core.source_files import load_member
 from attncheck.records.failure_causes import gives_no_out
 from attncheck.records.json_reports import load_report
@@ -206,7 +206,6 @@ def _check_kernel(
         subject_questions,
     )
     from attncheck.verify.kernel_hosts import executor_of
-    from attncheck.verify.kernel_messages import RemoteError
     from attncheck.verify.question_fit import taken_problem
 
     device = options.device
@@ -247,9 +246,7 @@ def _check_kernel(
     problems = (taken_problem(subject, one.case.problem, executor, device) for one in selection)
     ahead.expect([problem for problem in problems if problem is not None], terms)
     report = _ask_questions(report, subject, selection, options)
-    with suppress(Died, RemoteError):  # the verdict stands without a cause
-        report = _add_diagnoses(report, subject, terms, device)
-    return report
+    return _add_diagnoses(report, subject, terms, device)
 
 
 def _existing_questions(
@@ -513,12 +510,15 @@ def _add_diagnoses(report: Report, subject: Subject, terms: Terms | None, device
         worst = worst_record(part)
         if worst is None:
             continue
-        if beyond:
-            if terms is None:
-                break
-            subject = on_terms(subject, terms)
-        # Start with the worst failure, which tells most.
-        diagnosed = search.diagnose_all(part, subject, device=device, first=worst)
+        try:
+            if beyond:
+                if terms is None:
+                    break
+                subject = on_terms(subject, terms)
+            # Start with the worst failure, which tells most.
+            diagnosed = search.diagnose_all(part, subject, device=device, first=worst)
+        except AttncheckError:  # the kernel's process is gone: the verdict stands without a cause
+            break
         for i, one in zip(places, diagnosed, strict=True):
             records[i] = one
     return replace(report, records=tuple(records))

@@ -22,10 +22,10 @@ from attncheck.diagnose.explanations import (
     forms_of,
     judged_predictions,
     passing_response,
-    words_of,
 )
 from attncheck.fault_models import FAULT_MODELS
 from attncheck.inputs.problem import USUAL_SCALE, Case
+from attncheck.judge.fault_explanation import words_of
 from attncheck.verify.evidence_builder import EvidenceBuilder
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from call to call, or with a tensor's layout or surroundings: further calls show
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,6 @@ from attncheck.diagnose.explanations import (
     explain,
     float64_tensors,
     pair_count,
-    words_of,
 )
 from attncheck.diagnose.failing_kernel import FailingKernel, is_too_large, skip_unfit
 from attncheck.diagnose.observation import is_finite, nan_everywhere, observe
@@ -36,7 +36,7 @@ from attncheck.diagnose.out_of_bounds_reads import (
 from attncheck.fault_models import FAULT_MODELS
 from attncheck.fault_models.fault_model import FAMILIES, MOST_GRID_PLACES, SIGNS
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.fault_explanation import combine_rankings, count_ties
+from attncheck.judge.fault_explanation import combine_rankings, count_ties, words_of
 from attncheck.probes import PROBES
 from attncheck.records.failure_causes import certain_explanations, symptom
 from attncheck.records.problem_summary import problem_of
@@ -65,7 +65,7 @@ _MOST_PASSED, _SMALL = 24, 2**15  # most passed questions kept, and most (row, k
 _FILLS = 2  # calls with different contents of free memory: one for each way to fill it
 _CALLS = 4  # most calls to see a failure again that does not happen in every call
 
-_MOST_PROCESSES = 12  # most new processes in which questions are asked again
+_MOST_PROCESSES = 20  # most new processes in which questions are asked again
 _MOST_BEFORE = 3  # most earlier questions of which each is asked first in a new process
 
 _REPEATING = ("repeat", "repeats")
@@ -162,11 +162,16 @@ class CauseSearch:
         self._remaining = most
         self._processes = _MOST_PROCESSES
         self._passed: deque[Case] = deque(maxlen=_MOST_PASSED)
+        self._answered: list[Record] = []  # Records of all questions that were answered, in order
         self._causes: dict[str, None] = {}
         self._closed: set[tuple[object, ...]] = set()
 
     def note(self, record: Record) -> None:
-        """Remember a question that passed: models that predict its failure are ruled out."""
+        """Remember a question of the run, which may have left what a later one fails by.
+
+        If it passed, models that predict its failure are ruled out.
+        """
+        self._answered += [record] if record.judgement is not None else []
         problem = Case.from_json(record.case).problem if record.status == "pass" else None
         plain = record.case.get("question") in {"compare", *PROBES}
         if plain and problem is not None and pair_count(problem) <= _SMALL:
@@ -217,36 +222,52 @@ class CauseSearch:
             if later and not certain_explanations(results[i]):
                 late = explained_by(records[i], later, subject, device=device)
                 results[i] = replace(results[i], diagnosis=late) if late is not None else results[i]
-            if not certain_explanations(results[i]):
-                failure = _Failure(records[i], subject, device, executor_of(subject))
-                sign = self._after_earlier_calls(failure, records[:i])
-                results[i] = results[i] if sign is None else replace(results[i], diagnosis=sign)
+        # Last, since it ends the kernel's process. Where results change from call to call, a
+        # question may pass by chance.
+        unexplained = [i for i in failed if not certain_explanations(results[i])]
+        signs = {one.model for record in results for one in certain_explanations(record)}
+        for i in unexplained if "not-the-same-again" not in signs else ():
+            failure = _Failure(records[i], subject, device, executor_of(subject))
+            sign = self._after_earlier_calls(failure)
+            results[i] = results[i] if sign is None else replace(results[i], diagnosis=sign)
         return tuple(results)
 
-    def _after_earlier_calls(
-        self, failure: _Failure, earlier: Sequence[Record]
-    ) -> Diagnosis | None:
+    def _after_earlier_calls(self, failure: _Failure) -> Diagnosis | None:
         """Return the sign that earlier calls cause an unexplained failure; None if they do not.
 
-        They do if its question passes in a new process. What a kernel keeps is mostly kept by the
-        sizes of its inputs: earlier questions of the same sizes are then asked first.
+        They do if its question passes in a new process, and fails there after an earlier one, or
+        else passes in one more. What a kernel keeps is mostly kept by the sizes of its inputs:
+        earlier questions of the same sizes are tried.
         """
         if self._processes <= 0 or not failure.is_of_numbers:
             return None
-        status = self._status_in_new_process(failure, failure.case)
-        if status != "pass":
+        is_first = self._processes == _MOST_PROCESSES
+        if is_first and failure.status(failure.case) != "fail":
+            self._processes = 0
+        if self._status_in_new_process(failure, failure.case) != "pass":
             self._processes = 0  # the others will hardly be of another kind
             return None
-        sizes = problem_of(failure.record).shape
-        alike = [one for one in reversed(earlier) if problem_of(one).shape == sizes]
-        causes = (
-            one.variant
-            for one in alike[:_MOST_BEFORE]
-            if self._status_in_new_process(failure, Case.from_json(one.case), failure.case)
-            == "fail"
-        )
+        alike = self._alike(failure.record)
+        after = next((one.variant for one in alike if self._fails_after(failure, one)), "")
+        if not after and self._status_in_new_process(failure, failure.case) != "pass":
+            return None
         sign = _sign("depends-on-earlier-calls")
-        return Diagnosis(ranked=(sign,), tied=1, tried=0, after=next(causes, ""))
+        return Diagnosis(ranked=(sign,), tied=1, tried=0, after=after)
+
+    def _alike(self, record: Record) -> list[Record]:
+        """Return answers before ``record`` to questions of the same sizes, the latest first."""
+
+        def sizes(one: Record) -> tuple[int, int, int]:
+            problem = problem_of(one)
+            return problem.batch, problem.query, problem.kv
+
+        before = itertools.takewhile(lambda one: one.variant != record.variant, self._answered)
+        alike = [one for one in before if sizes(one) == sizes(record)]
+        return alike[: -_MOST_BEFORE - 1 : -1]
+
+    def _fails_after(self, failure: _Failure, earlier: Record) -> bool:
+        first = Case.from_json(earlier.case)
+        return self._status_in_new_process(failure, first, failure.case) == "fail"
 
     def _status_in_new_process(self, failure: _Failure, *cases: Case) -> str:
         """Return the status of the last case, asked after the others in a new process.

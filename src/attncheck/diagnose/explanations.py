@@ -19,12 +19,13 @@ from attncheck.judge.fault_explanation import (
     ObservedError,
     count_ties,
     rank_explanations,
+    words_of,
 )
 from attncheck.records.record import TileMap
 from attncheck.verify.allowances import deterministic_bounds, gradient_allowance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from torch import Tensor
 
@@ -146,11 +147,6 @@ def forms_of(fitting: Iterable[FaultPrediction], problem: Problem) -> Forms:
     for one in fitting:
         forms.setdefault(words_of(one.parameters), set()).update(_equivalent_tiles(one, problem))
     return forms
-
-
-def words_of(parameters: Mapping[str, int | float | str]) -> tuple[tuple[str, str], ...]:
-    """Return those parameters of a form that are words."""
-    return tuple((k, v) for k, v in parameters.items() if isinstance(v, str))
 
 
 def _equivalent_tiles(one: FaultPrediction, problem: Problem) -> Iterable[object]:

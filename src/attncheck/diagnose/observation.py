@@ -245,8 +245,10 @@ def _simplifications(problem: Problem) -> dict[str, tuple[str, dict[str, object]
     square = problem.mask == FULL and problem.query == problem.kv
     lengths: dict[str, object] = {"query": problem.query, "kv": problem.kv}
     step = math.lcm(_WHOLE_TILES, problem.paging.size if problem.paging else 1)
-    values = [-(-length // step) * step for length in (problem.query, problem.kv)]
-    whole: dict[str, object] = dict(zip(lengths, values, strict=True))
+    # A single row stays one: kernels decode in other code.
+    rows = problem.query if problem.query == 1 else -(-problem.query // _WHOLE_TILES) * _WHOLE_TILES
+    keys = -(-problem.kv // step) * step
+    whole: dict[str, object] = {"query": rows, "kv": keys}
     table: tuple[tuple[bool, str, str, dict[str, object]], ...] = (
         (
             problem.score != NONE,
@@ -262,7 +264,7 @@ def _simplifications(problem: Problem) -> dict[str, tuple[str, dict[str, object]
         (not one_group, "heads", "with one head alone", {"heads": 1, "kv_heads": 1}),
         (one_group and problem.heads > 1, "group", "with one query head alone", {"heads": 1}),
         (narrow, "dtype", "in fp32", {"dtype": "fp32"}),
-        (whole != lengths, "tail", f"with lengths of {' and '.join(map(str, values))}", whole),
+        (whole != lengths, "tail", f"with whole tiles: {rows} rows and {keys} keys", whole),
     )
     return {name: (words, change) for holds, name, words, change in table if holds}
 

@@ -148,7 +148,7 @@ def backward_mask_ignored(grad: ExactGradients) -> Iterator[Form]:
 
 
 MODELS.add(
-    "backward-mask-at-another-corner",
+    "backward-mask-top-left",
     "the causal mask of the backward is aligned at the top left, and the forward's at the bottom "
     "right",
     applies=lambda p: p.query != p.kv and has_mask("causal_bottom_right", "bottom_right")(p),
@@ -236,6 +236,8 @@ MODELS.add(
 def backward_scale(grad: ExactGradients) -> Iterator[Form]:
     """The backward has another scale in its weights."""
     call = grad.call
+    if not call.scale:
+        return
     # The factor may be missing or applied twice when P is recomputed.
     both = call.scale * LOG2E
     # Or the backward divides by it.
@@ -243,7 +245,7 @@ def backward_scale(grad: ExactGradients) -> Iterator[Form]:
     for factor in (*factors, call.scale**-2):
         yield grad.gradients(weights=grad.weights(s=call.modified(call.x * factor)))
     # Or it has the default one, in its weights, in dQ and dK, or in all of them.
-    factor = call.problem.replace(scale=USUAL_SCALE).scale / call.scale if call.scale else 1.0
+    factor = call.problem.replace(scale=USUAL_SCALE).scale / call.scale
     own, others = grad.exact, grad.weights(s=call.modified(call.x * factor))
     for weights in (others, None):
         one = own if weights is None else grad.gradients(weights=weights)

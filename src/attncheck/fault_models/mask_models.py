@@ -604,6 +604,26 @@ def long_window_sees_all(call: ExactAttention) -> Iterator[Form]:
         yield call.attend(seen=call.visible(mask), s=s)
 
 
+def _two_sided(values: Values, dims: Dimensions, _device: str) -> MaskMod:
+    # Conventions pass a window with an odd number of keys before a row's own as long on its right,
+    # and none that hides nothing.
+    window = values["window"]
+    after = 0 if window % 2 or window >= dims.query else window - 1
+    return lambda _b, _h, i, j: (i - j < window) & (j - i <= after)
+
+
+_TWO_SIDED = steps_with_masks({"sliding_window": _two_sided})
+
+
+@_model(applies=has_mask("sliding_window"), steps=_TWO_SIDED)
+def window_two_sided(call: ExactAttention) -> Iterator[Form]:
+    """The window's right side counts, although the causal flag overrides it."""
+    mask = _TWO_SIDED.mask and _TWO_SIDED.mask(call.problem, "cpu")
+    assert mask is not None, "asked of what has a window"
+    for s in _scores_behind_diagonal(call):
+        yield call.attend(seen=call.visible(mask), s=s)
+
+
 @_model(
     applies=has_mask(),
     steps=Steps(mask=lambda problem, _: None if problem.mask == FULL else masks.full),

@@ -258,10 +258,13 @@ def _begun_by_last_rows(call: ExactAttention) -> Iterator[tuple[Tensor, Paramete
     if not has_mask("sliding_window")(call.problem):
         return
     query = call.problem.query
+    firsts: dict[int, Tensor] = {}
     for rows, size in (*product((query,), call.key_tiles), *call.any_tiles):
-        last = ((call.i // rows + 1) * rows - 1).clamp(max=query - 1)
-        first = call.visible(call.mask, i=last - call.i).to(torch.uint8).argmax(-1, keepdim=True)
-        visited = call.j // size * size + size > first
+        if rows not in firsts:
+            last = ((call.i // rows + 1) * rows - 1).clamp(max=query - 1)
+            shown = call.visible(call.mask, i=last - call.i).to(torch.uint8)
+            firsts[rows] = shown.argmax(-1, keepdim=True)
+        visited = call.j // size * size + size > firsts[rows]
         if rows == query:
             yield visited, {"tile": size, "begins with": "the last row"}
         else:
@@ -306,11 +309,15 @@ def mask_skipped_by_one_row(call: ExactAttention) -> Iterator[Form]:
     it.
     """
     of_keys = once_for_each(lambda seen: call.attend(seen=seen))
-    for rows, size in call.any_tiles:
+    visible: dict[tuple[int, str], Tensor] = {}
+    for rows in dict.fromkeys(rows for rows, _ in call.any_tiles):
         first = call.i // rows * rows
         last = (first + rows - 1).clamp(max=call.problem.query - 1)
         for name, row in {"the first": first, "the last": last}.items():
-            hidden = pad(~call.visible(call.mask, i=row - call.i), (0, padded_keys(call, size)))
+            visible[rows, name] = call.visible(call.mask, i=row - call.i)
+    for rows, size in call.any_tiles:
+        for name in ("the first", "the last"):
+            hidden = pad(~visible[rows, name], (0, padded_keys(call, size)))
             full = ~hidden.view(*call.shape[:3], -1, size).any(-1).repeat_interleave(size, -1)
             outputs = of_keys(call.seen | full[..., : call.problem.kv])
             yield outputs, {"tile": size, "rows": rows, "row": name}
@@ -746,6 +753,8 @@ def split_lse_not_accumulated(call: ExactAttention) -> Iterator[Form]:
     """
     for parameters, outs, lses in _splits(call, _any_cuts(call)):
         both = Outputs(outs[0], lses[0])
+        if len(outs) < 3:  # their merge is right
+            continue
         for n in range(1, len(outs)):
             both = merged(torch.stack([both.out, outs[n]]), lses[n - 1 : n + 1])
         for lse in (lses[-1], both.lse, call.parts.lse):
@@ -756,7 +765,7 @@ def split_lse_not_accumulated(call: ExactAttention) -> Iterator[Form]:
 def lse_of_one_split(call: ExactAttention) -> Iterator[Form]:
     """LSE is that of one split of the keys."""
     out = call.parts.out
-    for parameters, _, lses in _splits(call):
+    for parameters, _, lses in _splits(call, _any_cuts(call)):
         # LSE may be that of the first split, the last one, or the largest.
         for lse in (lses[0], lses[-1], lses.amax(0)):
             yield Outputs(out, lse), parameters

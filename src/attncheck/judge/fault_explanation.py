@@ -77,6 +77,11 @@ class FaultExplanation:
     others: tuple[Mapping[str, int | float | str], ...] = ()
 
 
+def words_of(parameters: Mapping[str, int | float | str]) -> tuple[tuple[str, str], ...]:
+    """Return those parameters of a fault's form that are words: numbers depend on the call."""
+    return tuple((k, v) for k, v in parameters.items() if isinstance(v, str))
+
+
 class ObservedError:
     """A kernel's results and their errors, tensor by tensor.
 
@@ -345,7 +350,9 @@ def rank_explanations(
     best = []
     for each in forms.values():
         first, *rest = sorted(each, key=_form_key)
-        best.append(replace(first, others=tuple(one.parameters for one in rest if one.all)))
+        # A prediction with free rows fits whatever they hold.
+        others = (one.parameters for one in rest if one.all and one.loose == first.loose)
+        best.append(replace(first, others=tuple(others)))
     return _sort(best)
 
 
@@ -372,8 +379,10 @@ def combine_rankings(
         if worst.all:  # rounding is a large share of an error that is barely beyond its bound
             worst = max((one[name] for one in each), key=lambda e: e.share)
         own, unexplained = each[0][name], max(one[name].unexplained for one in each)
+        words = [{*map(words_of, (one[name].parameters, *one[name].others))} for one in each]
+        others = tuple(form for form in own.others if all(words_of(form) in w for w in words))
         combined.append(
-            replace(worst, parameters=own.parameters, others=own.others, unexplained=unexplained)
+            replace(worst, parameters=own.parameters, others=others, unexplained=unexplained)
         )
     return _sort(combined) or list(first)
 

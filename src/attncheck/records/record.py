@@ -179,7 +179,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     # Map of the error by tiles; left out where it cannot be determined.
     tiles: TileMap | msgspec.UnsetType = msgspec.UNSET
     # Variant of the Record whose question suffices, asked first, for this one to fail in a new
-    # process; empty if all questions before it may be needed, left out if it fails there alone.
+    # process; empty if none is known, left out if it fails there alone.
     after: str | msgspec.UnsetType = msgspec.UNSET
 
 

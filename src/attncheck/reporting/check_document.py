@@ -136,8 +136,8 @@ def _repeating(command: str) -> Callable[[Record], str]:
         words = [word for word in shlex.split(command) if word not in _NOT_REPEATED]
         diagnosis = record.diagnosis
         after = msgspec.UNSET if diagnosis is msgspec.UNSET else diagnosis.after
-        if after == "":  # it fails only after others, and nobody knows which
-            return shlex.join(words)
+        if after == "":  # it fails only after other calls, and nobody knows after which
+            return ""
         # Only the question that failed, so that reproducing it does not wait for the others.
         for name in (record.variant,) if after is msgspec.UNSET else (after, record.variant):
             words += [] if name in words else [_OPTION, name]
@@ -293,6 +293,7 @@ def _sentence(report: Report) -> Verdict:
     odd += [f"{count['unsupported']} not supported"] if count["unsupported"] else []
     odd += [report.incomplete] if report.incomplete else []
     rest = "".join(f", {part}" for part in odd)
+    rest += f"; its {report.deviation}" if report.deviation else ""
     match check_outcome(report):
         # Three ways to fail: a wrong answer, a wrong answer beyond the claims instead of a
         # refusal, or questions that could not have seen a fault.
@@ -309,7 +310,6 @@ def _sentence(report: Report) -> Verdict:
             doubt = "the oracles disagree, so nothing is said of the kernel"
             return Verdict("IN DOUBT", f"{name}: {doubt}{rest}", "bad")
         case "pass":
-            rest += f"; its {report.deviation}" if report.deviation else ""
             return Verdict("PASS", f"{name}: {questions}{_unusual_dtypes(report)}{rest}", "good")
     return Verdict("NOTHING TESTED", f"{name}: it supports none of the questions{rest}", "notable")
 

@@ -275,10 +275,11 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             claimed = trial.aspect in CLAIMED
             name = f"{trial.aspect}-{trial.what}".replace(" ", "-").replace("<", "below")
             name = name.replace(">", "above").replace(",", "")
-            wrong = one is not None and (one.verdict == "wrong" or one.fatal)
+            wrong = one is not None and one.verdict == "wrong"
             if trial.aspect == "slopes":  # where those of heads are wrong too, questions show it
                 own = self._failure_on_sequence_slopes()
                 wrong = trial.what == "2 sequences" and own == "wrong"
+            wrong = wrong or (one is not None and bool(one.fatal))
             if wrong or name in named or (one and claimed and one.verdict == "raises"):
                 question = CheckCase(
                     name=name,

@@ -139,7 +139,7 @@ def executor_of(subject: Subject) -> KeepingExecutor:
 def end_process_of(subject: Subject) -> bool:
     """End the process of ``subject``, so that its next call is the first of a new one.
 
-    Return False, having done nothing, for a kernel in this process.
+    Return False for a kernel in this process, which is left alone.
     """
     if not isinstance(subject, RemoteSubject):
         return False
