@@ -99,7 +99,7 @@ ONE_OF_EACH = [
     ("tf32-for-fp32", "ideal", "contract", "compare"),
     ("fp8-descale-scalar-not-per-head", "ideal", "contract", "compare"),
     ("empty-split-nan", "triton", "contract", "compare"),
-    ("last-page-counted-full", "triton", "probes", "ones"),
+    ("last-page-counted-full", "triton", "probes", "negative"),
     ("blockmask-partial-as-full", "ideal", "probes", "negative"),
     ("one-key-row-slice-nan", "ideal", "contract", "compare"),
     ("split-count-depends-on-batch", "ideal", "determinism", "neighbours"),
