@@ -264,7 +264,7 @@ def _simplifications(problem: Problem) -> dict[str, tuple[str, dict[str, object]
         (not one_group, "heads", "with one head alone", {"heads": 1, "kv_heads": 1}),
         (one_group and problem.heads > 1, "group", "with one query head alone", {"heads": 1}),
         (narrow, "dtype", "in fp32", {"dtype": "fp32"}),
-        (whole != lengths, "tail", f"with whole tiles: {rows} rows and {keys} keys", whole),
+        (whole != lengths, "tail", f"with whole tiles ({rows} × {keys})", whole),
     )
     return {name: (words, change) for holds, name, words, change in table if holds}
 
