@@ -66,8 +66,8 @@ _STORY = {
     ),
     "why": (
         "3. What we planted, in line {number}: {planted}. Its tile was 32 keys once, and is 64 "
-        "now: of 32, 96 … keys the last tile is half empty, and its padding, not hidden, enters "
-        "the row sum. {mended} mends it."
+        "now: the padding of a half-empty last tile is not hidden, and enters the row sum. "
+        "{mended} mends it."
     ),
 }
 
