@@ -84,6 +84,18 @@ def test_unknown_fault_is_observed_in_every_dtype(dtype, monkeypatch):
     assert (diagnosis.level, diagnosis.family) == ("unknown", "")
 
 
+def test_what_whole_tiles_mend_is_observed(monkeypatch):
+    """Rows and columns of a ragged call are off by what no family explains."""
+
+    def spoil(out):
+        wave = torch.arange(out.numel()).view(out.shape).sin()
+        return out + wave * (out.shape[2] % 128 > 0)
+
+    facts = observe_out(monkeypatch, spoil).facts
+    assert "right with whole tiles (128 × 128)" in facts
+    assert facts.index("right with whole tiles (128 × 128)") < facts.index("wrong as well in fp32")
+
+
 def test_outputs_written_to_other_heads_are_mapping_family(monkeypatch):
     diagnosis = observe_out(monkeypatch, lambda out: out.roll(1, 1))
     assert diagnosis.family == FAMILIES["mapping"]

@@ -89,7 +89,8 @@ def one_flash(q, k, v, softmax_scale, causal, window, cap, slopes, sinks, fault)
     """One sequence of ``(length, heads, dim)`` as flash-attn computes it."""
     query, kv, heads = q.shape[0], k.shape[0], q.shape[1]
     left, right = window
-    right = 0 if causal else right
+    if causal and (right < 0 or fault != "the right side of a causal window"):
+        right = 0
     at = 0 if fault == "top left" else kv - query
     if fault == "a window of 0 is none" and left == 0:
         left = -1
@@ -315,6 +316,7 @@ BY_CHECK = {
         ("flash_attn", "a window of 0 is none"),
         ("flash_attn", "a window beyond the keys"),
         ("flash_attn", "no window for one row"),
+        ("flash_attn", "the right side of a causal window"),
         ("varlen", "no window for one row"),
         ("varlen", "windows within a tile"),
         ("flash_attn", "backward: no window"),

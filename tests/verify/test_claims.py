@@ -127,6 +127,15 @@ class OneGradient(torch.autograd.Function):
 def gradient_of_a_sum(q, k, v):
     return OneGradient.apply(sdpa(q, k, v))
 
+class UsualStrides(OneGradient):
+    @staticmethod
+    def backward(ctx, dout):
+        usual = torch.empty(dout.shape, device="meta").stride()
+        return dout.as_strided(dout.shape, usual) if dout.stride(-1) == 1 else dout
+
+def gradient_of_usual_strides(q, k, v):
+    return UsualStrides.apply(sdpa(q, k, v))
+
 def writes_to_fp16(q, k, v):
     out = sdpa(q, k, v)
     if q.dtype == torch.float16:
@@ -308,6 +317,7 @@ def test_wrong_head_dims_are_unclaimed_questions_that_fail(find):
     [
         ("assumes_usual_strides", "strides-gapped", "relation"),
         ("gradient_of_a_sum", "strides-expanded", "relation"),
+        ("gradient_of_usual_strides", "strides-gapped-backward", "relation"),
         # The output is right, but an input is overwritten.
         ("writes_to_fp16", "dtypes-fp16", "mutation"),
         ("in_fp32", "dtypes-bf16", "contract"),

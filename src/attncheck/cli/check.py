@@ -110,7 +110,7 @@ class CheckOptions:
 
 @verb.command
 def check(options: CheckOptions) -> int:
-    """Check one kernel with about 60 problems that are known to expose faults.
+    """Check one kernel with 60 to 90 problems that are known to expose faults.
 
     SPEC is FILE.py::NAME, package.module:NAME, FOLDER::NAME of the kernels hub, or a kernel of
     `attncheck list`. NAME is a Subject, or a function of query, key and value that returns out, or

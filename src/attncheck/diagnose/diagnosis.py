@@ -43,7 +43,7 @@ from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record
 from attncheck.relations import RELATIONS
 from attncheck.relations.same_numbers import STRIDED_TENSORS
-from attncheck.verify.executor import Execution, Executor, Failure, Origin
+from attncheck.verify.executor import Execution, Executor, Failure, InProcess, Origin
 from attncheck.verify.kernel_hosts import end_process_of, executor_of
 from attncheck.verify.memory_patterns import allocator_filled
 
@@ -239,7 +239,8 @@ class CauseSearch:
         else passes in one more. What a kernel keeps is mostly kept by the sizes of its inputs:
         earlier questions of the same sizes are tried.
         """
-        if self._processes <= 0 or not failure.is_of_numbers:
+        in_process = isinstance(failure.executor, InProcess)
+        if in_process or self._processes <= 0 or not failure.is_of_numbers:
             return None
         is_first = self._processes == _MOST_PROCESSES
         if is_first and failure.status(failure.case) != "fail":

@@ -259,16 +259,16 @@ def _begun_by_last_rows(call: ExactAttention) -> Iterator[tuple[Tensor, Paramete
         return
     query = call.problem.query
     firsts: dict[int, Tensor] = {}
-    for rows, size in (*product((query,), call.key_tiles), *call.any_tiles):
+    of_all: list[tuple[int, int, Parameters]] = [(query, size, {}) for size in call.key_tiles]
+    of_blocks = [(rows, size, {"rows": rows}) for rows, size in call.any_tiles]
+    for rows, size, parameters in (*of_all, *of_blocks):
         if rows not in firsts:
             last = ((call.i // rows + 1) * rows - 1).clamp(max=query - 1)
             shown = call.visible(call.mask, i=last - call.i).to(torch.uint8)
             firsts[rows] = shown.argmax(-1, keepdim=True)
         visited = call.j // size * size + size > firsts[rows]
-        if rows == query:
-            yield visited, {"tile": size, "begins with": "the last row"}
-        else:
-            yield visited, {"tile": size, "rows": rows, "begins with": "its last row"}
+        which = "its last row" if parameters else "the last row"
+        yield visited, {**parameters, "tile": size, "begins with": which}
 
 
 @_model()
